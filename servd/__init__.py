@@ -1,0 +1,20 @@
+"""servd: an OpenAI-compatible serving daemon for language models."""
+
+from typing import TYPE_CHECKING, Any
+
+from servd.params import PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    from servd.llm import LLM, LLMEngine
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "LLMEngine", "PoolingParams", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # LLM pulls in the tokenizer; an engine process that only wants a message type must not pay for it.
+    if name in ("LLM", "LLMEngine"):
+        import servd.llm
+
+        return getattr(servd.llm, name)
+    raise AttributeError(f"module 'servd' has no attribute {name!r}")

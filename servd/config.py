@@ -1,0 +1,254 @@
+"""Config: every option, its default, its bounds, its description.
+
+One definition: command-line flags (`--field-name`), `--config` files and docs/config.md all come from these
+annotations. Field names are unique over the sections, so flags stay flat and equal to vLLM's where the meaning
+is equal. A Config is frozen; what is learned at run time travels in messages, not here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from servd.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+
+class ModelConfig(Section, frozen=True):
+    """Which model, and how it is loaded."""
+
+    model: Annotated[
+        str | None,
+        Meta(description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: the demo model."),
+    ] = None
+    served_model_name: Annotated[
+        list[str], Meta(description="Names that clients may use for the model; the first is shown. Default: MODEL.")
+    ] = []
+    tokenizer: Annotated[
+        str | None, Meta(description="Folder or Hugging Face id of the tokenizer, if not the model's own.")
+    ] = None
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit of the model on the hub.")] = None
+    download_dir: Annotated[
+        str | None, Meta(description="Cache folder for downloads. Default: the Hugging Face cache.")
+    ] = None
+    trust_remote_code: Annotated[
+        bool, Meta(description="Run Python code that comes with the tokenizer when it has to be converted.")
+    ] = False
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type of weights and activations. auto: the checkpoint's on CUDA, float32 on a CPU."),
+    ] = "auto"
+    max_model_len: Annotated[
+        Positive | None, Meta(description="Longest prompt plus output, in tokens. Default: what the model allows.")
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "dummy"], Meta(description="auto: safetensors. dummy: seeded random weights, for tests.")
+    ] = "auto"
+    seed: Annotated[
+        int, Meta(ge=0, description="Seed of everything random: dummy weights, requests without a seed.")
+    ] = 0
+    generation_config: Annotated[
+        str,
+        Meta(
+            description="Default sampling parameters: `auto` (the model's generation_config.json), `vllm` (neutral "
+            "ones) or a folder that holds a generation_config.json."
+        ),
+    ] = "auto"
+    enforce_eager: Annotated[bool, Meta(description="Never use CUDA graphs.")] = False
+
+
+class CacheConfig(Section, frozen=True):
+    """KV cache."""
+
+    block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens per KV-cache block.")] = 16
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the device's memory that servd may use in all.")
+    ] = 0.9
+    kv_cache_memory: Annotated[
+        Positive | None,
+        Meta(description='Memory for the KV cache: bytes or "2GiB". Default: from what is free.'),
+    ] = None
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV cache of equal prompt beginnings.")] = True
+
+
+class SchedulerConfig(Section, frozen=True):
+    """Which requests run in a step."""
+
+    max_num_seqs: Annotated[
+        Positive | None, Meta(description="Most requests in one step. Default: 64 on a CPU, 256 on CUDA.")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        Positive | None, Meta(description="Token budget of one step. Default: 512 on a CPU, 8192 on CUDA.")
+    ] = None
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        Meta(description="fcfs: first come, first served. priority: lowest `priority` of the request first."),
+    ] = "fcfs"
+    async_scheduling: Annotated[
+        bool | None,
+        Meta(description="Schedule the next step while the device computes this one. Default: on with CUDA."),
+    ] = None
+    max_waiting_requests: Annotated[
+        int, Meta(ge=0, description="Unfinished requests beyond which new ones get 503 with Retry-After.")
+    ] = 2048
+
+
+class ParallelConfig(Section, frozen=True):
+    """Devices and processes."""
+
+    device: Annotated[Literal["auto", "cuda", "cpu"], Meta(description="auto: CUDA where it works.")] = "auto"
+    executor: Annotated[
+        Literal["uniproc", "multiproc", "fake"] | None,
+        Meta(
+            description="uniproc: the worker runs inside the engine process. multiproc: one process per device. "
+            "fake: deterministic tokens with no model, to measure the server itself. Default: uniproc for one device."
+        ),
+    ] = None
+    tensor_parallel_size: Annotated[int, Meta(ge=1, description="Devices that each hold a slice of every layer.")] = 1
+    attention_backend: Annotated[
+        str, Meta(description="A file of servd/worker/attention/, or auto: the first that can run here.")
+    ] = "auto"
+
+
+class ServerConfig(Section, frozen=True):
+    """HTTP server."""
+
+    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 picks a free one.")] = 8000
+    uds: Annotated[str | None, Meta(description="Listen on this Unix socket instead of host and port.")] = None
+    api_key: Annotated[
+        list[str],
+        Meta(description="Keys that clients must send as `Authorization: Bearer KEY`. Default: $SERVD_API_KEY."),
+    ] = []
+    chat_template: Annotated[
+        str | None, Meta(description="Jinja chat template (file or text) to use instead of the model's.")
+    ] = None
+    api_server_count: Annotated[int, Meta(ge=1, le=64, description="API server processes that share the port.")] = 1
+    headless: Annotated[
+        bool, Meta(description="Run the engine only; API servers elsewhere on this host join it with --attach.")
+    ] = False
+    attach: Annotated[str | None, Meta(description="Run API servers only, for the engine whose --ipc-dir this is.")] = (
+        None
+    )
+    ipc_dir: Annotated[
+        str | None, Meta(description="Folder of the sockets between the processes. Default: a new private one.")
+    ] = None
+    shutdown_timeout: Annotated[
+        float, Meta(ge=0, description="Seconds that open requests get to finish after SIGTERM or Ctrl-C.")
+    ] = 15.0
+
+
+class ObservabilityConfig(Section, frozen=True):
+    """Logs."""
+
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least level shown.")] = "info"
+
+
+class Config(Section, frozen=True):
+    """All sections. Build one with `Config.load`, which checks every value."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    server: ServerConfig = ServerConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+
+    @classmethod
+    def load(cls, options: Mapping[str, Any]) -> Config:
+        """Make a Config of flat options, e.g. `{"model": "gpt2", "max_num_seqs": 8}`.
+
+        Strings are converted ("8" to 8, "2GiB" to bytes for kv_cache_memory).
+
+        Raises:
+            ConfigError: unknown option or bad value, with the option's name.
+        """
+        sections = section_of_option()
+        nested: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            name = name.replace("-", "_")
+            if name not in sections:
+                raise ConfigError(f"unknown option {name!r}; `servd serve --help` lists them")
+            if name == "kv_cache_memory" and isinstance(value, str):
+                value = parse_bytes(value)
+            nested.setdefault(sections[name], {})[name] = value
+        try:
+            return msgspec.convert(nested, cls, strict=False)
+        except msgspec.ValidationError as error:
+            # "Expected `int` >= 1 - at `$.cache.block_size`"
+            rule, _, path = str(error).partition(" - at `$.")
+            name = path.rstrip("`").rpartition(".")[2].partition("[")[0]
+            value = options.get(name)
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: {rule[0].lower()}{rule[1:]}") from None
+
+    def replace(self, **options: Any) -> Config:
+        """A copy with some flat options changed; used by `resolve` and by tests."""
+        sections = section_of_option()
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            changed.setdefault(sections[name], {})[name] = value
+        return msgspec.structs.replace(
+            self, **{s: msgspec.structs.replace(getattr(self, s), **values) for s, values in changed.items()}
+        )
+
+
+def section_of_option() -> dict[str, str]:
+    """Option name -> name of its section in Config."""
+    return {
+        option.name: section.name
+        for section in msgspec.structs.fields(Config)
+        for option in msgspec.structs.fields(section.type)
+    }
+
+
+def parse_bytes(text: str) -> int:
+    """Read "1073741824", "1GiB", "1.5 GB" or "512M" (powers of 1024 for KiB and K, of 1000 for KB).
+
+    Raises:
+        ConfigError: not of this form.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ConfigError(f'cannot read {text!r} as a size; write bytes or e.g. "2GiB"')
+    number, prefix, suffix = match.groups()
+    base = 1000 if (suffix or "").upper() == "B" else 1024
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Options from a .toml, .yaml or .json file; keys are flag names with dashes or underscores.
+
+    Raises:
+        ConfigError: no such file, not readable, or not a flat table.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf8")
+        match file.suffix:
+            case ".toml":
+                options = tomllib.loads(text)
+            case ".json":
+                options = json.loads(text)
+            case ".yaml" | ".yml":
+                options = msgspec.yaml.decode(text.encode())
+            case _:
+                raise ConfigError(f"--config {path}: the name must end in .toml, .yaml or .json")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (ValueError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"--config {path}: must be a table of options")
+    return {str(name).replace("-", "_"): value for name, value in options.items()}

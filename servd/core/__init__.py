@@ -1,0 +1,1 @@
+"""The core room: decides what runs. Integers only: no text, no tensors, no torch."""

@@ -1,0 +1,112 @@
+"""The exception tree, and what each error means to a client.
+
+ServdError
+├── RequestError                 the request is at fault: 4xx, nothing else is affected
+│   ├── InvalidRequest           400
+│   │   └── ContextTooLong       400, code context_length_exceeded
+│   ├── Unauthorized             401
+│   ├── NotFound                 404
+│   │   └── UnknownModel         404, code model_not_found
+│   └── Overloaded               503, with Retry-After
+├── EngineError                  the server is at fault: 500
+│   └── EngineDead               503: the engine process is gone
+└── ConfigError                  a flag, a file or the machine: one line on stderr, exit code 2
+    ├── ModelNotFound
+    ├── UnsupportedModel
+    └── NotEnoughMemory
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServdError(Exception):
+    """Any error that servd raises on purpose. The message names the cause and the remedy."""
+
+
+class RequestError(ServdError):
+    """A request that cannot be served as asked.
+
+    Args:
+        message: what is wrong and what would be right, with numbers.
+        param: the request field at fault, as the client wrote it.
+        code: machine-readable code where OpenAI defines one.
+    """
+
+    status: ClassVar[int] = 400
+    type: ClassVar[str] = "invalid_request_error"
+    default_code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.default_code
+
+
+class InvalidRequest(RequestError):
+    """400: a field is missing, malformed or out of bounds."""
+
+
+class ContextTooLong(InvalidRequest):
+    """400: prompt plus max_tokens exceed the model's context."""
+
+    default_code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    """401: no API key, or a wrong one."""
+
+    status = 401
+    type = "authentication_error"
+    default_code = "invalid_api_key"
+
+
+class NotFound(RequestError):
+    """404: no such route or object."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class UnknownModel(NotFound):
+    """404: the `model` of a request is not served here."""
+
+    default_code = "model_not_found"
+
+
+class Overloaded(RequestError):
+    """503: the waiting queue is full. `retry_after` is in seconds."""
+
+    status = 503
+    type = "overloaded_error"
+    default_code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineError(ServdError):
+    """500: the engine failed on this request through no fault of the client."""
+
+
+class EngineDead(EngineError):
+    """503: the engine process is gone; every open request ends with this."""
+
+
+class ConfigError(ServdError):
+    """A flag, a configuration file or the machine does not allow the server to start: exit code 2."""
+
+
+class ModelNotFound(ConfigError):
+    """The model folder or hub repository does not exist, cannot be reached or lacks a file."""
+
+
+class UnsupportedModel(ConfigError):
+    """The architecture in config.json has no file in servd/worker/models/."""
+
+
+class NotEnoughMemory(ConfigError):
+    """Weights or KV cache do not fit; the message has the numbers in both directions."""

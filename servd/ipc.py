@@ -1,0 +1,87 @@
+"""Typed channels between processes: ZMQ sockets that carry msgspec messages. The only file that imports zmq.
+
+Every process binds one Inbox; whoever has something to tell it connects an Outbox. Addresses are
+`ipc://` files in a private folder (0700), or `tcp://` across hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def private_dir() -> Path:
+    """A new folder that only this user may enter, for the sockets of one process tree.
+
+    The path is kept short: the name of a Unix socket may have at most 107 bytes.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    if not os.access(base, os.W_OK) or len(base) > 60:
+        base = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="servd-", dir=base))  # mkdtemp makes it 0700
+
+
+def address(folder: Path | str, name: str) -> str:
+    """Address of the socket `name` in `folder`."""
+    return f"ipc://{folder}/{name}"
+
+
+class Inbox(Generic[T]):
+    """Receives messages of the union `kind` from any number of outboxes. Belongs to one thread."""
+
+    def __init__(self, at: str, kind: Any) -> None:
+        self.decoder = msgspec.msgpack.Decoder(kind)
+        self.socket = zmq.Context.instance().socket(zmq.PULL)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # flow control is the scheduler's queue, not a full pipe
+        self.socket.bind(at)
+
+    def recv(self, timeout: float | None = None) -> T | None:
+        """Wait for the next message, at most `timeout` seconds (None: for ever); None when time is up."""
+        if timeout is not None and not self.socket.poll(int(timeout * 1000)):
+            return None
+        return self.decoder.decode(self.socket.recv())
+
+    def drain(self) -> list[T]:
+        """All messages that are there now, without waiting."""
+        messages: list[T] = []
+        while True:
+            try:
+                messages.append(self.decoder.decode(self.socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def fileno(self) -> int:
+        """For an event loop's add_reader. Edge-triggered: call `drain` at every event, and once at the start."""
+        return self.socket.getsockopt(zmq.FD)
+
+    def close(self) -> None:
+        """Close and remove the socket file."""
+        self.socket.close()
+
+
+class Outbox:
+    """Sends messages to one inbox, which may start later. Never blocks. Belongs to one thread."""
+
+    def __init__(self, to: str) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.PUSH)
+        self.socket.setsockopt(zmq.LINGER, 500)  # milliseconds to deliver the last words
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.connect(to)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue one message; order is kept."""
+        self.socket.send(_encoder.encode(message))
+
+    def close(self) -> None:
+        """Close after at most half a second for what is still queued."""
+        self.socket.close()

@@ -1,0 +1,245 @@
+"""Every message that crosses a process border, as msgspec tagged unions. No tensors, no pickle.
+
+| border | union | members |
+|---|---|---|
+| api -> core | ToEngine | Attach, EngineCoreRequest, AbortRequests, ResetPrefixCache |
+| core -> api | FromEngine | EngineStatus, EngineReady, EngineCoreOutputs, EngineDead |
+| core -> worker | ToWorker | LoadModel, AllocateKVCache, SchedulerOutput, SampleTokens, Shutdown |
+| worker -> core | FromWorker | WorkerProgress, WorkerReady, ModelRunnerOutput, WorkerFailed |
+
+Structs are positional on the wire (`array_like`): new fields are appended, with a default.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from servd.params import PoolingParams, SamplingParams
+from servd.tracing import Mark
+
+
+class Message(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Base of all messages."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Every accepted request ends with exactly one of these."""
+
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the context is full
+    ABORT = "abort"  # the client left or asked for it
+    ERROR = "error"
+
+
+# ---- api -> core ----
+
+
+class Attach(Message, tag=True):
+    """An API server introduces itself; the engine answers with EngineStatus or EngineReady."""
+
+    client: int
+    inbox: str  # address that the engine sends to
+
+
+class EngineCoreRequest(Message, tag=True):
+    """One validated request: nothing in it can fail in the engine."""
+
+    request_id: str
+    prompt_token_ids: list[int]  # at least one; with max_tokens within max_model_len
+    params: SamplingParams | PoolingParams
+    client: int = 0  # which API server gets the outputs
+    eos_token_ids: list[int] = []  # end generation; empty under ignore_eos
+    priority: int = 0  # lower runs first, under --scheduling-policy priority
+    cache_salt: str | None = None  # requests share cached blocks only with the same salt
+
+
+class AbortRequests(Message, tag=True):
+    """Drop these requests, wherever they are; unknown ids are ignored. They get no further output."""
+
+    request_ids: list[str]
+
+
+class ResetPrefixCache(Message, tag=True):
+    """Forget all cached blocks that no request uses."""
+
+
+ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache
+
+
+# ---- core -> api ----
+
+
+class EngineStatus(Message, tag=True):
+    """Where start-up stands."""
+
+    phase: str  # e.g. "loading weights"
+    progress: float = 0.0  # 0 to 1 within the phase
+
+
+class WorkerReady(Message, tag=True):
+    """What a worker learned while it loaded: the facts that "auto" settings and the log depend on."""
+
+    device: str  # e.g. "cpu", "NVIDIA H200"
+    dtype: str
+    attention_backend: str
+    num_blocks: int  # KV-cache blocks that fit
+    weights_bytes: int
+    kv_bytes_per_block: int
+
+
+class EngineReady(Message, tag=True):
+    """The engine serves requests from now on."""
+
+    worker: WorkerReady
+    max_model_len: int
+    block_size: int
+    startup_seconds: dict[str, float] = {}  # phase -> seconds
+
+
+class TokenLogprobs(Message):
+    """Log-probabilities at one position: the sampled token first, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the sampled token in the vocabulary, from 1
+
+
+class EngineCoreOutput(Message):
+    """What one step added to one request."""
+
+    request_id: str
+    new_token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop_token_ids entry that ended it
+    logprobs: list[TokenLogprobs] | None = None  # one per new token
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, at first scheduling
+    marks: list[Mark] = []  # on the first and on the last output
+    error: str | None = None  # with finish_reason error
+
+
+class SchedulerStats(Message):
+    """The engine's state after a step, for metrics and the log line. Counters are since the last report."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # 0 to 1
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    num_preemptions: int = 0
+    num_scheduled_tokens: int = 0  # in this step
+    step: int = 0
+
+
+class EngineCoreOutputs(Message, tag=True):
+    """All outputs of one step for one API server."""
+
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats | None = None
+
+
+class EngineDead(Message, tag=True):
+    """The engine cannot go on; sent by itself on a failure, by the parent when the process is gone."""
+
+    reason: str
+
+
+FromEngine = EngineStatus | EngineReady | EngineCoreOutputs | EngineDead
+
+
+# ---- core -> worker ----
+
+
+class LoadModel(Message, tag=True):
+    """Load weights and report how many KV blocks fit (WorkerReady)."""
+
+
+class AllocateKVCache(Message, tag=True):
+    """Make the cache: the smallest `num_blocks` over all workers."""
+
+    num_blocks: int
+
+
+class NewRequest(Message):
+    """A request that enters (or, after preemption, enters again) the batch, in full."""
+
+    slot: int  # the row that it owns in every worker until it is freed
+    token_ids: list[int]  # prompt and, after preemption, outputs
+    num_prompt_tokens: int
+    num_computed_tokens: int  # found in the prefix cache, a multiple of block_size
+    block_ids: list[int]  # of the computed tokens
+    params: SamplingParams | PoolingParams
+    eos_token_ids: list[int] = []
+
+
+class ScheduledRequest(Message):
+    """One request's part in a step."""
+
+    slot: int
+    num_tokens: int  # to compute in this step, after those computed before
+    new_block_ids: list[int] = []  # appended to its block table
+    samples: bool = True  # the last of these tokens gets a successor
+
+
+class SchedulerOutput(Message, tag=True):
+    """One step: what changed, and how many tokens each request computes. Workers apply it in this order:
+    free `freed_slots`, add `new_requests`, then compute `scheduled`.
+    """
+
+    step: int
+    scheduled: list[ScheduledRequest]
+    new_requests: list[NewRequest] = []
+    freed_slots: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step, over all requests."""
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+class GrammarBitmask(Message):
+    """Allowed tokens of the rows that follow a grammar."""
+
+    indices: list[int]  # positions in SchedulerOutput.scheduled
+    bitmask: bytes  # int32 [len(indices), ceil(vocab_size / 32)], bit set = allowed
+
+
+class SampleTokens(Message, tag=True):
+    """Second half of a step."""
+
+    bitmask: GrammarBitmask | None = None
+
+
+class Shutdown(Message, tag=True):
+    """Free the device and end."""
+
+
+ToWorker = LoadModel | AllocateKVCache | SchedulerOutput | SampleTokens | Shutdown
+
+
+# ---- worker -> core ----
+
+
+class WorkerProgress(Message, tag=True):
+    """Start-up progress of the worker."""
+
+    phase: str
+    progress: float
+
+
+class ModelRunnerOutput(Message, tag=True):
+    """Sampled tokens of one step, in the order of SchedulerOutput.scheduled."""
+
+    sampled_token_ids: list[list[int]]  # empty for a request that does not sample in this step
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # index in `scheduled` -> one per sampled token
+
+
+class WorkerFailed(Message, tag=True):
+    """The worker cannot go on."""
+
+    reason: str  # the traceback, or for a ConfigError its message
+    is_config_error: bool = False
+
+
+FromWorker = WorkerProgress | WorkerReady | ModelRunnerOutput | WorkerFailed

@@ -1,0 +1,38 @@
+"""What a request produces: CompletionOutput (a delta or the whole of one choice) and RequestOutput."""
+
+from __future__ import annotations
+
+import msgspec
+
+from servd.messages import FinishReason, TokenLogprobs
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One choice: what was added since the last output while streaming, or all of it."""
+
+    index: int = 0  # of the choice, 0 to n - 1
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one per token
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+
+    def add(self, later: CompletionOutput) -> None:
+        """Append a later delta of the same choice."""
+        self.text += later.text
+        self.token_ids = self.token_ids + later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """A finished request: its prompt and its `n` choices in order."""
+
+    request_id: str
+    prompt: str | None  # None if the prompt was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]

@@ -1,0 +1,99 @@
+"""What a request asks of the model: SamplingParams for text, PoolingParams for vectors."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from servd.errors import InvalidRequest
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP = 16
+INT64_MAX = 2**63 - 1
+
+
+class SamplingParams(
+    msgspec.Struct, tag="sampling", array_like=True, omit_defaults=True, kw_only=True, frozen=True, gc=False
+):
+    """How tokens are chosen and when generation ends. Defaults are neutral, as in vLLM.
+
+    `stop`, `include_stop_str_in_output`, `skip_special_tokens` and `n` concern text and are used by the API
+    room alone; the rest is used by the engine.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1 are off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # over output tokens
+    frequency_penalty: float = 0.0  # over output tokens
+    repetition_penalty: float = 1.0  # over prompt and output tokens
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: up to the end of the context
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    logprobs: int | None = None  # None: none; k: the sampled token and the k most likely
+    stop: list[str] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def verify(self, vocab_size: int) -> None:
+        """Check every bound once, before the engine sees the request.
+
+        Raises:
+            InvalidRequest: with the field in `param`.
+        """
+
+        def need(ok: bool, param: str, rule: str, value: object) -> None:
+            if not ok:
+                raise InvalidRequest(f"{param} must be {rule}, got {value!r}", param=param)
+
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            value = getattr(self, name)
+            need(math.isfinite(value), name, "a finite number", value)
+        need(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}", self.n)
+        need(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
+        need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        need(self.top_k >= -1, "top_k", "-1, 0 (both off) or positive", self.top_k)
+        need(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
+        need(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2", self.presence_penalty)
+        need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2", self.frequency_penalty)
+        need(0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0 and at most 100",
+             self.repetition_penalty)  # fmt: skip
+        need(self.seed is None or -INT64_MAX - 1 <= self.seed <= INT64_MAX, "seed", "a 64-bit integer", self.seed)
+        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        need(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        need(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
+             f"at most max_tokens ({self.max_tokens})", self.min_tokens)  # fmt: skip
+        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs",
+             f"between 0 and {MAX_LOGPROBS}", self.logprobs)  # fmt: skip
+        need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} non-empty strings", self.stop)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            ids: list[int] = list(getattr(self, name) or ())
+            bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+            need(bad is None, name, f"made of token ids between 0 and {vocab_size - 1}", bad)
+        for value in self.logit_bias.values():
+            need(-100 <= value <= 100, "logit_bias", "between -100 and 100", value)
+        need(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids",
+             "absent or not empty", [])  # fmt: skip
+
+    @property
+    def is_greedy(self) -> bool:
+        """Temperature 0 (or so close that dividing by it would overflow)."""
+        return self.temperature < 1e-5
+
+
+class PoolingParams(
+    msgspec.Struct, tag="pooling", array_like=True, omit_defaults=True, kw_only=True, frozen=True, gc=False
+):
+    """How the hidden states of a prompt become one vector."""
+
+    pooling: str = "last"  # last | mean
+    normalize: bool = True
+    dimensions: int | None = None

@@ -1,0 +1,37 @@
+"""File name = option name: list and load the plugins of a package."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from servd.errors import ConfigError
+
+
+def names(package: str) -> list[str]:
+    """Option names of the modules in `package` (e.g. "servd.worker.attention"), sorted.
+
+    Files that start with an underscore are shared parts, not options. Nothing is imported but the package.
+    """
+    path = importlib.import_module(package).__path__
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+
+
+def load(package: str, name: str, attribute: str) -> Any:
+    """Return `attribute` of the module `name` in `package`.
+
+    `name` may also be "package.module:Attribute", so code outside servd needs no entry point.
+
+    Raises:
+        ConfigError: no such file; the message lists those that exist. An error inside the plugin's own
+            import is raised as it is.
+    """
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    module_name = name.replace("-", "_")
+    if module_name not in names(package):
+        kind = package.rpartition(".")[2]
+        raise ConfigError(f"unknown name {name!r} for {kind}; there are: {', '.join(names(package))}")
+    return getattr(importlib.import_module(f"{package}.{module_name}"), attribute)

@@ -1,0 +1,121 @@
+"""Decide every "auto" of a Config and check options against each other: a pure function of config, model, machine."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import re
+from pathlib import Path
+
+import msgspec
+
+from servd.config import Config
+from servd.errors import ConfigError
+from servd.hf import ModelSpec
+
+log = logging.getLogger("servd.resolve")
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What this machine can do, found without importing torch."""
+
+    num_gpus: int = 0
+    torch_has_cuda: bool = False
+
+
+def look_at_machine() -> Machine:
+    """Ask the CUDA driver for the number of devices, and torch's version file for its kind of build."""
+    return Machine(num_gpus=_num_gpus(), torch_has_cuda=_torch_has_cuda())
+
+
+def _num_gpus() -> int:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def _torch_has_cuda() -> bool:
+    spec = importlib.util.find_spec("torch")  # finds the package without running it
+    if spec is None or spec.origin is None:
+        return False
+    version = Path(spec.origin).with_name("version.py")
+    return version.exists() and re.search(r"^cuda\b.*=\s*'", version.read_text(), re.MULTILINE) is not None
+
+
+def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
+    """Return a Config without "auto" or None where a value is needed; every decision is logged.
+
+    `attention_backend` stays auto: which backends run is for the worker, which has torch, to find out.
+
+    Raises:
+        ConfigError: options that cannot work together, on this machine or with this model.
+    """
+    decided = _resolve_devices(config, spec, machine)
+    on_cuda = decided.get("device", config.parallel.device) == "cuda"
+    if config.model.dtype == "auto":
+        decided["dtype"] = spec.dtype if on_cuda else "float32"
+    decided |= _resolve_lengths(config, spec, on_cuda)
+    if config.scheduler.async_scheduling is None:
+        decided["async_scheduling"] = on_cuda
+    if not config.model.served_model_name:
+        decided["served_model_name"] = [config.model.model or spec.model_type]
+    if config.server.headless and config.server.attach:
+        raise ConfigError("--headless runs no API server and --attach runs nothing else: give one of them")
+    if config.server.headless and not config.server.ipc_dir:
+        raise ConfigError("--headless needs --ipc-dir, the folder where API servers find the engine with --attach")
+    for name, value in decided.items():
+        log.info("%s: %s", name, value)
+    return config.replace(**decided)
+
+
+def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, object]:
+    decided: dict[str, object] = {}
+    size = config.parallel.tensor_parallel_size
+    device = config.parallel.device
+    if device == "auto":
+        device = decided["device"] = "cuda" if machine.num_gpus and machine.torch_has_cuda else "cpu"
+        if machine.num_gpus and not machine.torch_has_cuda:
+            log.warning("there is a GPU, but this torch is built for CPUs: install a CUDA build of torch to use it")
+    if device == "cuda" and not machine.torch_has_cuda:
+        raise ConfigError("--device cuda: this torch is built for CPUs; install a CUDA build of torch")
+    if device == "cuda" and machine.num_gpus < size:
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: the CUDA driver shows {machine.num_gpus} device(s); "
+            "lower it, or check CUDA_VISIBLE_DEVICES"
+        )
+    if config.parallel.executor is None:
+        decided["executor"] = "uniproc" if size == 1 else "multiproc"
+    elif config.parallel.executor == "uniproc" and size > 1:
+        raise ConfigError("--executor uniproc drives one device; --tensor-parallel-size > 1 needs multiproc")
+    if spec.num_kv_heads % size:
+        raise ConfigError(f"--tensor-parallel-size {size} must divide the model's {spec.num_kv_heads} key-value heads")
+    return decided
+
+
+def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str, object]:
+    decided: dict[str, object] = {}
+    max_model_len = config.model.max_model_len
+    if max_model_len is None:
+        max_model_len = decided["max_model_len"] = spec.max_position_embeddings
+    elif max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: the model has positions for {spec.max_position_embeddings} tokens"
+        )
+    max_num_seqs = config.scheduler.max_num_seqs
+    if max_num_seqs is None:
+        max_num_seqs = decided["max_num_seqs"] = 256 if on_cuda else 64
+    budget = config.scheduler.max_num_batched_tokens
+    if budget is None:
+        decided["max_num_batched_tokens"] = max(8192 if on_cuda else 512, max_num_seqs)
+    elif budget < max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is below --max-num-seqs {max_num_seqs}: "
+            "a step could not hold one token of each request"
+        )
+    return decided

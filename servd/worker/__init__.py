@@ -1,0 +1,1 @@
+"""The worker room: tensors. The only place that imports torch."""
