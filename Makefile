@@ -1,0 +1,91 @@
+# `make serve` and `make test` need Python 3.11+ and a network; everything else comes from here.
+
+PYTHON = python3
+VENV = .venv
+MODEL =
+HOST = 127.0.0.1
+PORT = 8000
+ARGS =
+
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \
+	docs bench docker clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "Variables: MODEL=gpt2 HOST=0.0.0.0 PORT=8000 ARGS='--max-num-seqs 8' PYTHON=python3.12"
+
+install: $(VENV)/.dev ## Create .venv with servd and the tools for development
+
+serve: $(VENV)/.serve ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
+	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: $(VENV)/.dev ## Run all tests but the slow ones and those that need a GPU
+	$(BIN)/python -m pytest $(ARGS)
+
+test-unit: $(VENV)/.dev ## Run the tests that start no server
+	$(BIN)/python -m pytest --ignore=tests/integration $(ARGS)
+
+test-slow: $(VENV)/.dev ## Run the tests at full model size
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
+	@if $(HAS_GPU); then $(BIN)/python -m pytest -m gpu $(ARGS); else echo "no NVIDIA GPU here: nothing to test"; fi
+
+check: format-check lint typecheck test-unit ## Check format, lint and types; run the unit tests (architecture and docs too)
+
+format: $(VENV)/.dev ## Format the code and fix what the linter can fix
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+format-check: $(VENV)/.dev
+	$(BIN)/ruff format --check
+
+lint: $(VENV)/.dev ## Run the linter
+	$(BIN)/ruff check
+
+typecheck: $(VENV)/.dev ## Check the types
+	$(BIN)/pyright
+
+architecture: $(VENV)/.dev ## Check the import rules and the sizes
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+docs: $(VENV)/.dev ## Write the generated parts of docs/
+	$(BIN)/python docs/generate.py
+
+bench: $(VENV)/.dev ## Measure offline generation of MODEL
+	$(BIN)/python bench.py $(MODEL) $(ARGS)
+
+docker: ## Build the images servd:cpu and servd:cuda
+	docker build -f docker/Dockerfile.cpu -t servd:cpu .
+	docker build -f docker/Dockerfile.cuda -t servd:cuda .
+
+clean: ## Remove .venv, caches and build folders
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: each step runs once, and again when pyproject.toml changes.
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "servd needs Python 3.11 or later; found: $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Without a GPU a plain `torch` could bring gigabytes of CUDA packages; with one, servd's own requirement brings it.
+$(VENV)/.torch: $(VENV)/.created
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(HAS_GPU) || { set -x; $(PIP) install torch==2.13.0; }
+	@touch $@
+
+$(VENV)/.serve: pyproject.toml $(VENV)/.torch
+	$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(PIP) install -e '.[dev]'
+	@touch $@ $(VENV)/.serve
