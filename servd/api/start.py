@@ -1,0 +1,20 @@
+"""Start message of an API-server process; apart from server.py so that the parent need not import FastAPI."""
+
+from __future__ import annotations
+
+import msgspec
+
+from servd.config import Config
+from servd.hf import ModelSpec
+
+
+class Start(msgspec.Struct):
+    """What an API server is told on its stdin."""
+
+    config: Config  # resolved
+    spec: ModelSpec
+    ipc_dir: str
+    client: int  # its number among the engine's clients
+    name: str  # for the log, e.g. "api-0"
+    listener: int  # descriptor of the listening socket, inherited
+    url: str | None  # announced by this process once the model is ready

@@ -1,0 +1,98 @@
+"""A child process and its bond with its parent: start message on stdin, exit noticed at once, never an orphan."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+log = logging.getLogger("servd.child")
+
+
+class Child:
+    """`python -m MODULE` with a start message on its stdin, which stays open for as long as this process lives.
+
+    Subprocesses rather than `multiprocessing`: scripts that use servd need no `__main__` guard, nothing is
+    pickled, and `ps` shows what each process is. The child has a session of its own, so that Ctrl-C in a
+    terminal reaches only the parent, which then decides.
+    """
+
+    def __init__(self, name: str, module: str, start: msgspec.Struct, pass_fds: Sequence[int] = ()) -> None:
+        self.name = name
+        # Unless the parent itself runs out of the current folder (`python -m servd` in a checkout), keep that
+        # folder out of the child's path (-P): a stray random.py of the user must not be imported.
+        safe = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
+        self.process = subprocess.Popen(
+            [sys.executable, *safe, "-m", module],
+            stdin=subprocess.PIPE,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None
+        message = msgspec.msgpack.encode(start)
+        try:
+            self.process.stdin.write(len(message).to_bytes(4, "big") + message)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            log.error("%s ended before it could be started", name)
+
+    def on_exit(self, callback: Callable[[Child], None]) -> None:
+        """Call `callback(self)` from a thread as soon as the process has ended."""
+
+        def wait() -> None:
+            self.process.wait()
+            callback(self)
+
+        threading.Thread(target=wait, name=f"watch-{self.name}", daemon=True).start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal, as in `subprocess`."""
+        return self.process.poll()
+
+    def wait(self, timeout: float) -> None:
+        """Until it has ended, at most `timeout` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout)
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+        if self.exit_code is None:
+            self.process.terminate()
+
+    def stop(self, timeout: float) -> None:
+        """Ask it to end, and kill it after `timeout` seconds."""
+        self.terminate()
+        self.wait(timeout)
+        if self.exit_code is None:
+            log.warning("%s did not end within %.1f s: killed", self.name, timeout)
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+def read_start(kind: type[T]) -> T:
+    """In the child: read the start message, and from then on end this process when the parent is gone."""
+    stdin = sys.stdin.buffer
+    message: Any = stdin.read(int.from_bytes(stdin.read(4), "big"))
+    start = msgspec.msgpack.decode(message, type=kind)
+
+    def watch() -> None:
+        # The raw descriptor: a thread blocked in the buffered reader would hold its lock at interpreter exit.
+        while os.read(0, 1):
+            pass
+        log.error("the parent process is gone: ending")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+    return start

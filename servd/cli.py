@@ -1,0 +1,111 @@
+"""The `servd` command: flags derived from Config, errors in one line, exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from servd import __version__
+from servd.config import Config, read_config_file
+from servd.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 after a clean stop, 1 when a process died, 2 for a configuration error."""
+    arguments = vars(make_parser().parse_args(argv))
+    command = arguments.pop("command")
+    try:
+        sys.exit(command(arguments))
+    except ConfigError as error:
+        print(f"servd: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def serve(arguments: dict[str, Any]) -> int:
+    """`servd serve`: run the server until it is told to stop."""
+    import servd.launch  # zmq and the rest are not needed for --help
+
+    return servd.launch.serve(load_config(arguments))
+
+
+def load_config(arguments: dict[str, Any]) -> Config:
+    """Config from parsed arguments: the command line wins over --config, which wins over the defaults."""
+    config_file = arguments.pop("config", None)
+    options = read_config_file(config_file) if config_file else {}
+    options.update(arguments)
+    if "api_key" not in options and (key := os.environ.get("SERVD_API_KEY")):
+        options["api_key"] = [key]
+    return Config.load(options)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="servd", description="An OpenAI-compatible serving daemon.")
+    parser.add_argument("--version", action="version", version=f"servd {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    serve_parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        usage="servd serve [MODEL] [OPTION ...]",
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+    )
+    serve_parser.set_defaults(command=serve)
+    add_config_options(serve_parser)
+    return parser
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of Config, grouped by section, and the positional MODEL.
+
+    Values stay strings here; Config.load converts and checks them. Options not given are absent from the result.
+    """
+    parser.add_argument("--config", metavar="FILE", help="options from a .toml, .yaml or .json file; flags win over it")
+    for section in msgspec.structs.fields(Config):
+        title = (section.type.__doc__ or "").splitlines()[0].rstrip(".")
+        group = parser.add_argument_group(title)
+        hints = typing.get_type_hints(section.type, include_extras=True)
+        for option in msgspec.structs.fields(section.type):
+            kind, description = describe(hints[option.name])
+            description = description.replace("%", "%%")
+            if option.name == "model":
+                group.add_argument("model", nargs="?", metavar="MODEL", help=description)
+                continue
+            if option.default not in (msgspec.NODEFAULT, None, False):
+                description += f" [{'on' if option.default is True else option.default}]"
+            flag = f"--{option.name.replace('_', '-')}"
+            group.add_argument(flag, help=description, **argument_style(kind, option.name))
+
+
+def describe(hint: Any) -> tuple[Any, str]:
+    """Plain type and description of an annotated field: `Annotated[Positive | None, Meta(...)]` -> (int, text)."""
+    description = ""
+    while True:
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *metas = typing.get_args(hint)
+            description = description or next((m.description for m in metas if m.description), "")
+        elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        else:
+            return hint, description
+
+
+def argument_style(kind: Any, name: str) -> dict[str, Any]:
+    """argparse settings for a plain type."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is Literal:
+        return {"choices": typing.get_args(kind)}
+    metavar = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
+    if typing.get_origin(kind) is list:
+        return {"nargs": "+", "action": "extend", "metavar": metavar}
+    return {"metavar": "SIZE" if name == "kv_cache_memory" else metavar}

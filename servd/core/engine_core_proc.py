@@ -1,0 +1,198 @@
+"""EngineCoreProc: the engine process. Input thread, output thread, and a busy loop that blocks when idle."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import queue
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+import msgspec
+
+from servd import hf, log, plugins
+from servd.child import read_start
+from servd.config import Config
+from servd.core.engine_core import EngineCore
+from servd.core.executor._base import Executor
+from servd.errors import ConfigError
+from servd.ipc import Inbox, Outbox, address
+from servd.messages import Attach, EngineCoreOutputs, EngineDead, EngineReady, EngineStatus, FromEngine, ToEngine
+
+logger = logging.getLogger("servd.engine")
+
+LOG_INTERVAL = 10.0  # seconds between log lines while requests run
+
+
+class Start(msgspec.Struct):
+    """Start message of the engine process."""
+
+    config: Config  # resolved
+    spec: hf.ModelSpec
+    ipc_dir: str
+    started_at: float  # time.monotonic() when the user's command began
+
+
+class StartupClock:
+    """Seconds of every start-up phase; they add up to the wall time since the user's command began."""
+
+    def __init__(self, started_at: float) -> None:
+        self.phase = "starting processes"
+        self.since = started_at
+        self.seconds: dict[str, float] = {}
+
+    def enter(self, phase: str) -> None:
+        """Close the running phase and begin another; nothing if it is the same."""
+        if phase != self.phase:
+            now = time.monotonic()
+            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
+            self.phase, self.since = phase, now
+
+
+class EngineCoreProc:
+    """Runs one EngineCore and connects it to its clients."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.clock = StartupClock(start.started_at)
+        self.inputs: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        # (client or None for all, message); None ends the output thread.
+        self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attach | None] = queue.SimpleQueue()
+        self.output_thread = threading.Thread(target=self.send_outputs, name="output", daemon=True)
+        self.executor: Executor | None = None
+
+    def run(self) -> None:
+        """Load the model, then serve until the process is told to end."""
+        threading.Thread(target=self.receive_inputs, name="input", daemon=True).start()
+        self.output_thread.start()
+        try:
+            engine = self.load()
+            self.busy_loop(engine)
+        except Exception as error:
+            self.outputs.put((None, EngineDead(str(error) or type(error).__name__)))
+            raise
+        finally:
+            self.outputs.put(None)
+            self.output_thread.join(timeout=1)
+            if self.executor is not None:
+                self.executor.shutdown()
+
+    def progress(self, phase: str, fraction: float) -> None:
+        """Tell all clients where start-up stands."""
+        if phase != self.clock.phase:
+            logger.info("%s", phase)
+        self.clock.enter(phase)
+        self.outputs.put((None, EngineStatus(phase, fraction)))
+
+    def load(self) -> EngineCore:
+        """Bring up executor and engine, reporting progress."""
+        config, spec = self.start.config, self.start.spec
+        if config.parallel.executor != "fake" and config.model.load_format != "dummy":
+            self.progress("finding weights", 0.0)
+            model = config.model
+            assert model.model is not None
+            hf.download_weights(model.model, model.revision, model.download_dir)
+        self.progress("importing", 0.0)
+        assert config.parallel.executor is not None
+        executor_class = plugins.load("servd.core.executor", config.parallel.executor, "Executor")
+        executor: Executor = executor_class(config, spec, self.progress)
+        self.executor = executor
+        ready = executor.start()
+        engine = EngineCore(config, spec, executor, ready.num_blocks)
+        gc.collect()
+        gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
+        self.clock.enter("ready")
+        assert config.model.max_model_len is not None
+        self.outputs.put(
+            (None, EngineReady(ready, config.model.max_model_len, config.cache.block_size, self.clock.seconds))
+        )
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items())
+        logger.info("ready after %.1f s (%s)", sum(self.clock.seconds.values()), phases)
+        return engine
+
+    def busy_loop(self, engine: EngineCore) -> None:
+        """Take what has arrived, run a step, hand on its outputs. Without work: wait, using no CPU."""
+        while True:
+            if not engine.has_work:
+                engine.handle(self.inputs.get())
+            while not self.inputs.empty():
+                engine.handle(self.inputs.get())
+            for client, outputs in engine.step().items():
+                self.outputs.put((client, outputs))
+
+    def receive_inputs(self) -> None:
+        """Input thread: socket -> queue."""
+        inbox: Inbox[ToEngine] = Inbox(address(self.start.ipc_dir, "engine"), ToEngine)
+        while True:
+            message = inbox.recv()
+            assert message is not None
+            if isinstance(message, Attach):
+                self.outputs.put(message)
+            else:
+                self.inputs.put(message)
+
+    def send_outputs(self) -> None:
+        """Output thread: queue -> sockets. Encoding happens here, beside the busy loop."""
+        outboxes: dict[int, Outbox] = {}
+        latest: FromEngine | None = None  # what a client that attaches now must know
+        line = StatsLine()
+        while (item := self.outputs.get()) is not None:
+            if isinstance(item, Attach):
+                outboxes[item.client] = Outbox(item.inbox)
+                if latest is not None:
+                    outboxes[item.client].send(latest)
+                continue
+            client, message = item
+            if client is None:
+                latest = message
+            if isinstance(message, EngineCoreOutputs):
+                line.count(message)
+            for outbox in outboxes.values() if client is None else [outboxes[client]]:
+                outbox.send(message)
+        for outbox in outboxes.values():
+            outbox.close()
+
+
+class StatsLine:
+    """One log line every LOG_INTERVAL seconds while tokens are produced."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.num_tokens = 0
+
+    def count(self, outputs: EngineCoreOutputs) -> None:
+        """Add the outputs of a step; write the line when it is time."""
+        self.num_tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
+        elapsed = time.monotonic() - self.since
+        if elapsed < LOG_INTERVAL or outputs.stats is None:
+            return
+        stats = outputs.stats
+        logger.info(
+            "running %d, waiting %d, KV cache %.0f %%, %.1f output tok/s",
+            stats.num_running, stats.num_waiting, 100 * stats.kv_cache_usage, self.num_tokens / elapsed,
+        )  # fmt: skip
+        self.since += elapsed
+        self.num_tokens = 0
+
+
+def main() -> None:
+    """Entry point of `python -m servd.core.engine_core_proc`."""
+    start = read_start(Start)
+    log.setup("engine", start.config.observability.log_level)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        EngineCoreProc(start).run()
+    except ConfigError as error:
+        print(f"servd: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""The process tree of `servd serve`: start, watch, drain, stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+from types import FrameType
+
+from servd import hf, ipc, log, plugins
+from servd.child import Child
+from servd.config import Config
+from servd.errors import ConfigError, UnsupportedModel
+from servd.messages import EngineDead
+from servd.resolve import look_at_machine, resolve
+
+logger = logging.getLogger("servd.launch")
+
+ENGINE_MODULE = "servd.core.engine_core_proc"
+API_MODULE = "servd.api.server"
+
+ENGINE_LAST_WORDS = 0.3  # seconds between a failing engine's report and the end of its process
+DEATH_GRACE = 1.0  # seconds that API servers get to answer open requests after the engine died
+ENGINE_STOP_TIMEOUT = 3.0  # seconds from SIGTERM to SIGKILL
+
+
+def serve(config: Config) -> int:
+    """Run engine and API servers until a signal (0) or until one of them ends by itself (its code, or 1).
+
+    Raises:
+        ConfigError: before anything was started.
+    """
+    started_at = time.monotonic()
+    log.setup("servd", config.observability.log_level)
+    listener = None if config.server.headless else listen(config)
+    config, spec = find_and_resolve(config)
+    with SocketFolder(config) as ipc_dir:
+        tree = ProcessTree(config, spec, ipc_dir, started_at)
+        try:
+            tree.start(listener)
+            return tree.watch()
+        finally:
+            tree.stop()
+            if config.server.uds:
+                Path(config.server.uds).unlink(missing_ok=True)
+
+
+def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
+    """Find the model's metadata (downloading these small files if needed) and decide every "auto".
+
+    Raises:
+        ConfigError: no such model, an architecture that servd does not have, options that do not fit.
+    """
+    model = config.model
+    if model.model is not None:
+        spec = hf.read_spec(hf.find_model(model.model, model.revision, model.download_dir))
+    elif config.parallel.executor == "fake":
+        spec = hf.FAKE_SPEC
+    else:
+        raise ConfigError(
+            "no MODEL given, and the embedded demo model is not part of this version: "
+            "name one, e.g. `servd serve gpt2` or `servd serve ./folder`"
+        )
+    supported = plugins.names("servd.worker.models")
+    if config.parallel.executor != "fake" and spec.model_type not in supported:
+        raise UnsupportedModel(f"model_type {spec.model_type!r} is not supported; servd has: {', '.join(supported)}")
+    return resolve(config, spec, look_at_machine()), spec
+
+
+def start_engine(config: Config, spec: hf.ModelSpec, ipc_dir: str, started_at: float) -> Child:
+    """Start the engine process; it listens in `ipc_dir`."""
+    from servd.core.engine_core_proc import Start
+
+    return Child("engine", ENGINE_MODULE, Start(config, spec, ipc_dir, started_at))
+
+
+def listen(config: Config) -> socket.socket:
+    """Open the port (or Unix socket) at once: what comes before the servers are up waits in the backlog.
+
+    Raises:
+        ConfigError: the port is taken or not allowed.
+    """
+    server = config.server
+    if server.uds:
+        return listen_uds(server.uds)
+    try:
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        return socket.create_server((server.host, server.port), family=family, backlog=2048)
+    except OSError as error:
+        remedy = "choose another with --port" if error.errno == 98 else "check --host and --port"
+        raise ConfigError(f"cannot listen on {server.host}:{server.port}: {error.strerror}; {remedy}") from None
+
+
+def listen_uds(path: str) -> socket.socket:
+    """Bind a Unix socket, taking over a file that no process listens on any more."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path):
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise ConfigError(f"--uds {path}: another process listens there")
+            os.unlink(path)
+        listener.bind(path)
+        listener.listen(2048)
+    except OSError as error:
+        raise ConfigError(f"--uds {path}: {error.strerror or error}") from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """What a person types to reach the server."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class SocketFolder:
+    """The folder of the sockets between processes: --attach's, --ipc-dir, or a private one removed at the end."""
+
+    def __init__(self, config: Config) -> None:
+        server = config.server
+        self.is_private = not (server.attach or server.ipc_dir)
+        self.path = server.attach or server.ipc_dir or str(ipc.private_dir())
+        if server.attach and not os.path.exists(os.path.join(self.path, "engine")):
+            raise ConfigError(f"--attach {server.attach}: no engine listens there; start one with --headless")
+        if server.ipc_dir:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+
+    def __enter__(self) -> str:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_private:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+class ProcessTree:
+    """The children of this process, and what happens when one of them, or this process, is told to end."""
+
+    def __init__(self, config: Config, spec: hf.ModelSpec, ipc_dir: str, started_at: float) -> None:
+        self.config = config
+        self.spec = spec
+        self.ipc_dir = ipc_dir
+        self.started_at = started_at
+        self.engine: Child | None = None
+        self.api_servers: list[Child] = []
+        self.inboxes: list[Path] = []  # sockets of our API servers
+        self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
+
+    def start(self, listener: socket.socket | None) -> None:
+        """Start the children; `listener` is handed to every API server and closed here."""
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, self.on_signal)
+        server = self.config.server
+        if listener is not None:
+            from servd.api.start import Start
+
+            logger.info("listening on %s", url_of(listener))
+            for i in range(server.api_server_count):
+                # A random number rather than an index: servers of several launchers may attach to one engine.
+                client = secrets.randbits(31)
+                self.inboxes.append(Path(self.ipc_dir, f"client-{client}"))
+                url = url_of(listener) if i == 0 else None
+                start = Start(self.config, self.spec, self.ipc_dir, client, f"api-{i}", listener.fileno(), url)
+                self.api_servers.append(Child(start.name, API_MODULE, start, pass_fds=[listener.fileno()]))
+            listener.close()
+        if not server.attach:
+            self.engine = start_engine(self.config, self.spec, self.ipc_dir, self.started_at)
+        for child in self.children:
+            child.on_exit(self.events.put)
+
+    @property
+    def children(self) -> list[Child]:
+        """API servers first: they are stopped first."""
+        return [*self.api_servers, *([self.engine] if self.engine else [])]
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Signal handlers only leave a note; SimpleQueue.put is allowed in one."""
+        self.events.put(signal.Signals(signum))
+
+    def watch(self) -> int:
+        """Wait for the first event that ends the tree; return the exit code."""
+        event = self.events.get()
+        if isinstance(event, signal.Signals):
+            logger.info("%s: finishing open requests, at most %g s", event.name, self.config.server.shutdown_timeout)
+            self.drain()
+            return 0
+        if self.engine is not None:
+            # An API server ends itself when the engine reports a failure; the engine's own code says more.
+            self.engine.wait(ENGINE_LAST_WORDS)
+            event = self.engine if self.engine.exit_code is not None else event
+        if event.exit_code == 2:  # a ConfigError, which the child has printed
+            return 2
+        logger.error("%s ended by itself with code %s: stopping", event.name, event.exit_code)
+        self.report_death(f"{event.name} ended unexpectedly with code {event.exit_code}")
+        self.wait_for_api_servers(DEATH_GRACE)
+        return 1
+
+    def report_death(self, reason: str) -> None:
+        """Have the API servers answer every open request with an error; they end themselves afterwards."""
+        # With --headless the API servers are other launchers' children, found by their sockets.
+        inboxes = Path(self.ipc_dir).glob("client-*") if self.config.server.headless else self.inboxes
+        for inbox in inboxes:
+            outbox = ipc.Outbox(f"ipc://{inbox}")
+            outbox.send(EngineDead(reason))
+            outbox.close()
+
+    def drain(self) -> None:
+        """Let the API servers finish their open requests; a second signal cuts this short."""
+        for child in self.api_servers:
+            child.terminate()
+        # The API servers keep to the timeout themselves; the extra second is for their exit.
+        self.wait_for_api_servers(self.config.server.shutdown_timeout + 1)
+
+    def wait_for_api_servers(self, timeout: float) -> None:
+        """Until all have ended, `timeout` seconds are over, or a signal arrives."""
+        deadline = time.monotonic() + timeout
+        while any(child.exit_code is None for child in self.api_servers):
+            try:
+                event = self.events.get(timeout=max(deadline - time.monotonic(), 0))
+            except queue.Empty:
+                return
+            if isinstance(event, signal.Signals) or event is self.engine:
+                return
+
+    def stop(self) -> None:
+        """End whatever still runs."""
+        for child in self.children:
+            child.terminate()
+        for child in self.children:
+            child.stop(0.5 if child in self.api_servers else ENGINE_STOP_TIMEOUT)
