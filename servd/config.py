@@ -190,7 +190,7 @@ class Config(Section, frozen=True):
             # "Expected `int` >= 1 - at `$.cache.block_size`"
             rule, _, path = str(error).partition(" - at `$.")
             name = path.rstrip("`").rpartition(".")[2].partition("[")[0]
-            value = options.get(name)
+            value = nested[sections[name]][name]
             raise ConfigError(f"--{name.replace('_', '-')} {value}: {rule[0].lower()}{rule[1:]}") from None
 
     def replace(self, **options: Any) -> Config:
@@ -221,7 +221,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
     if not match:
-        raise ConfigError(f'cannot read {text!r} as a size; write bytes or e.g. "2GiB"')
+        raise ConfigError(f'--kv-cache-memory: cannot read {text!r} as a size; write bytes or e.g. "2GiB"')
     number, prefix, suffix = match.groups()
     base = 1000 if (suffix or "").upper() == "B" else 1024
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))

@@ -1,0 +1,155 @@
+"""Config: conversion, bounds, errors that name the flag, files."""
+
+import json
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servd.config import Config, ModelConfig, parse_bytes, read_config_file, section_of_option
+from servd.errors import ConfigError
+
+SECTIONS = {f.name: f.type for f in msgspec.structs.fields(Config)}
+OPTIONS = [(section, f) for section, kind in SECTIONS.items() for f in msgspec.structs.fields(kind)]
+
+
+def test_option_names_are_unique_over_the_sections():
+    # Flags are flat: two sections with the same field name would silently share one flag.
+    twice = [name for name, count in Counter(f.name for _, f in OPTIONS).items() if count > 1]
+    assert twice == []
+
+
+@pytest.mark.parametrize("field", [f for _, f in OPTIONS], ids=lambda f: f.name)
+def test_every_option_has_a_description(field):
+    described = [m.description for m in _metas(field.type) if m.description]
+    assert described and described[-1].endswith(".")
+
+
+def _metas(kind):
+    return [m for m in getattr(kind, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
+
+
+def test_defaults_pass_their_own_bounds():
+    # Defaults are not checked by the constructor; decoding what they encode to does check them.
+    assert msgspec.convert(msgspec.to_builtins(Config()), Config) == Config()
+
+
+def test_nothing_given_is_all_defaults():
+    assert Config.load({}) == Config()
+
+
+def test_strings_are_converted_to_the_type_of_the_option():
+    config = Config.load(
+        {"max-num-seqs": "8", "gpu-memory-utilization": "0.5", "enforce-eager": "true", "kv_cache_memory": "2GiB"}
+    )
+    assert config.scheduler.max_num_seqs == 8
+    assert config.cache.gpu_memory_utilization == 0.5
+    assert config.model.enforce_eager is True
+    assert config.cache.kv_cache_memory == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"block_size": 0}, ["--block-size 0", ">= 1"]),
+        ({"block-size": 0}, ["--block-size 0", ">= 1"]),
+        ({"block_size": "many"}, ["--block-size many", "int"]),
+        ({"port": 65536}, ["--port 65536", "65535"]),
+        ({"dtype": "int8"}, ["--dtype int8"]),
+        ({"gpu_memory_utilization": 1.5}, ["--gpu-memory-utilization 1.5"]),
+        ({"max_num_seqs": -1}, ["--max-num-seqs -1"]),
+        ({"api_key": ["a", 3]}, ["--api-key"]),
+        ({"kv_cache_memory": "lots"}, ["--kv-cache-memory", "lots", "2GiB"]),
+        ({"no_such_option": 1}, ["no_such_option", "--help"]),
+    ],
+)
+def test_a_bad_option_is_named_with_its_value_and_rule(options, parts):
+    with pytest.raises(ConfigError) as error:
+        Config.load(options)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_replace_changes_only_what_is_named_and_not_the_original():
+    config = Config.load({"model": "gpt2", "seed": 7})
+    changed = config.replace(max_num_seqs=4, seed=8)
+    assert (changed.scheduler.max_num_seqs, changed.model.seed, changed.model.model) == (4, 8, "gpt2")
+    assert (config.scheduler.max_num_seqs, config.model.seed) == (None, 7)
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        ModelConfig().seed = 1  # type: ignore[misc]
+
+
+def test_section_of_option_finds_every_option():
+    assert section_of_option() == {f.name: section for section, f in OPTIONS}
+
+
+def test_a_config_survives_the_trip_to_another_process():
+    config = Config.load({"model": "gpt2", "api_key": ["k"], "max_model_len": 128, "device": "cpu"})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1073741824", 1 << 30),
+        ("2GiB", 2 << 30),
+        ("2 gib", 2 << 30),
+        ("1.5 GB", 1_500_000_000),
+        ("512M", 512 << 20),
+        ("3k", 3 << 10),
+        ("1TiB", 1 << 40),
+        ("7B", 7),
+    ],
+)
+def test_parse_bytes(text, size):
+    assert parse_bytes(text) == size
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["KiB", "MiB", "GiB"]))
+def test_parse_bytes_of_whole_binary_units_is_a_shift(number, unit):
+    assert parse_bytes(f"{number}{unit}") == number << {"K": 10, "M": 20, "G": 30}[unit[0]]
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 GiBs", "1 2", "0x10"])
+def test_parse_bytes_refuses_the_rest(text):
+    with pytest.raises(ConfigError, match="as a size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.toml", 'model = "gpt2"\nmax-num-seqs = 8\nserved_model_name = ["a", "b"]\n'),
+        ("c.yaml", "model: gpt2\nmax-num-seqs: 8\nserved_model_name: [a, b]\n"),
+        ("c.yml", "model: gpt2\nmax-num-seqs: 8\nserved_model_name: [a, b]\n"),
+        ("c.json", json.dumps({"model": "gpt2", "max-num-seqs": 8, "served_model_name": ["a", "b"]})),
+    ],
+)
+def test_config_file_formats_say_the_same(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    config = Config.load(read_config_file(str(tmp_path / name)))
+    assert config == Config.load({"model": "gpt2", "max_num_seqs": 8, "served_model_name": ["a", "b"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("c.toml", "model = ", "c.toml"),
+        ("c.json", "{", "c.json"),
+        ("c.yaml", "a: [", "c.yaml"),
+        ("c.json", "[1]", "table"),
+        ("c.ini", "a=1", r"\.toml, \.yaml or \.json"),
+        ("c.toml", None, "No such file"),
+    ],
+)
+def test_a_config_file_that_cannot_be_used_is_named_with_the_reason(tmp_path, name, text, reason):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        read_config_file(str(tmp_path / name))

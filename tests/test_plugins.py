@@ -1,0 +1,55 @@
+"""Plugins: file name = option name."""
+
+import sys
+
+import pytest
+
+from servd import plugins
+from servd.errors import ConfigError
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with the plugins `plain` and `two_words`, a shared part and one that cannot be imported."""
+    folder = tmp_path / "fruit_plugins"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "_base.py").write_text("class Thing: pass\n")
+    (folder / "plain.py").write_text("class Thing: pass\n")
+    (folder / "two_words.py").write_text("class Thing: pass\n")
+    (folder / "broken.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "fruit_plugins"
+    for name in [m for m in sys.modules if m.partition(".")[0] == "fruit_plugins"]:
+        del sys.modules[name]
+
+
+def test_names_are_the_files_that_are_no_shared_parts(package):
+    assert plugins.names(package) == ["broken", "plain", "two_words"]
+
+
+def test_names_imports_no_plugin(package):
+    plugins.names(package)
+    assert f"{package}.plain" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("plain", "plain"), ("two-words", "two_words"), ("two_words", "two_words")]
+)
+def test_load_finds_the_class_by_the_name_of_the_file(package, name, module):
+    assert plugins.load(package, name, "Thing").__module__ == f"{package}.{module}"
+
+
+@pytest.mark.parametrize("name", ["plum", "_base", "../plain", "__init__"])
+def test_an_unknown_name_gets_the_list_of_those_that_exist(package, name):
+    with pytest.raises(ConfigError, match="broken, plain, two_words"):
+        plugins.load(package, name, "Thing")
+
+
+def test_a_class_outside_the_package_is_named_with_its_module(package):
+    assert plugins.load("servd", f"{package}.plain:Thing", "ignored").__module__ == f"{package}.plain"
+
+
+def test_an_error_inside_a_plugin_is_not_hidden(package):
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        plugins.load(package, "broken", "Thing")
