@@ -1,0 +1,160 @@
+"""Sampler: one token per row of logits, each row by its own request's parameters.
+
+    sampler = Sampler(vocab_size, max_num_seqs, device)
+    sampler.add(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)   # a request enters its slot
+    output = sampler(logits, slots, host_slots, positions, bitmask)                # overwrites the logits
+    sampler.remove(slot)
+
+Order, equal in effect to vLLM's: log-probabilities of the raw logits; allowed_token_ids, grammar bitmask, logit_bias,
+min_tokens; penalties; temperature; min-p; top-k and top-p; draw. Which features a step needs is known on the host, and
+nothing on the device is waited for. A token depends only on its row's logits, parameters, earlier tokens, seed and
+position, never on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from servd.params import SamplingParams
+from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step
+from servd.worker.sample.bitmask import apply_bitmask
+from servd.worker.sample.inverse_cdf import MAX_VOCAB_SIZE, draw
+from servd.worker.sample.logit_bias import AllowedTokens, LogitBias, MinTokens
+from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
+from servd.worker.sample.min_p import MinP
+from servd.worker.sample.penalties import Penalties
+from servd.worker.sample.top_k_top_p import TopKTopP
+from servd.worker.sample.uniform import uniform
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """What a step sampled, still on the device."""
+
+    token_ids: Tensor  # [n] int64
+    logprobs: LogprobsTensors | None  # None if no row asked
+
+
+class Sampler:
+    """Holds the sampling state of every slot and samples for any subset of the slots.
+
+    Args:
+        vocab_size: columns of the logits.
+        max_num_seqs: number of slots.
+        device: where the logits will be.
+    """
+
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+        assert vocab_size <= MAX_VOCAB_SIZE, vocab_size
+        self.features = np.zeros(max_num_seqs, dtype=np.int64)  # Feature bits per slot
+        self.num_logprobs: list[int | None] = [None] * max_num_seqs
+        self.temperature = torch.ones(max_num_seqs, device=device)
+        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.penalties = Penalties(vocab_size, max_num_seqs, device)
+        # Steps that can change which token is the most probable; the rest only matters to random rows.
+        self.shifting: list[Step] = [
+            AllowedTokens(device),
+            LogitBias(device),
+            MinTokens(max_num_seqs, device),
+            self.penalties,
+        ]
+        self.narrowing: list[Step] = [MinP(max_num_seqs, device), TopKTopP(vocab_size, max_num_seqs, device)]
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """A request enters the slot. After preemption it enters with its outputs so far and goes on as if never gone.
+
+        Args:
+            slot: its row of state.
+            params: of the request.
+            prompt_token_ids: at least one.
+            output_token_ids: sampled before; empty at first.
+            eos_token_ids: forbidden, with params.stop_token_ids, for the first params.min_tokens outputs.
+        """
+        request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
+        features = Feature(0)
+        for step in self.shifting:
+            features |= step.add(request)
+        if not params.is_greedy:
+            features |= Feature.RANDOM
+            self.temperature[slot] = params.temperature
+            self.seeds[slot] = params.seed or 0
+            for step in self.narrowing:
+                features |= step.add(request)
+        if params.logprobs is not None:
+            features |= Feature.LOGPROBS
+        self.num_logprobs[slot] = params.logprobs
+        self.features[slot] = int(features)
+
+    def remove(self, slot: int) -> None:
+        """The request leaves its slot."""
+        self.features[slot] = 0
+
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        host_slots: Sequence[int] | npt.NDArray[np.int64],
+        positions: Tensor,
+        bitmask: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Sample one token per row.
+
+        Args:
+            logits: [n, vocab] float32; overwritten. A row without a finite maximum (all -inf, or NaN) yields an
+                arbitrary valid id and leaves the other rows alone.
+            slots: [n] int64 on the device, distinct.
+            host_slots: the same on the host.
+            positions: [n] int64 on the device: the index in the sequence that the sampled token will have.
+            bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows without a grammar.
+        """
+        host_slots = np.asarray(host_slots, dtype=np.int64)
+        batch = Batch(slots, positions, host_slots, self.features[host_slots])
+        raw_logprobs = self._raw_logprobs(logits, batch) if batch.uses(Feature.LOGPROBS) else None
+        if bitmask is not None:
+            apply_bitmask(logits, bitmask)
+        for step in self.shifting:
+            if batch.uses(step.features):
+                step.apply(logits, batch)
+        if batch.uses(Feature.RANDOM):
+            token_ids = self._sample(logits, batch)
+        else:
+            token_ids = logits.argmax(dim=-1)
+        if batch.uses(Feature.PENALTIES):
+            self.penalties.update(token_ids, batch)
+        return SamplerOutput(token_ids, self._logprobs(raw_logprobs, token_ids, batch))
+
+    def _sample(self, logits: Tensor, batch: Batch) -> Tensor:
+        peak, token_ids = logits.max(dim=-1)  # NaN if the row holds any
+        rows, random = batch.subset(Feature.RANDOM)
+        peak = peak[rows]
+        # At most 0 before the division, so no temperature can overflow it.
+        shifted = (logits[rows] - peak.unsqueeze(1)).div_(self.temperature[random.slots].unsqueeze(1))
+        for step in self.narrowing:
+            if random.uses(step.features):
+                step.apply(shifted, random)
+        drawn = draw(shifted, uniform(self.seeds[random.slots], random.positions))
+        token_ids[rows] = torch.where(peak.isfinite(), drawn, token_ids[rows])
+        return token_ids
+
+    def _raw_logprobs(self, logits: Tensor, batch: Batch) -> Tensor:
+        rows, _ = batch.subset(Feature.LOGPROBS)
+        return logits[rows].log_softmax(dim=-1)
+
+    def _logprobs(self, raw_logprobs: Tensor | None, token_ids: Tensor, batch: Batch) -> LogprobsTensors | None:
+        if raw_logprobs is None:
+            return None
+        rows, _ = batch.subset(Feature.LOGPROBS)
+        return gather_logprobs(raw_logprobs, token_ids[rows], [self.num_logprobs[s] for s in batch.host_slots])
