@@ -17,16 +17,19 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    error: str | None = None  # with finish_reason error
 
     def add(self, later: CompletionOutput) -> None:
         """Append a later delta of the same choice."""
         self.text += later.text
-        self.token_ids = self.token_ids + later.token_ids
+        self.token_ids.extend(later.token_ids)
         if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(later.logprobs)
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+        self.error = later.error
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
