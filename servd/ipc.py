@@ -39,6 +39,7 @@ class Inbox(Generic[T]):
     """Receives messages of the union `kind` from any number of outboxes. Belongs to one thread."""
 
     def __init__(self, at: str, kind: Any) -> None:
+        self.at = at
         self.decoder = msgspec.msgpack.Decoder(kind)
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -67,6 +68,8 @@ class Inbox(Generic[T]):
     def close(self) -> None:
         """Close and remove the socket file."""
         self.socket.close()
+        if self.at.startswith("ipc://"):  # zmq leaves the file of a named socket behind
+            Path(self.at.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class Outbox:

@@ -1,0 +1,154 @@
+"""Model files: config.json of both families under one set of names, weight files, errors with a remedy."""
+
+import json
+
+import pytest
+
+from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.hf import download_weights, find_model, read_generation_defaults, read_spec, weight_files
+
+# config.json of the hub's `gpt2`, without the keys that nobody reads.
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "bos_token_id": 50256, "eos_token_id": 50256, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "vocab_size": 50257,
+}  # fmt: skip
+# In the shape of Qwen/Qwen3-0.6B: head_dim is not hidden_size / num_attention_heads.
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16", "vocab_size": 151936, "eos_token_id": 151645,
+}  # fmt: skip
+
+
+def write(folder, name, value):
+    (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+def test_gpt2_names_become_the_common_ones(tmp_path):
+    spec = read_spec(write(tmp_path, "config.json", GPT2))
+    assert (spec.model_type, spec.architecture) == ("gpt2", "GPT2LMHeadModel")
+    assert (spec.hidden_size, spec.num_layers, spec.num_heads, spec.num_kv_heads) == (768, 12, 12, 12)
+    assert (spec.head_dim, spec.max_position_embeddings, spec.vocab_size) == (64, 1024, 50257)
+    assert (spec.dtype, spec.eos_token_ids) == ("float32", [50256])
+    assert spec.config == GPT2
+    assert spec.folder == str(tmp_path)
+
+
+def test_llama_family_names(tmp_path):
+    spec = read_spec(write(tmp_path, "config.json", QWEN3))
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype) == (16, 8, 128, "bfloat16")
+    # 28 layers * keys and values * 8 heads * 128 * 2 bytes: the 112 KiB per token that Qwen3-0.6B is known for.
+    assert spec.kv_bytes_per_token(2) == 112 * 1024
+
+
+@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
+def test_spec_equals_what_transformers_reads(name, request):
+    from transformers import AutoConfig
+
+    folder = request.getfixturevalue(name)
+    spec, config = read_spec(folder), AutoConfig.from_pretrained(folder)
+    assert spec.hidden_size == config.hidden_size
+    assert spec.num_layers == config.num_hidden_layers
+    assert spec.num_heads == config.num_attention_heads
+    assert spec.num_kv_heads == getattr(config, "num_key_value_heads", config.num_attention_heads)
+    assert spec.head_dim == config.hidden_size // config.num_attention_heads
+    assert spec.max_position_embeddings == config.max_position_embeddings
+    assert spec.vocab_size == config.vocab_size
+    assert spec.eos_token_ids == [config.eos_token_id]
+
+
+def test_generation_config_decides_the_end_tokens(tmp_path):
+    write(tmp_path, "config.json", QWEN3)
+    write(tmp_path, "generation_config.json", {"eos_token_id": [151645, 151643], "temperature": 0.6})
+    spec = read_spec(tmp_path)
+    assert spec.eos_token_ids == [151645, 151643]
+    assert spec.generation["temperature"] == 0.6
+
+
+def test_a_model_without_an_end_token(tmp_path):
+    spec = read_spec(write(tmp_path, "config.json", {**GPT2, "eos_token_id": None}))
+    assert spec.eos_token_ids == []
+
+
+@pytest.mark.parametrize("key", ["model_type", "vocab_size", "n_embd", "n_layer", "n_head", "n_positions"])
+def test_a_key_that_every_decoder_has_is_named_when_it_is_missing(tmp_path, key):
+    write(tmp_path, "config.json", {k: v for k, v in GPT2.items() if k != key})
+    with pytest.raises(UnsupportedModel, match=key):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "has no config.json"), (b"{", "not valid JSON"), (b"[]", "JSON object"),
+                            (b"\xff\xfe", "not valid JSON")]
+)  # fmt: skip
+def test_a_broken_config_json(tmp_path, content, reason):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelNotFound, match=reason):
+        read_spec(tmp_path)
+
+
+def test_weight_files_in_order_of_their_names(tmp_path):
+    for name in ("model-2.safetensors", "model-1.safetensors"):
+        (tmp_path / name).touch()
+    assert [f.name for f in weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+
+
+def test_the_index_decides_which_weight_files_count(tmp_path):
+    for name in ("model-1.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).touch()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors"}}
+    write(tmp_path, "model.safetensors.index.json", index)
+    assert [f.name for f in weight_files(tmp_path)] == ["model-1.safetensors"]
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    (tmp_path / "model-1.safetensors").touch()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    write(tmp_path, "model.safetensors.index.json", index)
+    with pytest.raises(ModelNotFound, match=r"1 of 2 weight files.*model-2\.safetensors"):
+        weight_files(tmp_path)
+
+
+def test_no_weights(tmp_path):
+    with pytest.raises(ModelNotFound, match=r"no \.safetensors"):
+        weight_files(tmp_path)
+
+
+def test_weights_in_another_format_get_a_remedy(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin.*convert it to safetensors"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("find", [find_model, download_weights])
+def test_a_local_folder_is_the_model(tmp_path, find):
+    assert find(str(tmp_path)) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("model", ["./nothing", "/nothing/at/all", "~/nothing", "a/b/c"])
+def test_a_path_is_never_looked_up_on_the_hub(model):
+    with pytest.raises(ModelNotFound, match=f"no folder {model}"):
+        find_model(model)
+
+
+def test_an_unreachable_hub_is_said_with_the_remedy(tmp_path):
+    with pytest.raises(ModelNotFound, match=r"'no-org/no-model'.*check the network, or pass a local folder"):
+        find_model("no-org/no-model", download_dir=str(tmp_path))  # conftest sets HF_HUB_OFFLINE
+
+
+def test_generation_defaults_by_source(tmp_path):
+    write(tmp_path, "config.json", GPT2)
+    write(tmp_path, "generation_config.json", {"temperature": 0.6, "top_k": 20, "max_new_tokens": 7, "pad_token_id": 1})
+    spec = read_spec(tmp_path)
+    assert read_generation_defaults(spec, "auto") == {"temperature": 0.6, "top_k": 20, "max_tokens": 7}
+    assert read_generation_defaults(spec, "vllm") == {}
+
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ConfigError, match="--generation-config"):
+        read_generation_defaults(spec, str(other))
+    write(other, "generation_config.json", {"top_p": 0.5})
+    assert read_generation_defaults(spec, str(other)) == {"top_p": 0.5}

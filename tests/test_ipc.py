@@ -1,0 +1,168 @@
+"""Channels: order, draining, an event loop on the edge-triggered descriptor, and who may enter the folder."""
+
+import asyncio
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+
+from servd import ipc
+from servd.messages import AbortRequests, Attach, ResetPrefixCache, ToEngine
+
+
+@pytest.fixture
+def at(tmp_path, monkeypatch):
+    """Address in a private folder that is removed with the test."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return ipc.address(ipc.private_dir(), "engine")
+
+
+@pytest.fixture
+def inbox(at):
+    inbox = ipc.Inbox(at, ToEngine)
+    yield inbox
+    inbox.close()
+
+
+@pytest.fixture
+def outbox(at):
+    outbox = ipc.Outbox(at)
+    yield outbox
+    outbox.close()
+
+
+def test_order_is_kept_and_types_come_back(inbox, outbox):
+    sent = [Attach(0, "x")] + [AbortRequests([str(i)]) for i in range(1000)] + [ResetPrefixCache()]
+    for message in sent:
+        outbox.send(message)
+    assert [inbox.recv(timeout=5) for _ in sent] == sent
+
+
+def test_order_is_kept_per_sender(at, inbox):
+    def send(sender):
+        outbox = ipc.Outbox(at)
+        for i in range(200):
+            outbox.send(AbortRequests([sender, str(i)]))
+        outbox.close()
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    received = [inbox.recv(timeout=5).request_ids for _ in range(600)]
+    for thread in threads:
+        thread.join()
+    for name in "abc":
+        assert [i for sender, i in received if sender == name] == [str(i) for i in range(200)]
+
+
+def test_recv_gives_none_when_time_is_up(inbox):
+    start = time.monotonic()
+    assert inbox.recv(timeout=0.05) is None
+    assert time.monotonic() - start >= 0.04
+    assert inbox.recv(timeout=0) is None
+
+
+def test_drain_takes_all_that_is_there_and_does_not_wait(inbox, outbox):
+    assert inbox.drain() == []
+    for i in range(10):
+        outbox.send(AbortRequests([str(i)]))
+    outbox.send(ResetPrefixCache())
+    messages = []
+    deadline = time.monotonic() + 5
+    while not messages or messages[-1] != ResetPrefixCache():
+        assert time.monotonic() < deadline
+        messages += inbox.drain()
+    assert len(messages) == 11
+    assert inbox.drain() == []
+
+
+def test_an_outbox_may_come_before_its_inbox(at):
+    outbox = ipc.Outbox(at)
+    outbox.send(AbortRequests(["early"]))
+    inbox = ipc.Inbox(at, ToEngine)
+    assert inbox.recv(timeout=5) == AbortRequests(["early"])
+    outbox.close()
+    inbox.close()
+
+
+def test_last_words_are_delivered_after_close(at, inbox):
+    outbox = ipc.Outbox(at)
+    outbox.send(AbortRequests(["last"]))
+    outbox.close()
+    assert inbox.recv(timeout=5) == AbortRequests(["last"])
+
+
+async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at, inbox):
+    num_messages = 500
+    received = []
+    done = asyncio.Event()
+
+    def on_readable():
+        received.extend(inbox.drain())
+        if len(received) == num_messages:
+            done.set()
+
+    def send():
+        outbox = ipc.Outbox(at)
+        for i in range(num_messages):
+            outbox.send(AbortRequests([str(i)]))
+            if i % 50 == 0:
+                time.sleep(0.005)  # several edges, not one burst
+        outbox.close()
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(inbox.fileno(), on_readable)
+    on_readable()
+    sender = loop.run_in_executor(None, send)
+    try:
+        await asyncio.wait_for(done.wait(), timeout=10)
+    finally:
+        loop.remove_reader(inbox.fileno())
+        await sender
+    assert [m.request_ids[0] for m in received] == [str(i) for i in range(num_messages)]
+
+
+def test_messages_cross_processes(at, inbox):
+    code = (
+        "import sys; from servd import ipc; from servd.messages import AbortRequests\n"
+        "outbox = ipc.Outbox(sys.argv[1]); outbox.send(AbortRequests(['other process'])); outbox.close()\n"
+        "import zmq; zmq.Context.instance().term()"
+    )
+    subprocess.run([sys.executable, "-c", code, at], check=True, timeout=30)
+    assert inbox.recv(timeout=5) == AbortRequests(["other process"])
+
+
+def test_garbage_is_refused_by_the_type(at, inbox):
+    class Garbage(msgspec.Struct):
+        a: int
+
+    outbox = ipc.Outbox(at)
+    outbox.send(Garbage(1))
+    with pytest.raises(msgspec.ValidationError):
+        inbox.recv(timeout=5)
+    outbox.close()
+
+
+def test_the_folder_is_private_and_its_path_is_short(monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    folder = ipc.private_dir()
+    try:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert len(str(folder)) < 80  # leaves room for names below the limit of 107 bytes
+        assert folder != ipc.private_dir()
+    finally:
+        folder.rmdir()
+
+
+def test_close_removes_the_socket_file(tmp_path):
+    at = ipc.address(tmp_path, "engine")
+    inbox = ipc.Inbox(at, ToEngine)
+    assert [f.name for f in tmp_path.iterdir()] == ["engine"]
+    inbox.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,130 @@
+"""Resolve: every "auto" decided from config, model and machine; options that cannot work together refused."""
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from servd.config import Config
+from servd.errors import ConfigError
+from servd.hf import ModelSpec
+from servd.resolve import Machine, look_at_machine, resolve
+
+SPEC = ModelSpec(
+    folder="/m", model_type="llama", architecture="LlamaForCausalLM", vocab_size=512, hidden_size=64, num_layers=2,
+    num_heads=8, num_kv_heads=4, head_dim=8, max_position_embeddings=2048, dtype="bfloat16", eos_token_ids=[3],
+    config={},
+)  # fmt: skip
+CPU = Machine()
+CUDA = Machine(num_gpus=2, torch_has_cuda=True)
+
+
+def decide(machine=CPU, **options):
+    return resolve(Config.load(options), SPEC, machine)
+
+
+def test_on_a_cpu():
+    config = decide(model="org/name")
+    assert (config.parallel.device, config.parallel.executor) == ("cpu", "uniproc")
+    assert config.model.dtype == "float32"
+    assert config.model.max_model_len == 2048
+    assert config.model.served_model_name == ["org/name"]
+    assert config.scheduler.async_scheduling is False
+
+
+def test_on_cuda():
+    config = decide(CUDA)
+    assert config.parallel.device == "cuda"
+    assert config.model.dtype == "bfloat16"
+    assert config.scheduler.async_scheduling is True
+
+
+def test_two_devices_need_a_process_each():
+    assert decide(CUDA, tensor_parallel_size=2).parallel.executor == "multiproc"
+
+
+def test_a_gpu_with_a_cpu_build_of_torch_is_a_cpu_and_is_said(caplog):
+    config = decide(Machine(num_gpus=1, torch_has_cuda=False))
+    assert config.parallel.device == "cpu"
+    assert "CUDA build" in caplog.text
+
+
+GIVEN = {
+    "device": "cpu", "dtype": "float16", "max_model_len": 100, "max_num_seqs": 3, "max_num_batched_tokens": 7,
+    "async_scheduling": True, "served_model_name": ["x"], "executor": "fake", "block_size": 4,
+}  # fmt: skip
+
+
+def test_what_is_given_is_kept():
+    config = Config.load(GIVEN)
+    assert resolve(config, SPEC, CUDA) == config
+
+
+@pytest.mark.parametrize("machine", [CPU, CUDA])
+def test_nothing_that_a_later_stage_needs_is_left_open(machine):
+    config = decide(machine)
+    open_still = {
+        field.name
+        for section in msgspec.structs.fields(Config)
+        for field in msgspec.structs.fields(section.type)
+        if getattr(getattr(config, section.name), field.name) in (None, "auto")
+    }
+    # Absent on purpose, or decided where the knowledge is: the worker finds its backend and its memory.
+    assert open_still == {
+        "model", "tokenizer", "revision", "download_dir", "load_format", "generation_config", "kv_cache_memory",
+        "attention_backend", "uds", "chat_template", "attach", "ipc_dir",
+    }  # fmt: skip
+
+
+@given(
+    machine=st.sampled_from([CPU, CUDA]),
+    max_num_seqs=st.none() | st.integers(1, 100_000),
+    budget=st.none() | st.integers(1, 100_000),
+    max_model_len=st.none() | st.integers(1, 2048),
+)
+def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(machine, max_num_seqs, budget, max_model_len):
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": max_model_len}
+    try:
+        config = decide(machine, **options)
+    except ConfigError:
+        assume(False)
+    assert config.scheduler.max_num_batched_tokens >= config.scheduler.max_num_seqs
+    assert config.model.max_model_len <= SPEC.max_position_embeddings
+    assert resolve(config, SPEC, machine) == config
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "parts"),
+    [
+        (CPU, {"device": "cuda"}, ["--device cuda", "CUDA build"]),
+        (CUDA, {"tensor_parallel_size": 4}, ["--tensor-parallel-size 4", "2 device", "CUDA_VISIBLE_DEVICES"]),
+        (CPU, {"tensor_parallel_size": 3}, ["--tensor-parallel-size 3", "4 key-value heads"]),
+        (CUDA, {"tensor_parallel_size": 2, "executor": "uniproc"}, ["uniproc", "multiproc"]),
+        (CPU, {"max_model_len": 4096}, ["--max-model-len 4096", "2048"]),
+        (CPU, {"max_num_batched_tokens": 8, "max_num_seqs": 9}, ["8", "--max-num-seqs 9"]),
+        (CPU, {"headless": True, "attach": "/d"}, ["--headless", "--attach"]),
+        (CPU, {"headless": True}, ["--headless", "--ipc-dir"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_numbers(machine, options, parts):
+    with pytest.raises(ConfigError) as error:
+        decide(machine, **options)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_every_decision_is_logged(caplog):
+    caplog.set_level("INFO", "servd.resolve")
+    config = decide(model="m")
+    for name in ("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "executor"):
+        section = next(s for s in (config.model, config.parallel, config.scheduler) if hasattr(s, name))
+        assert f"{name}: {getattr(section, name)}" in caplog.text
+
+
+def test_look_at_machine_agrees_with_torch():
+    import torch
+
+    machine = look_at_machine()
+    assert machine.torch_has_cuda == (torch.version.cuda is not None)
+    if machine.torch_has_cuda:
+        assert machine.num_gpus == torch.cuda.device_count()
