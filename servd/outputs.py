@@ -33,9 +33,14 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """A finished request: its prompt and its `n` choices in order."""
+    """A request, finished or under way: its prompt and its `n` choices in order, whole up to now."""
 
     request_id: str
     prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+
+    @property
+    def finished(self) -> bool:
+        """Every choice has ended."""
+        return all(output.finish_reason is not None for output in self.outputs)

@@ -17,10 +17,19 @@ from servd import hf, log, plugins
 from servd.child import read_start
 from servd.config import Config
 from servd.core.engine_core import EngineCore
-from servd.core.executor._base import Executor
+from servd.core.executor._base import Executor, Progress
 from servd.errors import ConfigError
 from servd.ipc import Inbox, Outbox, address
-from servd.messages import Attach, EngineCoreOutputs, EngineDead, EngineReady, EngineStatus, FromEngine, ToEngine
+from servd.messages import (
+    Attach,
+    EngineCoreOutputs,
+    EngineDead,
+    EngineReady,
+    EngineStatus,
+    FromEngine,
+    ToEngine,
+    WorkerReady,
+)
 
 logger = logging.getLogger("servd.engine")
 
@@ -90,18 +99,8 @@ class EngineCoreProc:
     def load(self) -> EngineCore:
         """Bring up executor and engine, reporting progress."""
         config, spec = self.start.config, self.start.spec
-        if config.parallel.executor != "fake" and config.model.load_format != "dummy":
-            self.progress("finding weights", 0.0)
-            model = config.model
-            assert model.model is not None
-            hf.download_weights(model.model, model.revision, model.download_dir)
-        self.progress("importing", 0.0)
-        assert config.parallel.executor is not None
-        executor_class = plugins.load("servd.core.executor", config.parallel.executor, "Executor")
-        executor: Executor = executor_class(config, spec, self.progress)
-        self.executor = executor
-        ready = executor.start()
-        engine = EngineCore(config, spec, executor, ready.num_blocks)
+        self.executor, ready = start_executor(config, spec, self.progress)
+        engine = EngineCore(config, spec, self.executor, ready.num_blocks)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         self.clock.enter("ready")
@@ -154,6 +153,29 @@ class EngineCoreProc:
                 outbox.send(message)
         for outbox in outboxes.values():
             outbox.close()
+
+
+def start_executor(config: Config, spec: hf.ModelSpec, progress: Progress) -> tuple[Executor, WorkerReady]:
+    """Make the configured executor and have it load the model, downloading the weights if needed.
+
+    Raises:
+        ConfigError: the weights cannot be had, or the model cannot be loaded here.
+    """
+    model = config.model
+    if config.parallel.executor != "fake" and model.load_format != "dummy":
+        progress("finding weights", 0.0)
+        assert model.model is not None
+        hf.download_weights(model.model, model.revision, model.download_dir)
+    progress("importing", 0.0)
+    assert config.parallel.executor is not None
+    executor: Executor = plugins.load("servd.core.executor", config.parallel.executor, "Executor")(
+        config, spec, progress
+    )
+    try:
+        return executor, executor.start()
+    except BaseException:
+        executor.shutdown()
+        raise
 
 
 class StatsLine:

@@ -1,0 +1,123 @@
+"""The API-server process: event loop, listening socket, uvicorn, draining, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from servd import log
+from servd.api.app import create_app
+from servd.api.async_llm import AsyncLLM
+from servd.api.metrics import Metrics
+from servd.api.output_processor import OutputProcessor
+from servd.api.processor import Processor
+from servd.api.start import Start
+from servd.api.tokenizer import Tokenizer
+from servd.child import read_start
+from servd.core.client import EngineCoreClient
+from servd.errors import ConfigError
+from servd.messages import EngineDead
+from servd.tracing import Tracer
+
+logger = logging.getLogger("servd.api")
+
+FORCED_EXIT = 1.0  # seconds between the error frames of cut streams and the end of the process
+
+
+class Server(uvicorn.Server):
+    """uvicorn that drains on SIGTERM, cuts what is left with a proper error, and ends when the engine is dead."""
+
+    def __init__(self, config: uvicorn.Config, async_llm: AsyncLLM, start: Start) -> None:
+        super().__init__(config)
+        self.async_llm = async_llm
+        self.start_message = start
+        self.has_announced = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: finish open requests. Second: end now."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second by uvicorn; True ends the server."""
+        if self.async_llm.is_ready and not self.has_announced:
+            self.has_announced = True
+            gc.collect()
+            gc.freeze()  # modules, routes and tokenizer live for ever
+            if self.start_message.url:
+                logger.info("ready at %s", self.start_message.url)
+        return await super().on_tick(counter) or isinstance(self.async_llm.status, EngineDead)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, then wait for open requests, at most `shutdown_timeout` seconds."""
+        cut = asyncio.create_task(self.cut_open_requests())
+        await super().shutdown(sockets)
+        cut.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await cut
+
+    async def cut_open_requests(self) -> None:
+        """Log what remains each second; when time is up, answer it with an error."""
+        remaining = self.start_message.config.server.shutdown_timeout
+        while remaining > 0 and self.async_llm.num_unfinished:
+            logger.info("draining: %d requests open, %.0f s left", self.async_llm.num_unfinished, remaining)
+            await asyncio.sleep(min(1.0, remaining))
+            remaining -= 1.0
+        self.async_llm.fail("the server is shutting down")
+
+
+async def serve(start: Start) -> int:
+    """Run the server; return the process's exit code."""
+    config, spec = start.config, start.spec
+    listener = socket.socket(fileno=start.listener)
+    client = EngineCoreClient(start.ipc_dir, start.client)
+    tokenizer = Tokenizer.load(config.model.tokenizer or spec.folder) if spec.folder else Tokenizer.bytes()
+    assert config.model.max_model_len is not None
+    processor = Processor(config, spec, tokenizer, config.model.max_model_len)
+    async_llm = AsyncLLM(
+        config,
+        spec,
+        client,
+        processor,
+        OutputProcessor(tokenizer),
+        Tracer(),
+        Metrics(config.model.served_model_name[0]),
+    )
+    async_llm.start()
+    settings = uvicorn.Config(
+        create_app(config, async_llm),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=config.observability.log_level == "debug",
+        server_header=False,
+        timeout_graceful_shutdown=int(config.server.shutdown_timeout + FORCED_EXIT) + 1,
+    )
+    server = Server(settings, async_llm, start)
+    await server.serve(sockets=[listener])
+    client.close()
+    return 1 if isinstance(async_llm.status, EngineDead) else 0
+
+
+def main() -> None:
+    """Entry point of `python -m servd.api.server`."""
+    start = read_start(Start)
+    log.setup(start.name, start.config.observability.log_level)
+    try:
+        sys.exit(uvloop.run(serve(start)))
+    except ConfigError as error:
+        print(f"servd: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Offline generation: LLM for scripts, LLMEngine for those who drive the steps themselves."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from servd import ipc, launch
+from servd.api.output_processor import OutputProcessor
+from servd.api.processor import Processor
+from servd.api.tokenizer import Tokenizer
+from servd.config import Config
+from servd.core.client import EngineCoreClient
+from servd.core.engine_core import EngineCore
+from servd.core.engine_core_proc import start_executor
+from servd.errors import ConfigError, EngineDead, EngineError
+from servd.hf import ModelSpec
+from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreOutputs, EngineReady, EngineStatus, ToEngine
+from servd.messages import EngineDead as EngineDeadMessage
+from servd.outputs import CompletionOutput, RequestOutput
+from servd.params import SamplingParams
+
+Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """Generate text for lists of prompts.
+
+    Args:
+        model: Hugging Face id or local folder.
+        separate_process: run the engine in a process of its own, as the server does.
+        use_tqdm: show progress bars.
+        options: any option of `servd serve`, e.g. `max_num_seqs=8, dtype="bfloat16"`.
+
+    Raises:
+        ConfigError: the model or an option does not work here.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, separate_process: bool = False, use_tqdm: bool = True, **options: Any
+    ) -> None:
+        self.engine = LLMEngine(Config.load({"model": model, **options}), separate_process, use_tqdm)
+        self.use_tqdm = use_tqdm
+        self.request_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several (strings, or lists of token ids), in order.
+
+        Raises:
+            InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        return self._run([(prompt, True) for prompt in prompts], params, use_tqdm)  # type: ignore[misc]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, in order.
+
+        Args:
+            messages: OpenAI-style messages.
+            params: for all conversations, or one for each.
+            use_tqdm: overrides the setting of this LLM.
+            template_options: further arguments of `Processor.render_chat`, e.g. `tools=[...]`.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        render = self.engine.processor.render_chat
+        # The template writes its own beginning-of-sequence token.
+        prompts = [(render(c, **template_options), False) for c in conversations]  # type: ignore[arg-type]
+        return self._run(prompts, params, use_tqdm)
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        self.engine.close()
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[Prompt, bool]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        if params is None:
+            params = SamplingParams(**self.engine.processor.default_params)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams")
+        ids = [str(next(self.request_ids)) for _ in prompts]
+        finished: dict[str, RequestOutput] = {}
+        show = self.use_tqdm if use_tqdm is None else use_tqdm
+        try:
+            for request_id, (prompt, special), p in zip(ids, prompts, each, strict=True):
+                self.engine.add_request(request_id, prompt, p, add_special_tokens=special)
+            with tqdm(total=len(ids), desc="prompts", disable=not show, dynamic_ncols=True) as bar:
+                started, num_tokens = time.perf_counter(), 0
+                while self.engine.has_unfinished_requests():
+                    for output in self.engine.step():
+                        if output.finished:
+                            finished[output.request_id] = output
+                            num_tokens += sum(len(o.token_ids) for o in output.outputs)
+                            rate = num_tokens / (time.perf_counter() - started)
+                            bar.set_postfix_str(f"{rate:.1f} output tok/s", refresh=False)
+                            bar.update()
+        except BaseException:
+            self.engine.abort_request(ids)
+            raise
+        return [finished[request_id] for request_id in ids]
+
+
+class LLMEngine:
+    """One engine driven by hand: add requests, then step until none is unfinished.
+
+    Args:
+        config: as from `Config.load({"model": ...})`.
+        separate_process: run the engine in a process of its own.
+        use_tqdm: show a progress bar while the model loads.
+    """
+
+    def __init__(self, config: Config, separate_process: bool = False, use_tqdm: bool = False) -> None:
+        config, spec = launch.find_and_resolve(config)
+        assert config.model.max_model_len is not None
+        tokenizer = Tokenizer.load(config.model.tokenizer or spec.folder) if spec.folder else Tokenizer.bytes()
+        self.processor = Processor(config, spec, tokenizer, config.model.max_model_len)
+        self.output_processor = OutputProcessor(tokenizer)
+        self.requests: dict[str, RequestOutput] = {}
+        with LoadingBar(use_tqdm) as progress:
+            self.port: Port = (SeparateProcess if separate_process else InProcess)(config, spec, progress)
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> None:
+        """Queue a prompt.
+
+        Raises:
+            InvalidRequest: prompt or parameters are not acceptable, or the id is in use.
+        """
+        prepared = self.processor.process(
+            request_id, prompt, params, add_special_tokens=add_special_tokens, client=self.port.client
+        )
+        self.output_processor.add(prepared)
+        self.requests[request_id] = RequestOutput(
+            request_id=request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=prepared.prompt_token_ids,
+            outputs=[CompletionOutput(index=i) for i in range(params.n)],
+        )
+        for request in prepared.requests:
+            self.port.send(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for the next outputs of the engine; return the requests that got some, each whole up to now.
+
+        Raises:
+            EngineDead: the engine process is gone.
+            EngineError: a request failed in the engine.
+        """
+        deltas, stopped = self.output_processor.process(self.port.receive())
+        if stopped:  # a stop string ended them, of which the engine knows nothing
+            self.port.send(AbortRequests(stopped))
+        progressed: dict[str, RequestOutput] = {}
+        for request_id, delta in deltas:
+            if delta.error is not None:
+                raise EngineError(delta.error)
+            progressed[request_id] = self.requests[request_id]
+            progressed[request_id].outputs[delta.index].add(delta)
+        for request_id, output in progressed.items():
+            if output.finished:
+                del self.requests[request_id]
+        return list(progressed.values())
+
+    def abort_request(self, request_ids: Sequence[str]) -> None:
+        """Drop requests; unknown ids are ignored."""
+        for request_id in request_ids:
+            if self.requests.pop(request_id, None) is not None:
+                self.port.send(AbortRequests(self.output_processor.abort(request_id)))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to wait for."""
+        return bool(self.requests)
+
+    def close(self) -> None:
+        """Stop the engine and free its memory. May be called more than once."""
+        self.port.close()
+
+
+class Port(Protocol):
+    """Where LLMEngine's messages go, and where outputs come from."""
+
+    client: int
+
+    def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None: ...
+    def send(self, message: ToEngine) -> None: ...
+    def receive(self) -> list[EngineCoreOutput]: ...
+    def close(self) -> None: ...
+
+
+class InProcess:
+    """The engine as an object in this process."""
+
+    client = 0
+
+    def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
+        self.executor, ready = start_executor(config, spec, progress)
+        self.engine = EngineCore(config, spec, self.executor, ready.num_blocks)
+
+    def send(self, message: ToEngine) -> None:
+        """Handled at once."""
+        self.engine.handle(message)
+
+    def receive(self) -> list[EngineCoreOutput]:
+        """Run one step."""
+        outputs = self.engine.step().get(self.client)
+        return outputs.outputs if outputs else []
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.executor.shutdown()
+
+
+class SeparateProcess:
+    """The engine in a process of its own, as under `servd serve`."""
+
+    client = 0
+
+    def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
+        self.ipc_dir = str(ipc.private_dir())
+        self.engine_client = EngineCoreClient(self.ipc_dir, self.client)
+        self.child = launch.start_engine(config, spec, self.ipc_dir, time.monotonic())
+        try:
+            while not isinstance(message := self.wait_for_message(), EngineReady):
+                assert isinstance(message, EngineStatus), message
+                progress(message.phase, message.progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_for_message(self) -> EngineStatus | EngineReady | EngineCoreOutputs:
+        """The next message, or EngineDead when the process is gone."""
+        while (message := self.engine_client.recv(timeout=0.5)) is None:
+            if self.child.exit_code is not None:
+                raise EngineDead(f"the engine process ended with code {self.child.exit_code}")
+        if isinstance(message, EngineDeadMessage):
+            self.child.wait(1.0)
+            raise (ConfigError if self.child.exit_code == 2 else EngineDead)(message.reason)
+        return message
+
+    def send(self, message: ToEngine) -> None:
+        """Queued to the process."""
+        self.engine_client.send(message)
+
+    def receive(self) -> list[EngineCoreOutput]:
+        """Wait for the outputs of a step."""
+        message = self.wait_for_message()
+        return message.outputs if isinstance(message, EngineCoreOutputs) else []
+
+    def close(self) -> None:
+        """Stop the process and remove its sockets."""
+        self.child.stop(launch.ENGINE_STOP_TIMEOUT)
+        self.engine_client.close()
+        shutil.rmtree(self.ipc_dir, ignore_errors=True)
+
+
+class LoadingBar:
+    """Executor progress as a tqdm bar; each phase replaces the one before."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.bar = tqdm(
+            total=100, disable=not enabled, leave=False, bar_format="{desc} {percentage:3.0f}% |{bar:30}| {elapsed}"
+        )
+
+    def __call__(self, phase: str, fraction: float) -> None:
+        """Show `fraction` (0 to 1) of `phase`."""
+        self.bar.set_description_str(phase, refresh=False)
+        self.bar.update(100 * fraction - self.bar.n)
+
+    def __enter__(self) -> LoadingBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()

@@ -1,0 +1,107 @@
+"""Real servers for the integration tests: `servd serve` in its own processes, on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+
+class Server:
+    """A `servd serve` that a test started. Its log is in `lines`."""
+
+    def __init__(self, *args: str, wait: bool = True) -> None:
+        listen = () if "--uds" in args or "--headless" in args else ("--port", "0")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "servd", "serve", *args, *listen],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self.read_log, daemon=True)
+        self.reader.start()
+        if wait:
+            self.wait_ready()
+
+    def read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+
+    def wait_for_line(self, pattern: str, timeout: float = 60) -> re.Match[str]:
+        """The first log line that matches, waiting for it."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for line in list(self.lines):
+                if match := re.search(pattern, line):
+                    return match
+            if self.process.poll() is not None and not self.reader.is_alive():
+                break
+            time.sleep(0.01)
+        raise AssertionError(f"no line matches {pattern!r} in:\n" + "\n".join(self.lines))
+
+    @property
+    def url(self) -> str:
+        return self.wait_for_line(r"listening on (http://\S+)")[1]
+
+    def wait_ready(self) -> None:
+        self.wait_for_line(r" ready ")
+        if "--uds" not in self.process.args and "--headless" not in self.process.args:
+            deadline = time.monotonic() + 10
+            while httpx.get(f"{self.url}/health").status_code != 200:
+                assert time.monotonic() < deadline, self.lines
+                time.sleep(0.02)
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert values, f"no metric {name} in:\n{text[:2000]}"
+        return sum(map(float, values))
+
+    def children(self) -> dict[str, psutil.Process]:
+        """Child processes by kind: engine, api (the last one, of several)."""
+        kinds = {"engine_core_proc": "engine", "api.server": "api"}
+        return {
+            kind: child
+            for child in psutil.Process(self.process.pid).children()
+            for name, kind in kinds.items()
+            if name in " ".join(child.cmdline())
+        }
+
+    def stop(self, timeout: float = 20) -> int:
+        """SIGTERM; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout)
+        self.reader.join(5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@pytest.fixture(scope="module")
+def fake_server() -> Iterator[Server]:
+    """A server with the fake executor, shared by the tests of a module that leave it as it was."""
+    server = Server("--executor", "fake")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def llama_server(tiny_llama: object) -> Iterator[Server]:
+    """A server with a small real model."""
+    server = Server(str(tiny_llama), "--device", "cpu", "--served-model-name", "tiny")
+    yield server
+    server.stop()

@@ -1,0 +1,228 @@
+"""Life and death of the process tree, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.integration.conftest import Server
+
+
+async def open_streams(server: Server, count: int, max_tokens: int = 8000) -> tuple[openai.AsyncOpenAI, list]:
+    """Streams that have each delivered their first chunk with text."""
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    model = (await client.models.list()).data[0].id
+
+    async def one(i: int):
+        stream = await client.completions.create(
+            model=model, prompt=f"stream {i}", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for chunk in stream:
+            if chunk.choices[0].text:
+                return stream
+
+    return client, await asyncio.gather(*(one(i) for i in range(count)))
+
+
+def wait_until(condition, timeout: float, what: str) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def socket_folder(server: Server) -> Path:
+    """Where the server's processes keep their sockets."""
+    connections = psutil.Process(server.children()["engine"].pid).net_connections("unix")
+    return next(Path(c.laddr).parent for c in connections if c.laddr.endswith("/engine"))
+
+
+async def test_killed_engine_answers_every_stream_and_ends_the_tree():
+    server = Server("--executor", "fake")
+    client, streams = await open_streams(server, 16)
+    killed_at = time.monotonic()
+    server.children()["engine"].kill()
+
+    async def read(stream) -> float:
+        with pytest.raises(openai.APIError, match="engine"):
+            async for _ in stream:
+                pass
+        return time.monotonic() - killed_at
+
+    answered = await asyncio.gather(*(read(s) for s in streams))
+    assert max(answered) < 1
+    code = await asyncio.to_thread(server.process.wait, 5)
+    assert time.monotonic() - killed_at < 2
+    assert code not in (0, 2)
+    await client.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("victim", ["api", "parent"])
+def test_any_death_ends_all(victim: str):
+    server = Server("--executor", "fake")
+    children = server.children()
+    if victim == "parent":
+        server.process.kill()
+    else:
+        children[victim].kill()
+    assert server.process.wait(5) != 0
+    wait_until(lambda: not any(c.is_running() for c in children.values()), 5, "orphans")
+    server.stop()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signal_leaves_nothing(signum: signal.Signals):
+    server = Server("--executor", "fake")
+    folder, children = socket_folder(server), server.children()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    server.process.send_signal(signum)
+    assert server.process.wait(5) == 0
+    assert not any(c.is_running() for c in children.values())
+    assert not folder.exists()
+    server.stop()
+
+
+async def test_sigterm_lets_open_requests_finish():
+    server = Server("--executor", "fake")
+    client, (stream,) = await open_streams(server, 1, max_tokens=3000)
+    server.process.send_signal(signal.SIGTERM)
+    reasons = [chunk.choices[0].finish_reason async for chunk in stream]
+    assert reasons[-1] == "length"
+    await client.close()
+    assert server.stop() == 0
+
+
+async def test_drain_is_cut_with_an_error_when_time_is_up():
+    server = Server("--executor", "fake", "--shutdown-timeout", "0")
+    client, streams = await open_streams(server, 8)
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        with pytest.raises(openai.APIError, match="shutting down"):
+            async for _ in stream:
+                pass
+    await client.close()
+    assert server.stop(5) == 0
+
+
+async def test_100_clients_that_leave_free_all_blocks(fake_server: Server):
+    client, streams = await open_streams(fake_server, 100)
+    assert fake_server.metric("vllm:num_requests_running") > 0
+    await asyncio.gather(*(stream.close() for stream in streams))
+    await client.close()
+    # Gauges follow the engine's steps: one small request makes it report.
+    deadline = time.monotonic() + 10
+    while True:
+        httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).raise_for_status()
+        if not fake_server.metric("vllm:num_requests_running"):
+            break
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    assert fake_server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_port_opens_before_the_model_is_ready(tiny_llama):
+    server = Server(str(tiny_llama), "--device", "cpu", wait=False)
+    response = httpx.get(f"{server.url}/health", timeout=10)
+    assert response.status_code == 503
+    assert response.json()["phase"]
+    server.wait_ready()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.stop()
+
+
+def test_api_process_is_small_and_without_torch(llama_server: Server):
+    api = llama_server.children()["api"]
+    maps = Path(f"/proc/{api.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert api.memory_info().rss < 120e6
+
+
+def test_idle_costs_no_cpu(llama_server: Server):
+    children = llama_server.children()
+    before = {kind: sum(p.cpu_times()[:2]) for kind, p in children.items()}
+    time.sleep(2)
+    after = {kind: sum(p.cpu_times()[:2]) for kind, p in children.items()}
+    assert after["engine"] - before["engine"] <= 0.02
+    assert after["api"] - before["api"] <= 0.06
+
+
+def test_two_api_servers_share_port_and_metrics():
+    server = Server("--executor", "fake", "--api-server-count", "2")
+    for i in range(20):  # new connections, so that both servers get some
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": f"{i}", "max_tokens": 4}).raise_for_status()
+    assert server.metric("vllm:request_success_total") == 20
+    assert server.metric("vllm:generation_tokens_total") == 80
+    assert server.stop() == 0
+
+
+def test_headless_engine_serves_attached_api_servers(tmp_path: Path):
+    folder = tmp_path / "ipc"
+    engine = Server("--executor", "fake", "--headless", "--ipc-dir", str(folder))
+    front = Server("--executor", "fake", "--attach", str(folder))
+    response = httpx.post(f"{front.url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
+    assert response.json()["usage"]["completion_tokens"] == 3
+    engine.children()["engine"].kill()
+    assert front.process.wait(5) != 0
+    assert engine.stop() != 0
+    front.stop()
+
+
+def test_unix_socket(tmp_path: Path):
+    path = tmp_path / "servd.sock"
+    server = Server("--executor", "fake", "--uds", str(path))
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://servd") as client:
+        assert client.get("/v1/models").json()["data"][0]["id"] == "fake"
+    assert server.stop() == 0
+    assert not path.exists()
+
+
+def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_llama):
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", **dict.fromkeys(sizes, 8)}))
+    (tmp_path / "empty").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = {
+            r"demo model": [],
+            r"there is no folder": ["./does-not-exist"],
+            r"has no config.json": [str(tmp_path / "empty")],
+            r"'unheard_of' is not supported; servd has: .*llama": [str(tmp_path)],
+            rf"cannot listen on 127.0.0.1:{port}.*--port": ["--executor", "fake", "--port", port],
+            r"--block-size 0: ": ["--executor", "fake", "--block-size", "0"],
+            r"--max-model-len .* positions for": ["--executor", "fake", "--max-model-len", "9999"],
+            r"KV cache": [str(tiny_llama), "--device", "cpu", "--kv-cache-memory", "4KiB"],
+        }
+        for pattern, args in cases.items():
+            result = subprocess.run(
+                [sys.executable, "-m", "servd", "serve", *args],
+                capture_output=True, text=True, timeout=60, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            )  # fmt: skip
+            errors = [line for line in result.stderr.splitlines() if line.startswith("servd: error: ")]
+            assert len(errors) == 1, result.stderr
+            assert re.search(pattern, errors[0]), errors
+            assert result.returncode == 2
+            assert "Traceback" not in result.stderr
+
+
+def test_unreachable_hub_is_a_clear_error():
+    result = subprocess.run(
+        [sys.executable, "-m", "servd", "serve", "no-such-user/no-such-model", "--port", "0"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert re.search(r"cannot get 'no-such-user/no-such-model' from the hub .*local folder", result.stderr)
+    assert "Traceback" not in result.stderr
