@@ -28,8 +28,8 @@ class Feature(IntFlag):
     MIN_TOKENS = auto()
     PENALTIES = auto()
     MIN_P = auto()
-    TOP_K = auto()  # at most top_k_top_p.MAX_CANDIDATES, with or without top-p
-    TOP_P = auto()  # alone, or with a larger top-k
+    TOP_K = auto()  # with or without top-p
+    TOP_P = auto()  # alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SlotRequest:
 
 
 class Step(ABC):
-    """One transformation of the logits, with the per-slot state that it needs.
+    """One transformation of the scores, with the per-slot state that it needs.
 
     State of a slot is written when a request that uses the step enters and read only for such requests, so nothing
     has to be cleared when one leaves.
@@ -80,8 +80,8 @@ class Step(ABC):
         """Prepare the slot; the features of this step that the request uses, `Feature(0)` if none."""
 
     @abstractmethod
-    def apply(self, logits: Tensor, batch: Batch) -> None:
-        """Change the logits [n, vocab] of the rows that use the step, in place."""
+    def apply(self, scores: Tensor, batch: Batch, /) -> None:
+        """Change the scores [n, vocab] (logits, or weights of `weights.py`) of the rows that use it, in place."""
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:

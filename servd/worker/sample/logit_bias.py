@@ -26,7 +26,7 @@ class AllowedTokens(Step):
         self.tokens.set(request.slot, allowed)
         return self.features
 
-    def apply(self, logits: Tensor, batch: Batch) -> None:
+    def apply(self, logits: Tensor, batch: Batch, /) -> None:
         rows, _ = batch.subset(self.features)
         entries = self.tokens.entries(batch, self.features)
         allowed = logits[entries]
@@ -51,7 +51,7 @@ class LogitBias(Step):
         self.biases[request.slot] = upload(np.array(list(bias.values()), dtype=np.float32), self.tokens.device)
         return self.features
 
-    def apply(self, logits: Tensor, batch: Batch) -> None:
+    def apply(self, logits: Tensor, batch: Batch, /) -> None:
         _, part = batch.subset(self.features)
         biases = torch.cat([self.biases[slot] for slot in part.host_slots.tolist()])
         entries = self.tokens.entries(batch, self.features)
@@ -75,7 +75,7 @@ class MinTokens(Step):
         self.first_end[request.slot] = len(request.prompt_token_ids) + request.params.min_tokens
         return self.features
 
-    def apply(self, logits: Tensor, batch: Batch) -> None:
+    def apply(self, logits: Tensor, batch: Batch, /) -> None:
         rows, columns = self.tokens.entries(batch, self.features)
         too_early = (batch.positions < self.first_end[batch.slots])[rows]
         logits[rows, columns] = logits[rows, columns].masked_fill_(too_early, float("-inf"))

@@ -43,7 +43,7 @@ class Penalties(Step):
         counts.scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
         return self.features
 
-    def apply(self, logits: Tensor, batch: Batch) -> None:
+    def apply(self, logits: Tensor, batch: Batch, /) -> None:
         rows, part = batch.subset(self.features)
         counts = self.counts[part.slots]
         repetition, frequency, presence = self.factors[part.slots].unsqueeze(-1).unbind(1)  # each [rows, 1]

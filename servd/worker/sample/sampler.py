@@ -24,13 +24,13 @@ from torch import Tensor
 from servd.params import SamplingParams
 from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step
 from servd.worker.sample.bitmask import apply_bitmask
-from servd.worker.sample.inverse_cdf import MAX_VOCAB_SIZE, draw
 from servd.worker.sample.logit_bias import AllowedTokens, LogitBias, MinTokens
 from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
 from servd.worker.sample.min_p import MinP
 from servd.worker.sample.penalties import Penalties
 from servd.worker.sample.top_k_top_p import TopKTopP
 from servd.worker.sample.uniform import uniform
+from servd.worker.sample.weights import MAX_VOCAB_SIZE, draw, to_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Sampler:
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.penalties = Penalties(vocab_size, max_num_seqs, device)
-        # Steps that can change which token is the most probable; the rest only matters to random rows.
+        # On logits, and they can change the most probable token; the narrowing steps work on weights, of random rows.
         self.shifting: list[Step] = [
             AllowedTokens(device),
             LogitBias(device),
@@ -140,12 +140,11 @@ class Sampler:
         peak, token_ids = logits.max(dim=-1)  # NaN if the row holds any
         rows, random = batch.subset(Feature.RANDOM)
         peak = peak[rows]
-        # At most 0 before the division, so no temperature can overflow it.
-        shifted = (logits[rows] - peak.unsqueeze(1)).div_(self.temperature[random.slots].unsqueeze(1))
+        weights = to_weights(logits[rows], peak.unsqueeze(1), self.temperature[random.slots].unsqueeze(1))
         for step in self.narrowing:
             if random.uses(step.features):
-                step.apply(shifted, random)
-        drawn = draw(shifted, uniform(self.seeds[random.slots], random.positions))
+                step.apply(weights, random)
+        drawn = draw(weights, uniform(self.seeds[random.slots], random.positions))
         token_ids[rows] = torch.where(peak.isfinite(), drawn, token_ids[rows])
         return token_ids
 

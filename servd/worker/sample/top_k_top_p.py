@@ -1,4 +1,4 @@
-"""top-k and top-p: keep the most probable tokens, at most k of them, or just enough to reach probability p."""
+"""top-k and top-p: keep the k most probable tokens, then just enough of them to reach probability p."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step
-from servd.worker.sample.inverse_cdf import to_weights
+from servd.worker.sample.weights import drop_below
 
-MAX_CANDIDATES = 1024  # up to here selecting the best tokens is cheaper than sorting the vocabulary
+FIRST_CANDIDATES = 1024  # tokens looked at before the whole vocabulary is sorted, on a CPU
 
 
 class TopKTopP(Step):
-    """Expects logits after temperature whose row maximum is 0.
+    """Both cuts are made at a value: tokens that tie with the last one kept are kept too.
 
-    Both cuts are made at a value: tokens that tie with the last one kept are kept too, so the result does not depend
-    on the order in which a sort leaves equal values. top-p is relative to what top-k left.
+    So the result does not depend on the order in which a sort leaves equal values.
     """
 
     features = Feature.TOP_K | Feature.TOP_P
@@ -29,46 +28,51 @@ class TopKTopP(Step):
 
     def add(self, request: SlotRequest) -> Feature:
         p = request.params
-        top_k = min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
-        if top_k == self.vocab_size and p.top_p >= 1:
-            return Feature(0)
-        self.host_top_k[request.slot] = top_k
-        self.top_k[request.slot] = top_k
         self.top_p[request.slot] = p.top_p
-        return Feature.TOP_K if top_k <= MAX_CANDIDATES else Feature.TOP_P
+        if 0 < p.top_k < self.vocab_size:
+            self.host_top_k[request.slot] = p.top_k
+            self.top_k[request.slot] = p.top_k
+            return Feature.TOP_K
+        return Feature.TOP_P if p.top_p < 1 else Feature(0)
 
-    def apply(self, logits: Tensor, batch: Batch) -> None:
-        for feature in Feature.TOP_K, Feature.TOP_P:
-            if not batch.uses(feature):
-                continue
-            rows, part = batch.subset(feature)
-            kept = logits[rows]
-            top_k, top_p = self.top_k[part.slots].unsqueeze(1), self.top_p[part.slots].unsqueeze(1)
-            num_candidates = int(self.host_top_k[part.host_slots].max())
-            lowest = cut_off(kept, top_k, top_p, num_candidates)
-            logits[rows] = kept.masked_fill(kept < lowest, float("-inf"))
+    def apply(self, weights: Tensor, batch: Batch, /) -> None:
+        if batch.uses(Feature.TOP_K):
+            rows, part = batch.subset(Feature.TOP_K)
+            candidates = weights[rows].topk(int(self.host_top_k[part.host_slots].max()), dim=-1).values
+            ranks = torch.arange(candidates.shape[1], device=weights.device)
+            candidates.masked_fill_(ranks >= self.top_k[part.slots].unsqueeze(1), 0)
+            total = candidates.to(torch.int64).sum(dim=-1)
+            drop_below(weights, rows, lowest_in_top_p(candidates, total, self.top_p[part.slots]))
+        if batch.uses(Feature.TOP_P):
+            rows, part = batch.subset(Feature.TOP_P)
+            total = weights[rows].to(torch.int64).sum(dim=-1)
+            top_p = self.top_p[part.slots]
+            candidates = most_probable(weights[rows], total, top_p)
+            drop_below(weights, rows, lowest_in_top_p(candidates, total, top_p))
 
 
-def cut_off(logits: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
-    """The smallest logit kept in each row.
+def most_probable(weights: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
+    """The weights [n, vocab] in descending order: all, or enough to hold the share top_p [n] of the total [n]."""
+    # Looking at the result costs nothing on a CPU, where a full sort is slow; on CUDA it would wait for the device.
+    if weights.device.type == "cpu" and weights.shape[1] > FIRST_CANDIDATES:
+        candidates = weights.topk(FIRST_CANDIDATES, dim=-1).values
+        if (candidates.to(torch.int64).sum(dim=-1) >= top_p * total).all():
+            return candidates
+    return weights.sort(dim=-1, descending=True).values
+
+
+def lowest_in_top_p(candidates: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest weight in the smallest set of tokens that holds the share top_p of the total.
 
     Args:
-        logits: [n, vocab] float32, the maximum of each row is 0.
-        top_k: [n, 1] int64, the vocabulary size where off.
-        top_p: [n, 1] float64, 1 where off.
-        num_candidates: at least the largest `top_k`.
+        candidates: [n, k] float32 weights, descending, 0 where excluded before.
+        total: [n] int64.
+        top_p: [n] float64.
 
     Returns:
         [n, 1] float32.
     """
-    if num_candidates <= MAX_CANDIDATES:
-        candidates = logits.topk(num_candidates, dim=-1).values
-    else:
-        candidates = logits.sort(dim=-1, descending=True).values
-    in_top_k = torch.arange(candidates.shape[1], device=logits.device) < top_k
-    weights = to_weights(candidates).masked_fill_(~in_top_k, 0)
-    cumulative = weights.cumsum(dim=-1)
-    more_probable = cumulative - weights  # total of the tokens before this one
-    in_top_p = more_probable < top_p * cumulative[:, -1:]
-    num_kept = (in_top_k & in_top_p).sum(dim=-1, keepdim=True)
-    return candidates.gather(1, (num_kept - 1).clamp_(min=0))  # none only in rows that hold NaN
+    weights = candidates.to(torch.int64)
+    more_probable = weights.cumsum(dim=-1) - weights  # total of the tokens before this one
+    num_kept = (more_probable < (top_p * total).unsqueeze(1)).sum(dim=-1, keepdim=True)
+    return candidates.gather(1, (num_kept - 1).clamp_(min=0))  # none are kept only in rows that hold NaN
