@@ -1,0 +1,305 @@
+"""The rules of the code base as tables: which room imports what, who may touch which library, how large things are.
+
+Everything is read from the source with `ast`; one test runs a process to see what is really loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Room -> the rooms and modules that it may import of servd. `top` joins the rooms: it starts processes and offers
+# the offline classes. Nobody imports the worker: the core names it once, as a string.
+MAY_IMPORT = {
+    "leaf": {"leaf"},
+    "api": {"leaf", "api", "servd.core.client"},
+    "core": {"leaf", "core"},
+    "worker": {"leaf", "worker"},
+    "top": {"leaf", "api", "core", "top"},
+}
+TOP = {"servd", "servd.__main__", "servd.cli", "servd.launch", "servd.llm"}
+
+# Library -> the files or folders that may import it. A library without a row may not be imported at all.
+ONE_DOOR = {
+    "fastapi": ["servd/api/"],
+    "huggingface_hub": ["servd/hf.py"],
+    "jinja2": ["servd/api/chat_template.py"],
+    "msgspec": ["servd/"],
+    "numpy": ["servd/worker/"],
+    "prometheus_client": ["servd/api/metrics.py"],
+    "pydantic": ["servd/api/"],
+    "pydantic_core": ["servd/api/"],
+    "safetensors": ["servd/worker/"],
+    "starlette": ["servd/api/"],
+    "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py"],
+    "torch": ["servd/worker/"],
+    "tqdm": ["servd/llm.py"],
+    "transformers": ["servd/worker/"],
+    "triton": ["servd/worker/"],
+    "uvicorn": ["servd/api/server.py"],
+    "uvloop": ["servd/api/server.py"],
+    "zmq": ["servd/ipc.py"],
+}
+
+# What unpickles can run any code; what a process sends is a message of servd/messages.py.
+PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "multiprocessing"}
+PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "torch.load", "torch.save", "numpy.load", "np.load"}
+
+# Package of plugins -> the class that every file in it must have (a model's is named as in config.json).
+PLUGINS = {
+    "servd/core/executor": "Executor",
+    "servd/worker/attention": "Backend",
+    "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel)",
+}
+
+# The common path knows no feature: none of these words, and no name of a plugin, in its names and strings.
+COMMON_PATH = ["servd/core/engine_core.py", "servd/core/scheduler.py", "servd/worker/model_runner.py"]
+FEATURES = ["eagle", "medusa", "ngram", "lora", "guided", "xgrammar", "embedding_model", "reasoning", "tool_call"]
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+# "path" or "path::function" -> (lines, the reason that a reviewer accepted)
+LONGER: dict[str, tuple[int, str]] = {}
+
+BAD_NAMES = {"util", "utils", "helper", "helpers", "misc", "common"}
+
+
+@dataclass
+class Source:
+    """One file of servd."""
+
+    path: str
+    text: str
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @property
+    def imports(self) -> list[str]:
+        """Dotted names of all imports, also of those inside functions; `from a import b` gives "a.b"."""
+        found = []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                package = self.module if self.path.endswith("__init__.py") else self.module.rpartition(".")[0]
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                found += [f"{base}.{alias.name}" for alias in node.names]
+        return found
+
+
+SOURCES = [Source(str(p.relative_to(ROOT)), p.read_text(encoding="utf8")) for p in sorted(ROOT.glob("servd/**/*.py"))]
+MODULES = {source.module for source in SOURCES}
+every_file = pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.path)
+
+
+def room_of(name: str) -> str:
+    """Room of a module, or of something imported from it."""
+    if name == "servd.__version__":
+        return "leaf"
+    while name not in MODULES and "." in name:
+        name = name.rpartition(".")[0]
+    if name in TOP:
+        return "top"
+    room = name.split(".")[1]
+    return room if room in ("api", "core", "worker") else "leaf"
+
+
+def wrong_rooms(source: Source) -> list[str]:
+    """Imports of servd that the source's room may not have."""
+    allowed = MAY_IMPORT[room_of(source.module)]
+    return [
+        name
+        for name in source.imports
+        if name.split(".")[0] == "servd"
+        and room_of(name) not in allowed
+        and not any(f"{name}.".startswith(f"{module}.") for module in allowed)
+    ]
+
+
+def wrong_doors(source: Source) -> list[str]:
+    """Libraries imported where they may not be."""
+    libraries = {name.split(".")[0] for name in source.imports} - {"servd"} - sys.stdlib_module_names
+    return sorted(name for name in libraries if not any(source.path.startswith(d) for d in ONE_DOOR.get(name, [])))
+
+
+def pickling(source: Source) -> list[str]:
+    """Imports and calls that pickle."""
+    found = [name for name in source.imports if name.split(".")[0] in PICKLES]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute):
+            found += sorted({node.attr, ast.unparse(node)} & PICKLING_CALLS)
+    return found
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Qualified name and length in lines of every function."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield prefix + node.name, node.end_lineno - node.lineno + 1
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from functions(node, f"{prefix}{node.name}.")
+        else:
+            yield from functions(node, prefix)
+
+
+def too_long(source: Source) -> list[str]:
+    """The file or functions of it over their limit."""
+    sizes = [(source.path, source.text.count("\n"), MAX_FILE_LINES)]
+    sizes += [(f"{source.path}::{name}", lines, MAX_FUNCTION_LINES) for name, lines in functions(source.tree)]
+    return [
+        f"{name}: {lines} lines, at most {LONGER.get(name, (limit,))[0]}"
+        for name, lines, limit in sizes
+        if lines > LONGER.get(name, (limit,))[0]
+    ]
+
+
+def words(source: Source) -> set[str]:
+    """Names and short strings of a source, in lower case; docstrings and comments do not count."""
+    found = set()
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word) | ast.alias(name=word):
+                found.add(word.lower())
+            case ast.FunctionDef(name=word) | ast.AsyncFunctionDef(name=word) | ast.ClassDef(name=word):
+                found.add(word.lower())
+            case ast.Constant(value=str(word)) if "\n" not in word and " " not in word:
+                found.add(word.lower())
+    return found
+
+
+@every_file
+def test_rooms_import_only_what_they_may(source):
+    assert wrong_rooms(source) == []
+
+
+@every_file
+def test_every_library_has_one_door(source):
+    assert wrong_doors(source) == []
+
+
+@every_file
+def test_nothing_is_pickled(source):
+    assert pickling(source) == []
+
+
+@every_file
+def test_sizes(source):
+    assert too_long(source) == []
+
+
+@every_file
+def test_every_file_says_what_it_is_for(source):
+    docstring = ast.get_docstring(source.tree)
+    assert docstring
+    assert docstring.splitlines()[0].strip().endswith((".", ":", "?"))
+
+
+@every_file
+def test_no_process_globals(source):
+    assert [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Global)] == []
+
+
+def test_no_catch_all_modules():
+    assert [s.path for s in SOURCES if BAD_NAMES & set(s.module.split("."))] == []
+
+
+def test_core_names_the_worker_once():
+    strings = [
+        f"{source.path}: {node.value}"
+        for source in SOURCES
+        if room_of(source.module) == "core"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("servd.worker")
+    ]
+    assert len(strings) == 1
+
+
+PLUGIN_FILES = [
+    pytest.param(source, name, id=source.path)
+    for package, name in PLUGINS.items()
+    for source in SOURCES
+    if Path(source.path).parent == Path(package) and not Path(source.path).name.startswith("_")
+]
+
+
+@pytest.mark.parametrize(("source", "name"), PLUGIN_FILES)
+def test_every_plugin_has_the_class_of_its_package(source, name):
+    classes = [node.name for node in source.tree.body if isinstance(node, ast.ClassDef)]
+    assert len([c for c in classes if re.fullmatch(name, c)]) == 1
+
+
+def test_every_package_of_plugins_has_plugins():
+    assert {Path(p.values[0].path).parent.as_posix() for p in PLUGIN_FILES} == set(PLUGINS)
+
+
+@pytest.mark.parametrize("path", COMMON_PATH)
+def test_the_common_path_knows_no_feature(path):
+    source = next(s for s in SOURCES if s.path == path)
+    plugins = {Path(p.values[0].path).stem for p in PLUGIN_FILES}
+    found = words(source)
+    assert sorted(plugins & found) == []
+    assert sorted(word for word in found if any(feature in word for feature in FEATURES)) == []
+
+
+def test_api_and_core_load_neither_torch_nor_transformers():
+    modules = [s.module for s in SOURCES if room_of(s.module) != "worker" and not s.module.endswith("__main__")]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "print(sorted({'torch', 'transformers', 'triton', 'safetensors'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *modules], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+# A rule that cannot fail protects nothing: each is shown a source that breaks it.
+BROKEN = [
+    (wrong_rooms, "servd/api/x.py", "from servd.core.scheduler import Scheduler"),
+    (wrong_rooms, "servd/api/x.py", "import servd.worker"),
+    (wrong_rooms, "servd/core/x.py", "def f():\n    from servd.api import app"),
+    (wrong_rooms, "servd/worker/x.py", "from servd.core.client import EngineCoreClient"),
+    (wrong_rooms, "servd/core/x.py", "from ..api import app"),
+    (wrong_rooms, "servd/messages.py", "from servd.core import client"),
+    (wrong_rooms, "servd/hf.py", "from servd import LLM"),
+    (wrong_rooms, "servd/llm.py", "from servd.worker import worker"),
+    (wrong_doors, "servd/api/x.py", "import torch.nn"),
+    (wrong_doors, "servd/core/x.py", "from zmq import Context"),
+    (wrong_doors, "servd/core/x.py", "import a_new_library"),
+    (pickling, "servd/x.py", "import pickle"),
+    (pickling, "servd/x.py", "from multiprocessing import Queue"),
+    (pickling, "servd/worker/x.py", "torch.load('x')"),
+    (pickling, "servd/x.py", "socket.send_pyobj(1)"),
+    (too_long, "servd/x.py", "pass\n" * (MAX_FILE_LINES + 1)),
+    (too_long, "servd/x.py", "class A:\n  def f():\n" + "    pass\n" * MAX_FUNCTION_LINES),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), BROKEN)
+def test_the_rules_can_fail(rule, path, text):
+    assert len(rule(Source(path, text))) == 1
+
+
+def test_every_accepted_exception_is_still_needed():
+    sizes = {s.path: (s.text.count("\n"), MAX_FILE_LINES) for s in SOURCES}
+    sizes |= {f"{s.path}::{name}": (lines, MAX_FUNCTION_LINES) for s in SOURCES for name, lines in functions(s.tree)}
+    needed = {name for name, (lines, limit) in sizes.items() if lines > limit}
+    assert set(LONGER) <= needed
