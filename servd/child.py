@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +26,14 @@ class Child:
     terminal reaches only the parent, which then decides.
     """
 
-    def __init__(self, name: str, module: str, start: msgspec.Struct, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        start: msgspec.Struct,
+        pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         # Unless the parent itself runs out of the current folder (`python -m servd` in a checkout), keep that
         # folder out of the child's path (-P): a stray random.py of the user must not be imported.
@@ -36,6 +43,7 @@ class Child:
             stdin=subprocess.PIPE,
             pass_fds=pass_fds,
             start_new_session=True,
+            env={**os.environ, **(env or {})},
         )
         assert self.process.stdin is not None
         message = msgspec.msgpack.encode(start)

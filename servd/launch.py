@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -152,29 +153,38 @@ class ProcessTree:
         self.engine: Child | None = None
         self.api_servers: list[Child] = []
         self.inboxes: list[Path] = []  # sockets of our API servers
+        self.metrics_dir: str | None = None
         self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
 
     def start(self, listener: socket.socket | None) -> None:
         """Start the children; `listener` is handed to every API server and closed here."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self.on_signal)
-        server = self.config.server
         if listener is not None:
-            from servd.api.start import Start
-
             logger.info("listening on %s", url_of(listener))
-            for i in range(server.api_server_count):
-                # A random number rather than an index: servers of several launchers may attach to one engine.
-                client = secrets.randbits(31)
-                self.inboxes.append(Path(self.ipc_dir, f"client-{client}"))
-                url = url_of(listener) if i == 0 else None
-                start = Start(self.config, self.spec, self.ipc_dir, client, f"api-{i}", listener.fileno(), url)
-                self.api_servers.append(Child(start.name, API_MODULE, start, pass_fds=[listener.fileno()]))
+            self.start_api_servers(listener)
             listener.close()
-        if not server.attach:
+        if not self.config.server.attach:
             self.engine = start_engine(self.config, self.spec, self.ipc_dir, self.started_at)
         for child in self.children:
             child.on_exit(self.events.put)
+
+    def start_api_servers(self, listener: socket.socket) -> None:
+        """One or several, which share the listening socket: the kernel hands each connection to one of them."""
+        from servd.api.start import Start
+
+        count = self.config.server.api_server_count
+        env: dict[str, str] = {}
+        if count > 1:  # each of them must be able to answer /metrics for all
+            self.metrics_dir = tempfile.mkdtemp(prefix="metrics-", dir=self.ipc_dir)
+            env["PROMETHEUS_MULTIPROC_DIR"] = self.metrics_dir
+        for i in range(count):
+            # A random number rather than an index: servers of several launchers may attach to one engine.
+            client = secrets.randbits(31)
+            self.inboxes.append(Path(self.ipc_dir, f"client-{client}"))
+            url = url_of(listener) if i == 0 else None
+            start = Start(self.config, self.spec, self.ipc_dir, client, f"api-{i}", listener.fileno(), url)
+            self.api_servers.append(Child(start.name, API_MODULE, start, [listener.fileno()], env))
 
     @property
     def children(self) -> list[Child]:
@@ -236,3 +246,5 @@ class ProcessTree:
             child.terminate()
         for child in self.children:
             child.stop(0.5 if child in self.api_servers else ENGINE_STOP_TIMEOUT)
+        if self.metrics_dir is not None:
+            shutil.rmtree(self.metrics_dir, ignore_errors=True)
