@@ -1,0 +1,63 @@
+"""EngineCore: the step loop, and the handling of messages.
+
+Keep the common path ignorant: if a feature needs an `if <feature>` here, its design is discussed first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from servd.config import Config
+from servd.core.executor._base import Executor, PendingOutput
+from servd.core.scheduler import Scheduler
+from servd.hf import ModelSpec
+from servd.messages import AbortRequests, Attach, EngineCoreOutputs, EngineCoreRequest, ResetPrefixCache, ToEngine
+
+
+class EngineCore:
+    """A Scheduler and an Executor, kept in step.
+
+    Args:
+        config: resolved.
+        spec: of the model.
+        executor: started.
+        num_blocks: KV-cache blocks that the executor has (`WorkerReady.num_blocks`).
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec, executor: Executor, num_blocks: int) -> None:
+        max_model_len = config.model.max_model_len or spec.max_position_embeddings
+        self.scheduler = Scheduler(config.scheduler, config.cache, max_model_len, num_blocks)
+        self.executor = executor
+        self.depth = 2 if config.scheduler.async_scheduling else 1  # steps in flight
+        self.in_flight: deque[PendingOutput] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return self.scheduler.has_work
+
+    def handle(self, message: ToEngine) -> None:
+        """Take in one message from a client."""
+        match message:
+            case EngineCoreRequest():
+                self.scheduler.add(message)
+            case AbortRequests(request_ids):
+                self.scheduler.abort(request_ids)
+            case ResetPrefixCache():
+                self.scheduler.kv_cache.pool.forget_cached()
+            case Attach():
+                pass  # outputs carry their client's number; who listens to it is not known here
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        """Schedule and launch a step, harvest the oldest one in flight; return outputs by client.
+
+        The scheduler counts optimistically and the workers keep the truth, so synchronous serving is the same
+        loop with depth 1.
+        """
+        scheduled = self.scheduler.schedule()
+        if scheduled is not None:
+            self.executor.execute_model(scheduled)
+            self.in_flight.append(self.executor.sample_tokens())
+        if self.in_flight and (scheduled is None or len(self.in_flight) >= self.depth):
+            self.scheduler.update_from_output(self.in_flight.popleft().result())
+        return self.scheduler.take_outputs()

@@ -1,0 +1,159 @@
+"""FakeExecutor: deterministic tokens with no model and no torch, over a cache that behaves like a real one."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+
+from servd.config import Config
+from servd.core.executor import _base
+from servd.hf import ModelSpec
+from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput, TokenLogprobs, WorkerReady
+from servd.params import SamplingParams
+
+BYTE_VOCAB = 257  # of hf.FAKE_SPEC
+LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32: five bits choose one
+MAX_CACHE_TOKENS = 2**20  # 8 MB, unless --kv-cache-memory says otherwise
+MASK = 2**64 - 1
+
+
+def next_state(state: int, token_id: int) -> int:
+    """State after one more token: a 64-bit hash of all tokens so far."""
+    return ((state ^ token_id) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK
+
+
+def sample(state: int, vocab_size: int) -> int:
+    """The token that follows a state: letters and spaces for bytes, else any id but the last (end of sequence)."""
+    return LETTERS[state >> 59] if vocab_size == BYTE_VOCAB else (state >> 32) % (vocab_size - 1)
+
+
+def expected_tokens(prompt_token_ids: list[int], num_tokens: int, vocab_size: int) -> list[int]:
+    """What this executor must answer to a prompt, whatever else happens: for tests."""
+    state = 0
+    for token_id in prompt_token_ids:
+        state = next_state(state, token_id)
+    output: list[int] = []
+    for _ in range(num_tokens):
+        output.append(sample(state, vocab_size))
+        state = next_state(state, output[-1])
+    return output
+
+
+@dataclass(slots=True)
+class Row:
+    """A running request, as a worker keeps it."""
+
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_ids: list[int]
+    num_logprobs: int | None
+    state: int = 0  # after the last computed token
+
+
+@dataclass(slots=True, frozen=True)
+class Done:
+    """A step's output, which is there at once."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        """The sampled tokens."""
+        return self.output
+
+
+class FakeExecutor(_base.Executor):
+    """Computes a token by hashing it with what the KV cache holds for the token before it.
+
+    So a block that is owned twice, freed too early or wrongly shared changes the text, as with a real model.
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec, progress: _base.Progress) -> None:
+        super().__init__(config, spec, progress)
+        self.block_size = config.cache.block_size
+        self.cache = array("Q")  # one state per token
+        self.rows: dict[int, Row] = {}
+        self.launched: SchedulerOutput | None = None
+
+    def start(self) -> WorkerReady:
+        """Make the cache: for all requests at full length, within reason, or what kv_cache_memory allows."""
+        bytes_per_block = self.spec.kv_bytes_per_token(dtype_bytes=4) * self.block_size
+        memory = self.config.cache.kv_cache_memory
+        if memory is None:
+            max_model_len = self.config.model.max_model_len or self.spec.max_position_embeddings
+            wanted = max_model_len * (self.config.scheduler.max_num_seqs or 1)
+            num_blocks = -(-min(wanted, MAX_CACHE_TOKENS) // self.block_size)
+        else:
+            num_blocks = max(1, memory // bytes_per_block)
+        self.cache = array("Q", bytes(8 * num_blocks * self.block_size))
+        self.progress("loading weights", 1.0)
+        return WorkerReady(
+            device="none",
+            dtype="none",
+            attention_backend="none",
+            num_blocks=num_blocks,
+            weights_bytes=0,
+            kv_bytes_per_block=bytes_per_block,
+        )
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Update the rows and compute the scheduled tokens."""
+        if self.launched is not None:
+            raise RuntimeError("execute_model was called twice without sample_tokens")
+        self.launched = scheduled
+        for slot in scheduled.freed_slots:
+            del self.rows[slot]
+        for request in scheduled.new_requests:
+            self.rows[request.slot] = self._row(request)
+        for item in scheduled.scheduled:
+            row = self.rows[item.slot]
+            row.block_ids += item.new_block_ids
+            self._compute(row, item.num_tokens)
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> _base.PendingOutput:
+        """Append a token to every row that samples."""
+        if self.launched is None:
+            raise RuntimeError("sample_tokens was called without execute_model")
+        output = ModelRunnerOutput([])
+        for i, item in enumerate(self.launched.scheduled):
+            if not item.samples:
+                output.sampled_token_ids.append([])
+                continue
+            row = self.rows[item.slot]
+            token_id = sample(row.state, self.spec.vocab_size)
+            row.token_ids.append(token_id)
+            output.sampled_token_ids.append([token_id])
+            if row.num_logprobs is not None:
+                output.logprobs[i] = [self._logprobs(token_id, row.num_logprobs)]
+        self.launched = None
+        return Done(output)
+
+    def shutdown(self) -> None:
+        """Nothing runs that would have to be stopped."""
+
+    def _row(self, request: NewRequest) -> Row:
+        num_logprobs = request.params.logprobs if isinstance(request.params, SamplingParams) else None
+        return Row(request.token_ids.copy(), request.num_computed_tokens, request.block_ids.copy(), num_logprobs)
+
+    def _compute(self, row: Row, num_tokens: int) -> None:
+        first = row.num_computed_tokens
+        # Read what is before from the cache, not from the row: the cache is what the scheduler can get wrong.
+        state = self.cache[self._position(row, first - 1)] if first else 0
+        for i in range(first, first + num_tokens):
+            state = next_state(state, row.token_ids[i])
+            self.cache[self._position(row, i)] = state
+        row.state = state
+        row.num_computed_tokens = first + num_tokens
+
+    def _position(self, row: Row, token: int) -> int:
+        """Where the cache keeps the row's token number `token`."""
+        return row.block_ids[token // self.block_size] * self.block_size + token % self.block_size
+
+    def _logprobs(self, token_id: int, num_logprobs: int) -> TokenLogprobs:
+        """Probability 1/2 for the sampled token, 1/4 for its neighbour, and so on."""
+        likely = [(token_id + i) % self.spec.vocab_size for i in range(num_logprobs)]
+        logprobs = [-(i + 1) * math.log(2) for i in range(num_logprobs)]
+        return TokenLogprobs([token_id, *likely], [-math.log(2), *logprobs], rank=1)
+
+
+Executor = FakeExecutor  # the name that every file of this package has

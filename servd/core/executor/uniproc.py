@@ -1,0 +1,42 @@
+"""UniProcExecutor: one worker, inside this process."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from servd.core.executor import _base
+from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
+
+WORKER_MODULE = "servd.worker.worker"
+
+
+class UniProcExecutor(_base.Executor):
+    """Calls the Worker directly. Its room is imported in `start`, as this is what takes seconds."""
+
+    worker: Any = None  # a Worker, whose type the core room does not import
+
+    def start(self) -> WorkerReady:
+        """Load the model into this process."""
+        worker_class = importlib.import_module(WORKER_MODULE).Worker
+        self.worker = worker_class(self.config, self.spec, 0, self.progress)
+        ready: WorkerReady = self.worker.load_model()
+        self.worker.allocate_kv_cache(ready.num_blocks)
+        return ready
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Launch the forward pass."""
+        self.worker.execute_model(scheduled)
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> _base.PendingOutput:
+        """Launch sampling."""
+        return self.worker.sample_tokens(bitmask)
+
+    def shutdown(self) -> None:
+        """Free the device."""
+        if self.worker is not None:
+            self.worker.shutdown()
+            self.worker = None
+
+
+Executor = UniProcExecutor  # the name that every file of this package has

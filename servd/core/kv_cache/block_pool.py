@@ -1,0 +1,79 @@
+"""Every block of the KV cache: owned (counted by reference), cached (kept while nobody needs the space) or blank."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """Hands out block ids 0 to `num_blocks` - 1; every operation is O(1) per block.
+
+    A block is free when nobody owns it. A free block that still has a hash is cached: it can be shared again
+    until the space is needed. Blank blocks are handed out first, then cached ones, least recently used first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.hashes: list[bytes | None] = [None] * num_blocks
+        self._block_of_hash: dict[bytes, int] = {}
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free, least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` can hand out."""
+        return len(self._blank) + len(self._cached)
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Own `num_blocks` free blocks alone; what they held is forgotten. There must be that many."""
+        assert num_blocks <= self.num_free
+        taken: list[int] = []
+        for _ in range(num_blocks):
+            block = self._blank.pop() if self._blank else self._evict()
+            assert self.ref_counts[block] == 0
+            self.ref_counts[block] = 1
+            taken.append(block)
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Own these cached blocks together with whoever owns them already."""
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                del self._cached[block]
+            self.ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give up one ownership of each block. Those released first are evicted first."""
+        for block in blocks:
+            assert self.ref_counts[block] > 0
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                if self.hashes[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._cached[block] = None
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Say what an owned block holds. A second block with the same content stays anonymous."""
+        assert self.ref_counts[block] > 0 and self.hashes[block] is None
+        if self._block_of_hash.setdefault(block_hash, block) == block:
+            self.hashes[block] = block_hash
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that holds this content, owned or free."""
+        return self._block_of_hash.get(block_hash)
+
+    def forget_cached(self) -> None:
+        """Make all cached blocks blank; owned blocks keep their content."""
+        while self._cached:
+            self._blank.append(self._evict())
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        block_hash = self.hashes[block]
+        assert block_hash is not None
+        del self._block_of_hash[block_hash]
+        self.hashes[block] = None
+        return block

@@ -1,0 +1,94 @@
+"""KVCacheManager: gives requests their blocks, and finds prompt beginnings that are already in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from servd.core.kv_cache.block_hash import block_hash, root_hash
+from servd.core.kv_cache.block_pool import BlockPool
+from servd.core.request import Request
+
+
+class KVCacheManager:
+    """Block tables of all requests over one BlockPool.
+
+    Blocks are registered for sharing when their tokens are scheduled, not when they are computed: workers run
+    steps in order, and within a step write all keys and values of a layer before any attention reads them.
+    So whoever finds a block can rely on its content, even in the step that fills it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests own, 0 to 1."""
+        return 1 - self.pool.num_free / self.pool.num_blocks
+
+    def match_prefix(self, request: Request) -> list[int]:
+        """Cached blocks that hold the beginning of a request. They can be evicted until it adopts them.
+
+        At least one token is left over, because only a computed token gets a successor.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        self._extend_hashes(request)
+        cached: list[int] = []
+        for i in range((len(request.token_ids) - 1) // self.block_size):
+            block = self.pool.find(request.block_hashes[i])
+            if block is None:
+                break
+            cached.append(block)
+        return cached
+
+    def fits(self, request: Request, cached: Sequence[int]) -> bool:
+        """Whether there is room for all known tokens and the next one, `cached` blocks being shared."""
+        wanted = len(request.token_ids) // self.block_size + 1 - len(cached)
+        idle = sum(self.pool.ref_counts[block] == 0 for block in cached)  # free now, but not for others
+        return wanted <= self.pool.num_free - idle
+
+    def adopt(self, request: Request, cached: list[int]) -> None:
+        """Let a request that has no blocks begin with `cached` ones, whose tokens then count as computed."""
+        assert not request.block_ids
+        self.pool.share(cached)
+        request.block_ids = cached.copy()
+        request.num_registered_blocks = len(cached)
+        request.num_computed_tokens = len(cached) * self.block_size
+
+    def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Make room for the next `num_tokens` tokens: the new blocks, or None and no change if there are too few."""
+        num_blocks = (request.num_computed_tokens + num_tokens + self.block_size - 1) // self.block_size
+        wanted = num_blocks - len(request.block_ids)
+        if wanted <= 0:
+            return []
+        if wanted > self.pool.num_free:
+            return None
+        new_block_ids = self.pool.take(wanted)
+        request.block_ids.extend(new_block_ids)
+        return new_block_ids
+
+    def commit(self, request: Request) -> None:
+        """Register the blocks that have become full of known, scheduled tokens."""
+        num_full = min(len(request.token_ids), request.num_computed_tokens) // self.block_size
+        if num_full <= request.num_registered_blocks or not self.enable_prefix_caching:
+            return
+        self._extend_hashes(request)
+        for i in range(request.num_registered_blocks, num_full):
+            self.pool.register(request.block_ids[i], request.block_hashes[i])
+        request.num_registered_blocks = num_full
+
+    def free(self, request: Request) -> None:
+        """Take all blocks from a request. Its last block is evicted first: a beginning is worth more than an end."""
+        self.commit(request)
+        self.pool.release(reversed(request.block_ids))
+        request.block_ids = []
+        request.num_registered_blocks = 0
+
+    def _extend_hashes(self, request: Request) -> None:
+        hashes, size = request.block_hashes, self.block_size
+        parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+        for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):
+            parent = block_hash(parent, request.token_ids[start : start + size])
+            hashes.append(parent)

@@ -1,0 +1,96 @@
+"""Request: one request inside the engine: its tokens, its counters, its place, and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from servd.messages import EngineCoreRequest, FinishReason
+from servd.params import SamplingParams
+from servd.tracing import Mark, now_ns
+
+
+class RequestStatus(Enum):
+    """Where a request is."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's view of one request.
+
+    `token_ids` holds what is known: prompt and harvested output. The counters run ahead of it: a sampled token
+    counts from the moment its step is scheduled, as a placeholder until it is harvested.
+    """
+
+    request_id: str
+    client: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    eos_token_ids: list[int]
+    cache_salt: str | None
+    order: tuple[int, int]  # (priority, arrival): lower is served first and preempted last
+    max_num_tokens: int  # prompt and output together
+    stop_token_ids: frozenset[int]  # those of the model and those of the request
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_tokens: int = 0  # known tokens and placeholders
+    num_computed_tokens: int = 0  # scheduled so far; equal to num_tokens while the next token is awaited
+    num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
+    num_preemptions: int = 0
+    slot: int = -1  # row in the workers while running
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens
+    num_registered_blocks: int = 0  # the first of block_ids, known to the prefix cache
+    marks: list[Mark] = field(default_factory=list)  # not yet sent to the client
+
+    @classmethod
+    def from_message(cls, message: EngineCoreRequest, order: tuple[int, int], max_model_len: int) -> Request:
+        """Accept a request; `max_model_len` bounds its tokens besides its own max_tokens."""
+        params = message.params
+        assert isinstance(params, SamplingParams)
+        num_prompt_tokens = len(message.prompt_token_ids)
+        assert num_prompt_tokens > 0
+        max_output = max_model_len if params.max_tokens is None else params.max_tokens
+        return cls(
+            request_id=message.request_id,
+            client=message.client,
+            token_ids=message.prompt_token_ids.copy(),
+            num_prompt_tokens=num_prompt_tokens,
+            num_tokens=num_prompt_tokens,
+            params=params,
+            eos_token_ids=message.eos_token_ids,
+            cache_salt=message.cache_salt,
+            order=order,
+            max_num_tokens=min(num_prompt_tokens + max_output, max_model_len),
+            stop_token_ids=frozenset(message.eos_token_ids).union(params.stop_token_ids),
+            marks=[Mark("queued", now_ns())],
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_placeholders(self) -> int:
+        """Tokens sampled, or about to be, by steps that are not harvested yet."""
+        return self.num_tokens - len(self.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its terminal output is made, or it was aborted."""
+        return self.status is RequestStatus.FINISHED
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Add a harvested token in place of its placeholder, and say whether and why it is the last."""
+        self.token_ids.append(token_id)
+        if token_id in self.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
+            return FinishReason.STOP
+        if len(self.token_ids) >= self.max_num_tokens:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,283 @@
+"""Scheduler: which requests compute how many tokens in the next step, and what came out of a step.
+
+Keep the common path ignorant: if a feature needs an `if <feature>` here, its design is discussed first.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from servd.config import CacheConfig, SchedulerConfig
+from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.request import Request, RequestStatus
+from servd.core.waiting_queue import WaitingQueue, by_order
+from servd.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    NewRequest,
+    ScheduledRequest,
+    SchedulerOutput,
+    SchedulerStats,
+    TokenLogprobs,
+)
+from servd.tracing import Mark, now_ns
+
+logger = logging.getLogger("servd.scheduler")
+
+
+@dataclass(slots=True)
+class Step:
+    """A step while it is put together and until it is harvested.
+
+    Holds the requests themselves, row by row: an id may be finished, aborted and used again meanwhile.
+    """
+
+    number: int
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching under a token budget.
+
+    Args:
+        config: resolved; the budget must hold one token of every running request.
+        cache_config: block size and prefix caching.
+        max_model_len: longest prompt plus output, in tokens.
+        num_blocks: size of the KV cache.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, max_model_len: int, num_blocks: int) -> None:
+        assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
+        assert config.max_num_batched_tokens >= config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.by_priority = config.scheduling_policy == "priority"
+        # No request may outgrow the whole cache: alone, it must always be able to finish.
+        self.cache_len = num_blocks * cache_config.block_size
+        self.max_model_len = min(max_model_len, self.cache_len)
+        self.kv_cache = KVCacheManager(num_blocks, cache_config.block_size, cache_config.enable_prefix_caching)
+        self.requests: dict[str, Request] = {}  # unfinished
+        self.running: list[Request] = []  # by order: the last is preempted first
+        self.waiting = WaitingQueue()
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []  # not yet told to the workers
+        self._in_flight: deque[Step] = deque()
+        self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)  # by client
+        self._stats = SchedulerStats()
+        self._num_steps = 0
+        self._num_arrived = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything: unfinished requests, steps to harvest or outputs to hand over."""
+        return bool(self.requests or self._in_flight or self._outputs)
+
+    def add(self, message: EngineCoreRequest) -> None:
+        """Accept a request; it ends in exactly one terminal output unless it is aborted."""
+        assert message.request_id not in self.requests
+        self._num_arrived += 1
+        order = (message.priority if self.by_priority else 0, self._num_arrived)
+        request = Request.from_message(message, order, self.max_model_len)
+        if request.num_prompt_tokens >= self.max_model_len:
+            self._reject(request)
+            return
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests, wherever they are. Unknown ids are ignored: they may just have finished."""
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request)
+                self._outputs[request.client]  # no output, but news for its client's statistics
+
+    # ---- schedule ----
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Choose the work of the next step; None if there is nothing that could be computed now.
+
+        Running requests come first, in order, so that nobody's decoding waits for another's prompt. Then waiting
+        requests join while tokens, slots and blocks last, unless blocks were so short that a request had to yield.
+        """
+        step = Step(self._num_steps)
+        num_preemptions = self._stats.num_preemptions
+        budget = self._schedule_running(step, self.max_num_batched_tokens)
+        if self._stats.num_preemptions == num_preemptions:
+            budget = self._schedule_waiting(step, budget)
+        if not step.scheduled:
+            return None
+        self._num_steps += 1
+        self._in_flight.append(step)
+        freed_slots, self._freed_slots = self._freed_slots, []
+        self._stats.num_scheduled_tokens = self.max_num_batched_tokens - budget
+        return SchedulerOutput(step.number, step.scheduled, step.new_requests, freed_slots)
+
+    def _schedule_running(self, step: Step, budget: int) -> int:
+        """Give every running request its next tokens; returns the budget that is left."""
+        running = self.running
+        i = 0
+        while i < len(running):
+            request = running[i]
+            i += 1
+            if request.num_tokens >= request.max_num_tokens:
+                continue  # its last token is in flight
+            # One token is set aside for each request behind it: a long prompt does not stop their decoding.
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget - (len(running) - i))
+            while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
+                victim = running.pop()
+                self._preempt(victim, step.number)
+                if victim is request:
+                    return budget
+            self._append(step, request, num_tokens, new_block_ids)
+            budget -= num_tokens
+        return budget
+
+    def _schedule_waiting(self, step: Step, budget: int) -> int:
+        """Admit requests strictly in order: none is overtaken because it is long, so none starves."""
+        now = now_ns()
+        while self.waiting and self._free_slots and budget > 0:
+            request = self.waiting.head()
+            if request.num_placeholders:
+                break  # preempted with a token in flight: harvested before the next step
+            cached = self.kv_cache.match_prefix(request)
+            if not self.kv_cache.fits(request, cached):
+                break
+            self.waiting.remove(request)
+            self._admit(step, request, cached, now)
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            new_block_ids = self.kv_cache.allocate(request, num_tokens)
+            assert new_block_ids is not None
+            self._append(step, request, num_tokens, new_block_ids)
+            budget -= num_tokens
+        return budget
+
+    def _admit(self, step: Step, request: Request, cached: list[int], now: int) -> None:
+        """Give a request a slot and the blocks that the prefix cache has for it, and tell the workers of it."""
+        self.kv_cache.adopt(request, cached)
+        request.slot = self._free_slots.pop()
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=by_order)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self._stats.prefix_cache_queries += request.num_prompt_tokens
+            self._stats.prefix_cache_hits += request.num_cached_tokens
+            request.marks.append(Mark("scheduled", now, step.number))
+        step.new_requests.append(
+            NewRequest(
+                slot=request.slot,
+                token_ids=request.token_ids.copy(),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+                block_ids=cached,
+                params=request.params,
+                eos_token_ids=request.eos_token_ids,
+            )
+        )
+
+    def _append(self, step: Step, request: Request, num_tokens: int, new_block_ids: list[int]) -> None:
+        """Count `num_tokens` as computed, and the token that their last one yields as known to come."""
+        request.num_computed_tokens += num_tokens
+        samples = request.num_computed_tokens == request.num_tokens
+        if samples:
+            request.num_tokens += 1
+        self.kv_cache.commit(request)
+        step.scheduled.append(ScheduledRequest(request.slot, num_tokens, new_block_ids, samples))
+        step.requests.append(request)
+
+    def _preempt(self, request: Request, step: int) -> None:
+        """Send a request, already taken from `running`, back to wait; it computes all its tokens again."""
+        self._release(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        request.marks.append(Mark("preempted", now_ns(), step))
+        self.waiting.add(request)
+        self._stats.num_preemptions += 1
+        logger.debug(
+            "KV cache full: request %s (%d tokens) yields; %d running, %d waiting",
+            request.request_id, len(request.token_ids), len(self.running), len(self.waiting),
+        )  # fmt: skip
+
+    # ---- harvest ----
+
+    def update_from_output(self, output: ModelRunnerOutput) -> None:
+        """Take in the sampled tokens of the oldest step in flight."""
+        step = self._in_flight.popleft()
+        now = now_ns()
+        for i, (request, token_ids) in enumerate(zip(step.requests, output.sampled_token_ids, strict=True)):
+            # A finished request's token was sampled by a step launched before its end was known.
+            if token_ids and not request.is_finished:
+                token_logprobs = output.logprobs.get(i) if output.logprobs else None
+                self._harvest(request, token_ids, token_logprobs, now, step.number)
+
+    def _harvest(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None, now: int, step: int
+    ) -> None:
+        [token_id] = token_ids
+        finish_reason = request.append(token_id)
+        output = EngineCoreOutput(request.request_id, token_ids, finish_reason, None, logprobs)
+        if request.num_output_tokens == 1:
+            output.num_cached_tokens = request.num_cached_tokens
+            request.marks.append(Mark("first_token", now, step))
+            output.marks, request.marks = request.marks, []
+        if finish_reason is not None:
+            if finish_reason is FinishReason.STOP and token_id not in request.eos_token_ids:
+                output.stop_reason = token_id
+            output.marks += [*request.marks, Mark("finished", now, step)]
+            self._finish(request)
+        self._outputs[request.client].append(output)
+
+    def take_outputs(self) -> dict[int, EngineCoreOutputs]:
+        """Outputs since the last call, by client, with the engine's state now; no client without news."""
+        taken = {client: EngineCoreOutputs(outputs, self._report()) for client, outputs in self._outputs.items()}
+        self._outputs.clear()
+        return taken
+
+    def _report(self) -> SchedulerStats:
+        """The state now. Counters start again, so that the sum over all reports, to any client, is the truth."""
+        report, self._stats = self._stats, SchedulerStats(num_scheduled_tokens=self._stats.num_scheduled_tokens)
+        report.num_running = len(self.running)
+        report.num_waiting = len(self.waiting)
+        report.kv_cache_usage = self.kv_cache.usage
+        report.step = self._num_steps
+        return report
+
+    # ---- the end of a request ----
+
+    def _finish(self, request: Request) -> None:
+        """Forget a request and free what it holds, wherever it is."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+
+    def _release(self, request: Request) -> None:
+        """Free slot and blocks. Steps in flight may still use them; the next owner's steps run after those."""
+        self.kv_cache.free(request)
+        self._free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1
+
+    def _reject(self, request: Request) -> None:
+        """End a request whose prompt leaves no room for an output."""
+        request.status = RequestStatus.FINISHED
+        error = (
+            f"the prompt has {request.num_prompt_tokens} tokens, but prompt and output together are limited to "
+            f"{self.max_model_len} tokens"
+        )
+        if self.max_model_len == self.cache_len:
+            error += ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
+        marks = [*request.marks, Mark("finished", now_ns())]
+        output = EngineCoreOutput(request.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error)
+        self._outputs[request.client].append(output)
