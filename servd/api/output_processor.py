@@ -1,24 +1,102 @@
-"""EngineCoreOutput to CompletionOutput: text, stop strings. Shared by AsyncLLM and the offline LLMEngine."""
+"""EngineCoreOutput to CompletionOutput: text and stop strings. Shared by AsyncLLM and the offline LLMEngine."""
 
 from __future__ import annotations
 
+import msgspec
+
+from servd.api.detokenizer import Detokenizer
 from servd.api.processor import Prepared
 from servd.api.tokenizer import Tokenizer
-from servd.messages import EngineCoreOutput
+from servd.messages import EngineCoreOutput, FinishReason
 from servd.outputs import CompletionOutput
 
 
+class _Choice(msgspec.Struct):
+    """A running choice of a request."""
+
+    request_id: str
+    index: int
+    detokenizer: Detokenizer
+    include_stop: bool
+
+
 class OutputProcessor:
+    """Keeps the text state of every running choice.
+
+    Args:
+        tokenizer: gives the bytes of tokens.
+    """
+
     def __init__(self, tokenizer: Tokenizer) -> None:
-        raise NotImplementedError
+        self.tokenizer = tokenizer
+        self._choices: dict[str, _Choice] = {}  # by the engine's request id
+        self._engine_ids: dict[str, list[str]] = {}  # request id -> engine ids of all its choices
 
     def add(self, prepared: Prepared) -> None:
-        raise NotImplementedError
+        """Expect outputs for all choices of a request."""
+        params = prepared.params
+        self._engine_ids[prepared.request_id] = [request.request_id for request in prepared.requests]
+        for index, request in enumerate(prepared.requests):
+            self._choices[request.request_id] = _Choice(
+                prepared.request_id,
+                index,
+                Detokenizer(self.tokenizer, params, prepared.prompt_token_ids),
+                params.include_stop_str_in_output,
+            )
 
-    def abort(self, request_id: str) -> list[str]:
-        """Forget a request; the engine ids of its choices that had not ended."""
-        raise NotImplementedError
+    def remove(self, request_id: str) -> list[str]:
+        """Forget a request, whether it has ended or not.
+
+        Returns:
+            The engine ids of its choices that had not ended: the caller aborts them.
+        """
+        engine_ids = self._engine_ids.pop(request_id, [])
+        return [engine_id for engine_id in engine_ids if self._choices.pop(engine_id, None)]
 
     def process(self, outputs: list[EngineCoreOutput]) -> tuple[list[tuple[str, CompletionOutput]], list[str]]:
-        """([(request id, delta)], engine ids to abort because a stop string ended them)."""
-        raise NotImplementedError
+        """Make one delta of every output; outputs of requests that are gone are dropped.
+
+        Returns:
+            Deltas with the ids of their requests, and the engine ids of choices that a stop string ended: the
+            engine does not know of it and has to abort them.
+        """
+        deltas: list[tuple[str, CompletionOutput]] = []
+        stopped: list[str] = []
+        for output in outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None:
+                continue
+            delta = _delta(choice, output)
+            if delta.finish_reason is not None:
+                del self._choices[output.request_id]
+                if output.finish_reason is None:
+                    stopped.append(output.request_id)
+            deltas.append((choice.request_id, delta))
+        return deltas, stopped
+
+
+def _delta(choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
+    detokenizer = choice.detokenizer
+    token_ids = output.new_token_ids
+    delta = CompletionOutput(
+        index=choice.index,
+        token_ids=token_ids,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        num_cached_tokens=output.num_cached_tokens,
+        error=output.error,
+    )
+    ended_by_token = output.finish_reason is FinishReason.STOP and not choice.include_stop
+    num_before = detokenizer.num_tokens
+    # The token that ends generation is counted, but it is not text.
+    delta.text = detokenizer.push(token_ids[:-1] if ended_by_token else token_ids)
+    if output.finish_reason is not None:
+        delta.text += detokenizer.flush()
+    if detokenizer.stop_reason is not None:
+        num_tokens = detokenizer.num_tokens - num_before
+        delta.token_ids = token_ids[:num_tokens]
+        delta.logprobs = output.logprobs and output.logprobs[:num_tokens]
+        delta.finish_reason = FinishReason.STOP
+        delta.stop_reason = detokenizer.stop_reason
+    return delta

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
 
+from servd import hf
+from servd.api.chat_template import ChatTemplate
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
+from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams
+from servd.params import INT64_MAX, SamplingParams
 
 
 class Prepared(msgspec.Struct, kw_only=True):
-    """A validated request and the engine requests, one per choice, that serve it."""
+    """A validated request, and the engine requests that serve it: one per choice."""
 
     request_id: str
     prompt: str | None  # None if given as token ids
     prompt_token_ids: list[int]
-    params: SamplingParams  # as asked, with seed and max_tokens filled
+    params: SamplingParams  # as asked, with seed and max_tokens filled in
     requests: list[EngineCoreRequest]
 
 
 class Processor:
-    """Attributes: `tokenizer`, `chat_template`, `max_model_len`, `default_params: dict` (sampling defaults of the
-    model; never max_tokens, which process() applies where params.max_tokens is None).
+    """Everything that can be wrong with a request is found here; after this the engine only asserts.
+
+    Args:
+        config: resolved.
+        spec: of the model.
+        tokenizer: of the model.
+        max_model_len: longest prompt plus output, in tokens.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
-        raise NotImplementedError
+        self.config = config
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.chat_template = ChatTemplate.load(tokenizer, config.server.chat_template)
+        # Sampling defaults of the model for fields that a request leaves out. max_tokens is not among them: where a
+        # request has none, `process` takes the smaller of the model's default and the room in the context.
+        self.default_params = hf.read_generation_defaults(spec, config.model.generation_config)
+        self._default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
+        eos = [*spec.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+        self._eos_token_ids = list(dict.fromkeys(eos))
+        self._num_seeded = 0
 
     def render_chat(
         self,
@@ -39,8 +59,16 @@ class Processor:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt; encode it with add_special_tokens=False, the template brings its own BOS."""
-        raise NotImplementedError
+        """The prompt for a chat. It has its own BOS: encode it with `add_special_tokens=False`.
+
+        Raises:
+            InvalidRequest: see `ChatTemplate.render`.
+        """
+        kwargs = dict(chat_template_kwargs or {})
+        documents = kwargs.pop("documents", None)
+        return self.chat_template.render(
+            messages, tools, add_generation_prompt, continue_final_message, documents, **kwargs
+        )
 
     def process(
         self,
@@ -52,6 +80,94 @@ class Processor:
         priority: int = 0,
         cache_salt: str | None = None,
         client: int = 0,
-        param: str = "prompt",  # the request field that errors name: prompt | messages
+        param: str = "prompt",
     ) -> Prepared:
-        raise NotImplementedError
+        """Validate, tokenise and split into one engine request per choice.
+
+        Args:
+            request_id: unique among those running.
+            prompt: text, or token ids.
+            params: what is asked; `max_tokens` None means up to the end of the context.
+            add_special_tokens: let the tokenizer add e.g. BOS to a text.
+            priority: lower runs first, under --scheduling-policy priority.
+            cache_salt: requests share cached prompt beginnings only with the same salt.
+            client: number of this API server.
+            param: the request field that holds the prompt, for errors: prompt or messages.
+
+        Raises:
+            InvalidRequest: a parameter is out of bounds, or the prompt is empty or not in the vocabulary.
+            ContextTooLong: prompt and max_tokens together exceed `max_model_len`.
+        """
+        params.verify(self.spec.vocab_size)
+        if isinstance(prompt, str):
+            prompt_token_ids = self.tokenizer.encode(prompt, add_special_tokens)
+        else:
+            prompt_token_ids = prompt
+        self.check_token_ids(prompt_token_ids, param)
+        if not prompt_token_ids:
+            raise InvalidRequest(f"{param} must not be empty", param=param)
+        params = self._fill(params, len(prompt_token_ids), param, client)
+        return Prepared(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            requests=[
+                EngineCoreRequest(
+                    request_id=request_id if params.n == 1 else f"{request_id}_{index}",
+                    prompt_token_ids=prompt_token_ids,
+                    params=_for_choice(params, index),
+                    client=client,
+                    eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+                for index in range(params.n)
+            ],
+        )
+
+    def check_token_ids(self, token_ids: list[int], param: str) -> None:
+        """Check that all ids are in the model's vocabulary.
+
+        Raises:
+            InvalidRequest: one is not.
+        """
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.spec.vocab_size):
+            bad = next(i for i in token_ids if not 0 <= i < self.spec.vocab_size)
+            raise InvalidRequest(
+                f"{param}: token id {bad} is not in the vocabulary, which has {self.spec.vocab_size} tokens",
+                param=param,
+            )
+
+    def _fill(self, params: SamplingParams, num_prompt_tokens: int, param: str, client: int) -> SamplingParams:
+        """`params` with max_tokens and seed, after checking that the request fits into the context."""
+        room = self.max_model_len - num_prompt_tokens
+        if room < (params.max_tokens or 1):
+            raise ContextTooLong(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{num_prompt_tokens + (params.max_tokens or 1)} tokens ({num_prompt_tokens} in the {param}, "
+                f"{params.max_tokens or 1} in the completion). Please reduce the length of the {param} or completion.",
+                param=param,
+            )
+        max_tokens = params.max_tokens or min(room, self._default_max_tokens or room)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most {max_tokens}, the room for output, got {params.min_tokens}",
+                param="min_tokens",
+            )
+        seed = params.seed
+        if seed is None and not params.is_greedy:
+            # Different for every request and API server, yet the same in every run of a server with this --seed.
+            self._num_seeded += 1
+            seed = random.Random(f"{self.config.model.seed}/{client}/{self._num_seeded}").getrandbits(63)
+        return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)
+
+
+def _for_choice(params: SamplingParams, index: int) -> SamplingParams:
+    """What the engine needs for one of n choices: its own seed, and nothing that concerns text."""
+    seed = params.seed
+    if seed is not None:
+        seed = (seed + index + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1  # wraps as int64 does
+    return msgspec.structs.replace(
+        params, n=1, seed=seed, stop=[], include_stop_str_in_output=False, skip_special_tokens=True
+    )

@@ -1,36 +1,222 @@
-"""Text to token ids and back, from tokenizer.json with the `tokenizers` library alone."""
+"""Text to token ids and back, with the `tokenizers` library alone.
+
+One currency for output: every token stands for exact bytes, and text is those bytes read as UTF-8. So streamed
+text, logprobs and whole-text decoding cannot disagree, whatever the tokenizer's decoder does internally.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from servd.errors import InvalidRequest, ModelNotFound
+from servd.hf import read_json
+
+# Any of these can be converted to tokenizer.json by transformers.
+CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class Tokenizer:
-    """Encodes text; knows the exact bytes of every token.
+    """Encodes text, and knows the exact bytes of every token.
 
-    Attributes: `folder` ("" for the byte tokenizer), `config` (tokenizer_config.json), `special_ids: frozenset[int]`,
-    `bos_token`, `eos_token: str | None`, `eos_token_id: int | None`, `vocab_size: int`.
+    Args:
+        backend: the loaded tokenizer; its truncation and padding are switched off.
+        config: tokenizer_config.json.
+        folder: where it came from; "" for the byte tokenizer.
     """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], folder: str) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.folder = folder
+        self.config = config
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.special_tokens = _special_tokens(config)
+        self._backend = backend
+        self._added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        decoder = backend.decoder.__getstate__().decode() if backend.decoder else ""
+        self._is_byte_level = '"ByteLevel"' in decoder
+        self._has_byte_fallback = '"ByteFallback"' in decoder
+        # Tokens that give a token under test a left neighbour, so that its own leading space shows.
+        self._context = self.encode(" a", add_special_tokens=False)
+        self._context_text = backend.decode(self._context, skip_special_tokens=False)
+        self._bytes = _Table(self._make_bytes)
+        self._bytes_without_special = _Table(lambda i: b"" if i in self.special_ids else self._bytes[i])
+        first = self._context[:1]
+        self.strips_leading_space = backend.decode(first) != "".join(self.token_string(i) for i in first)
 
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:
-        """Raises ModelNotFound."""
-        raise NotImplementedError
+        """Read tokenizer.json and tokenizer_config.json; without tokenizer.json, convert what is there, once.
+
+        Raises:
+            ModelNotFound: there is no tokenizer, or it is broken or cannot be converted.
+        """
+        file = Path(folder) / "tokenizer.json"
+        if not file.exists():
+            file = _convert(Path(folder), trust_remote_code)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise ModelNotFound(f"{file} cannot be read: {error}") from None
+        config: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            for place in (file.parent, Path(folder)):
+                if (place / name).exists():
+                    config |= read_json(place / name)
+        return cls(backend, config, folder)
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """257 ids: the bytes and 256 = <eos>, for `--executor fake`."""
-        raise NotImplementedError
+        """A tokenizer of 257 tokens for the fake model: id = byte value, and 256 = <eos>."""
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(_BYTE_OF_CHAR), merges=[]))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        backend.add_special_tokens(["<eos>"])
+        return cls(backend, {"eos_token": "<eos>"}, "")
+
+    @property
+    def bos_token(self) -> str | None:
+        """The begin-of-sequence token as text."""
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The end-of-sequence token as text."""
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of `eos_token`."""
+        return self._backend.token_to_id(self.eos_token) if self.eos_token else None
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether `encode` puts the begin-of-sequence token in front."""
+        bos = self._backend.token_to_id(self.bos_token) if self.bos_token else None
+        return bos is not None and self.encode("")[:1] == [bos]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise NotImplementedError
+        """Token ids of `text`; special tokens written out in it count as such.
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        raise NotImplementedError
+        Args:
+            text: any string.
+            add_special_tokens: let the tokenizer add e.g. BOS. False for rendered chat templates, which have it.
+
+        Raises:
+            InvalidRequest: `text` holds half of a surrogate pair, so it is not Unicode text.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise InvalidRequest("the text holds a lone surrogate (U+D800 to U+DFFF): not valid Unicode") from None
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
+        table = self.byte_table(skip_special_tokens)
+        text = b"".join([table[i] for i in token_ids]).decode("utf8", "replace")
+        return text[1:] if self.strips_leading_space and text.startswith(" ") else text
+
+    def byte_table(self, skip_special_tokens: bool = True) -> Mapping[int, bytes]:
+        """Token id -> its bytes; empty for ids without a token and, if asked, for special tokens."""
+        return self._bytes_without_special if skip_special_tokens else self._bytes
 
     def token_bytes(self, token_id: int) -> bytes:
-        raise NotImplementedError
+        """The exact bytes that a token adds to the text; may be a part of a character."""
+        return self._bytes[token_id]
 
     def token_string(self, token_id: int) -> str:
-        """token_bytes as text, with U+FFFD for a part of a character."""
-        raise NotImplementedError
+        """`token_bytes` as text; a part of a character shows as U+FFFD."""
+        return self._bytes[token_id].decode("utf8", "replace")
+
+    def _make_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:  # models pad their vocabulary beyond the tokenizer's
+            return b""
+        if token_id in self._added:
+            return self._added[token_id].content.encode()
+        if self._is_byte_level:
+            try:
+                return bytes([_BYTE_OF_CHAR[char] for char in token])
+            except KeyError:
+                return token.encode()
+        if self._has_byte_fallback and (match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
+            return bytes.fromhex(match[1])
+        text = self._backend.decode([*self._context, token_id], skip_special_tokens=False)
+        return text.removeprefix(self._context_text).encode()
+
+
+class _Table(dict[int, bytes]):
+    """Token bytes, made when first needed: a vocabulary of 150,000 would cost memory and start-up time."""
+
+    def __init__(self, make: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = self.make(token_id)
+        if value:  # ids without a token are not bounded, so they are not kept
+            self[token_id] = value
+        return value
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE (GPT-2): printable Latin-1 stands for itself, other bytes for U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and so on as text; in the file each is a string or an object with `content`."""
+    found: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _convert(folder: Path, trust_remote_code: bool) -> Path:
+    """Path of a tokenizer.json made of the slow tokenizer in `folder`, in a cache that all servers share.
+
+    transformers does it, in a process of its own: here it would cost seconds and hundreds of megabytes for good.
+    """
+    source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
+    if source is None and not trust_remote_code:
+        raise ModelNotFound(f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "servd" / "tokenizers"
+    stamp = (source or folder).stat().st_mtime_ns
+    target = cache / hashlib.sha256(f"{folder.resolve()} {stamp}".encode()).hexdigest()[:24]
+    if (target / "tokenizer.json").exists():
+        return target / "tokenizer.json"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch) / "made"
+        command = [sys.executable, "-m", "servd.worker.convert_tokenizer", str(folder), str(made)]
+        done = subprocess.run(
+            command + ["--trust-remote-code"] * trust_remote_code, capture_output=True, text=True, check=False
+        )
+        if done.returncode or not (made / "tokenizer.json").exists():
+            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise ModelNotFound(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}")
+        try:
+            made.rename(target)
+        except OSError:  # another server was faster
+            if not (target / "tokenizer.json").exists():
+                raise
+    return target / "tokenizer.json"

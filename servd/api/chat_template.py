@@ -1,0 +1,273 @@
+"""Chat messages to prompt text, by the model's Jinja template.
+
+Templates and messages are both untrusted: templates run in Jinja's sandbox (no attribute access to Python
+internals, nothing can be changed, `range` is bounded), and whatever goes wrong in one is the request's 400.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.parser import Parser
+
+from servd.api.tokenizer import Tokenizer
+from servd.errors import ConfigError, InvalidRequest, ModelNotFound
+
+log = logging.getLogger("servd.api")
+
+# For models without a template, such as GPT-2: "User: ...\nAssistant: ...", the next line being the model's.
+DEFAULT_TEMPLATE = """\
+{%- for message in messages %}
+{{- message.role | capitalize }}: {{ message.content }}
+{% endfor %}
+{%- if add_generation_prompt %}
+{{- 'Assistant:' }}
+{%- endif %}"""
+
+# Arguments that `render` sets itself; chat_template_kwargs may not.
+RESERVED = frozenset({
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template",
+    "conversation", "return_dict", "return_tensors", "raise_exception", "strftime_now",
+})  # fmt: skip
+
+# Stands at the end of the message to continue; a private-use character that no template strips or splits at.
+_CONTINUE_HERE = "\uf8ffcontinue\uf8ff"
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        template: Jinja text, with the extensions that Hugging Face templates use.
+        tool_template: used instead when a request has tools.
+        special_tokens: variables for the template such as `bos_token`.
+
+    Raises:
+        ConfigError: not valid Jinja.
+    """
+
+    def __init__(
+        self, template: str, tool_template: str | None = None, special_tokens: dict[str, str] | None = None
+    ) -> None:
+        self.source = template
+        self.special_tokens = special_tokens or {}
+        self._template = _Compiled(template)
+        self._tool_template = self._template if tool_template is None else _Compiled(tool_template)
+
+    @classmethod
+    def load(cls, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
+        """The template to use: `override` (--chat-template: a file or Jinja text), else the model's, else the default.
+
+        Raises:
+            ConfigError: `override` is neither a file nor Jinja, or the template is not valid.
+        """
+        named = _read_override(override) if override else _read_model_templates(tokenizer)
+        if not named:
+            log.info("the model has no chat template: using the plain `User: ... Assistant:` one (see --chat-template)")
+            # Where the tokenizer would add BOS, the prompt has to begin with it as other templates' prompts do.
+            named = {"default": ("{{ bos_token }}" if tokenizer.adds_bos else "") + DEFAULT_TEMPLATE}
+        default = named.get("default") or next(iter(named.values()))
+        return cls(default, named.get("tool_use"), tokenizer.special_tokens)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: list[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt, special tokens written out.
+
+        Args:
+            messages: as in the OpenAI API; content may be a string, null, or a list of text parts.
+            tools: as in the OpenAI API.
+            add_generation_prompt: end with the beginning of an assistant message.
+            continue_final_message: end inside the last message, so that the model goes on with it.
+            documents: for templates that know retrieval.
+            kwargs: further variables, e.g. enable_thinking.
+
+        Raises:
+            InvalidRequest: the template refuses the messages or fails on them, or `kwargs` has a reserved name.
+        """
+        if reserved := RESERVED & kwargs.keys():
+            raise InvalidRequest(f"chat_template_kwargs may not set {min(reserved)}", param="chat_template_kwargs")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message goes on with the last message and add_generation_prompt begins a new one: "
+                "set only one of them",
+                param="continue_final_message",
+            )
+        compiled = self._tool_template if tools else self._template
+        messages = [_normalise(message, compiled.wants_parts, index) for index, message in enumerate(messages)]
+        if continue_final_message:
+            _append_to_last(messages, _CONTINUE_HERE)
+        variables = self.special_tokens | kwargs
+        try:
+            prompt = compiled.template.render(
+                messages=messages,
+                tools=tools or None,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except Exception as error:  # templates call Python: TypeError, OverflowError, KeyError... all mean "refused"
+            raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from None
+        if not continue_final_message:
+            return prompt
+        end = prompt.rfind(_CONTINUE_HERE)
+        if end < 0:
+            raise InvalidRequest("the chat template does not show the last message's content", param="messages")
+        return prompt[:end]
+
+
+class _Compiled:
+    """One template, and the form in which it expects the content of messages."""
+
+    def __init__(self, source: str) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self.wants_parts = _wants_parts(environment.parse(source))
+            self.template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here its body is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own: no HTML escapes, non-ASCII as it is, keys in their order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _wants_parts(tree: nodes.Template) -> bool:
+    """Whether the template loops over a message's content and never asks if it is a string.
+
+    Such a template shows nothing sensible for a string. Every other one gets text parts joined to a string.
+    """
+    if any(test.name == "string" for test in tree.find_all(nodes.Test)):
+        return False
+
+    def is_content(node: nodes.Node) -> bool:
+        while isinstance(node, nodes.Filter) and node.node is not None:
+            node = node.node
+        if isinstance(node, nodes.Getattr):
+            return node.attr == "content"
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return isinstance(node, nodes.Name) and node.name in aliases
+
+    aliases: set[str] = set()
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and is_content(assign.node):
+            aliases.add(assign.target.name)
+    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[str, Any]:
+    """The message in the form that the template expects; keys that are null are left out."""
+    message = {key: value for key, value in message.items() if value is not None}
+    content = message.get("content", "")
+    if isinstance(content, list):
+        texts = [_text_of_part(part, f"messages[{index}].content") for part in content]
+    else:
+        texts = [content]
+    if wants_parts:
+        message["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        message["content"] = "\n".join(texts)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+    return message
+
+
+def _text_of_part(part: Any, param: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict):
+        for key in ("text", "refusal"):
+            if isinstance(part.get(key), str):
+                return part[key]
+        part = part.get("type")
+    raise InvalidRequest(f"{param}: this model reads text parts only, got {part!r}", param="messages")
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Templates want arguments as an object; the API has them as JSON text. What is no JSON object stays text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _append_to_last(messages: list[dict[str, Any]], text: str) -> None:
+    if not messages:
+        raise InvalidRequest("continue_final_message needs a message", param="messages")
+    content = messages[-1]["content"]
+    if isinstance(content, str):
+        messages[-1]["content"] = content + text
+    elif content:
+        content[-1]["text"] += text
+
+
+def _read_override(override: str) -> dict[str, str]:
+    is_text = "{%" in override or "{{" in override or "\n" in override
+    try:
+        return {"default": override if is_text else Path(override).read_text(encoding="utf8")}
+    except OSError as error:
+        raise ConfigError(f"--chat-template {override}: {error.strerror}, and it is not Jinja text") from None
+
+
+def _read_model_templates(tokenizer: Tokenizer) -> dict[str, str]:
+    """Name -> template: chat_template.jinja, else what tokenizer_config.json has."""
+    if tokenizer.folder and (file := Path(tokenizer.folder) / "chat_template.jinja").exists():
+        return {"default": file.read_text(encoding="utf8")}
+    templates = tokenizer.config.get("chat_template")
+    if templates is None:
+        return {}
+    if isinstance(templates, str):
+        return {"default": templates}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in templates}
+    except (TypeError, KeyError):
+        raise ModelNotFound(f"{tokenizer.folder}/tokenizer_config.json: chat_template has an unknown form") from None

@@ -1,0 +1,90 @@
+"""Incremental text of one choice: whole characters only, and no text that may turn out to be a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from servd.api.tokenizer import Tokenizer
+from servd.params import SamplingParams
+
+
+class Detokenizer:
+    """Turns token ids into text as they come. The work per token does not grow with the history.
+
+    All pieces together equal the text of all tokens at once, cut at the stop string that is complete first
+    (of those complete at the same character, the longest), however the tokens were split over calls.
+
+    Attributes:
+        stop_reason: the stop string that ended the text; nothing may be pushed afterwards.
+        num_tokens: tokens taken so far; those after the end of a stop string are not.
+
+    Args:
+        tokenizer: gives the bytes of tokens.
+        params: stop, include_stop_str_in_output, skip_special_tokens, min_tokens.
+        prompt_token_ids: decides whether the text is at the very beginning, where some tokenizers drop a space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
+        self.stop_reason: str | None = None
+        self.num_tokens = 0
+        self._table = tokenizer.byte_table(params.skip_special_tokens)
+        self._utf8 = codecs.getincrementaldecoder("utf8")("replace")
+        self._drops_space = tokenizer.strips_leading_space and not any(self._table[i] for i in prompt_token_ids)
+        self._stop = params.stop
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._held = ""  # the end of the text, not emitted because a stop string may begin there
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take more tokens; return the text that is certain now."""
+        if not self._stop:
+            self.num_tokens += len(token_ids)
+            return self._text(b"".join([self._table[i] for i in token_ids]))
+        text = ""
+        for token_id in token_ids:
+            self.num_tokens += 1
+            piece = self._text(self._table[token_id])
+            # Stop strings count in the text that follows the first min_tokens tokens.
+            text += piece if self.num_tokens <= self._min_tokens else self._release(piece)
+            if self.stop_reason is not None:
+                break
+        return text
+
+    def flush(self) -> str:
+        """The rest of the text, after the last token; a part of a character becomes U+FFFD."""
+        if self.stop_reason is not None:
+            return ""
+        rest = self._release(self._utf8.decode(b"", final=True))
+        if self.stop_reason is None:
+            rest += self._held
+        return rest
+
+    def _text(self, data: bytes) -> str:
+        text = self._utf8.decode(data)
+        if self._drops_space and text:
+            self._drops_space = False
+            return text.removeprefix(" ")
+        return text
+
+    def _release(self, text: str) -> str:
+        """Put `text` after what is held back and return what no stop string can claim any more."""
+        if not text:
+            return ""
+        text = self._held + text
+        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if matches:
+            end, start, self.stop_reason = min(matches)
+            return text[: end if self._include_stop else start]
+        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    start = max(0, len(text) - len(stop) + 1) - 1
+    while (start := text.find(stop[0], start + 1)) >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+    return 0
