@@ -46,6 +46,7 @@ ONE_DOOR = {
     "tqdm": ["servd/llm.py"],
     "transformers": ["servd/worker/"],
     "triton": ["servd/worker/"],
+    "typing_extensions": ["servd/api/"],
     "uvicorn": ["servd/api/server.py"],
     "uvloop": ["servd/api/server.py"],
     "zmq": ["servd/ipc.py"],
