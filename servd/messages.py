@@ -4,6 +4,7 @@
 |---|---|---|
 | api -> core | ToEngine | Attach, EngineCoreRequest, AbortRequests, ResetPrefixCache |
 | core -> api | FromEngine | EngineStatus, EngineReady, EngineCoreOutputs, EngineDead |
+| core -> worker, on stdin | | StartWorker |
 | core -> worker | ToWorker | LoadModel, AllocateKVCache, SchedulerOutput, SampleTokens, Shutdown |
 | worker -> core | FromWorker | WorkerProgress, WorkerReady, ModelRunnerOutput, WorkerFailed |
 
@@ -16,6 +17,8 @@ from enum import StrEnum
 
 import msgspec
 
+from servd.config import Config
+from servd.hf import ModelSpec
 from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Mark
 
@@ -149,6 +152,17 @@ FromEngine = EngineStatus | EngineReady | EngineCoreOutputs | EngineDead
 
 
 # ---- core -> worker ----
+
+
+class StartWorker(msgspec.Struct):
+    """What a worker process must know to begin: its start message (see child.py)."""
+
+    config: Config  # resolved
+    spec: ModelSpec
+    rank: int  # 0 to tensor_parallel_size - 1
+    inbox: str  # address where it receives ToWorker
+    outbox: str  # address that it sends FromWorker to
+    distributed_init: str | None = None  # where several workers meet: an init_method of torch.distributed
 
 
 class LoadModel(Message, tag=True):

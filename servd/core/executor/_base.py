@@ -32,6 +32,8 @@ class Executor(ABC):
         self.config = config
         self.spec = spec
         self.progress = progress
+        # Called from another thread when a worker process ends by itself, even while no result is awaited.
+        self.on_failure: Callable[[str], None] = lambda reason: None
 
     @abstractmethod
     def start(self) -> WorkerReady:

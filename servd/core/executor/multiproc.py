@@ -1,0 +1,142 @@
+"""MultiProcExecutor: one worker process per device."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+
+from servd.child import Child
+from servd.config import Config
+from servd.core.executor import _base
+from servd.errors import ConfigError, EngineDead
+from servd.hf import ModelSpec
+from servd.ipc import Inbox, Outbox, address, private_dir
+from servd.messages import (
+    AllocateKVCache,
+    FromWorker,
+    GrammarBitmask,
+    LoadModel,
+    ModelRunnerOutput,
+    SampleTokens,
+    SchedulerOutput,
+    Shutdown,
+    StartWorker,
+    ToWorker,
+    WorkerFailed,
+    WorkerProgress,
+    WorkerReady,
+)
+
+LAST_WORDS = 0.5  # seconds in which the report of a worker that has ended may still arrive
+POLL_INTERVAL = 0.2  # seconds between looks at the workers while their message is awaited
+STOP_TIMEOUT = 3.0  # seconds from Shutdown to SIGTERM, and from there to SIGKILL
+
+
+class MultiProcExecutor(_base.Executor):
+    """Sends every message to all workers; the worker of rank 0 answers for all."""
+
+    worker_module = "servd.worker.worker_proc"
+
+    def __init__(self, config: Config, spec: ModelSpec, progress: _base.Progress) -> None:
+        super().__init__(config, spec, progress)
+        self.folder = private_dir()
+        self.inbox: Inbox[FromWorker] = Inbox(address(self.folder, "executor"), FromWorker)
+        self.workers: list[Child] = []
+        self.outboxes: list[Outbox] = []
+        self.is_launched = False
+        self.is_stopping = False
+        self.ended: queue.SimpleQueue[Child] = queue.SimpleQueue()  # workers that ended by themselves
+
+    def start(self) -> WorkerReady:
+        """Start the processes and load the model on all of them."""
+        num_workers = self.config.parallel.tensor_parallel_size
+        meeting_point = f"file://{self.folder}/rendezvous" if num_workers > 1 else None
+        for rank in range(num_workers):
+            inbox = address(self.folder, f"worker-{rank}")
+            start = StartWorker(self.config, self.spec, rank, inbox, self.inbox.at, meeting_point)
+            worker = Child(f"worker-{rank}", self.worker_module, start)
+            self.workers.append(worker)
+            self.outboxes.append(Outbox(inbox))
+            worker.on_exit(self._on_exit)
+        self._send(LoadModel())
+        ready = self._recv_ready()
+        self._send(AllocateKVCache(ready.num_blocks))
+        return self._recv_ready()
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Send the step to the workers."""
+        if self.is_launched:
+            raise RuntimeError("execute_model was called twice without sample_tokens")
+        self.is_launched = True
+        self._send(scheduled)
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> _base.PendingOutput:
+        """Let the workers sample; they answer in the order of the steps."""
+        if not self.is_launched:
+            raise RuntimeError("sample_tokens was called without execute_model")
+        self.is_launched = False
+        self._send(SampleTokens(bitmask))
+        return self
+
+    def result(self) -> ModelRunnerOutput:
+        """Output of the oldest step that was not harvested yet.
+
+        Raises:
+            EngineDead: a worker failed or is gone.
+        """
+        message = self._recv()
+        assert isinstance(message, ModelRunnerOutput)
+        return message
+
+    def shutdown(self) -> None:
+        """Stop the workers and remove the sockets."""
+        if self.is_stopping:
+            return
+        self.is_stopping = True
+        self._send(Shutdown())
+        for worker in self.workers:
+            worker.wait(STOP_TIMEOUT)
+            worker.stop(STOP_TIMEOUT)
+        for outbox in self.outboxes:
+            outbox.close()
+        self.inbox.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _send(self, message: ToWorker) -> None:
+        for outbox in self.outboxes:
+            outbox.send(message)
+
+    def _recv_ready(self) -> WorkerReady:
+        """Wait for all workers; the smallest cache decides."""
+        ready: list[WorkerReady] = []
+        while len(ready) < len(self.workers):
+            match self._recv():
+                case WorkerProgress(phase, progress):
+                    self.progress(phase, progress)
+                case WorkerReady() as message:
+                    ready.append(message)
+        return min(ready, key=lambda message: message.num_blocks)
+
+    def _recv(self) -> FromWorker:
+        """The next message of any worker."""
+        while True:
+            has_ended = not self.ended.empty()
+            message = self.inbox.recv(LAST_WORDS if has_ended else POLL_INTERVAL)
+            if isinstance(message, WorkerFailed):
+                raise ConfigError(message.reason) if message.is_config_error else EngineDead(message.reason)
+            if message is not None:
+                return message
+            if has_ended:
+                raise EngineDead(_describe(self.ended.get()))
+
+    def _on_exit(self, worker: Child) -> None:
+        if not self.is_stopping:
+            self.ended.put(worker)
+            self.on_failure(_describe(worker))
+
+
+def _describe(worker: Child) -> str:
+    return f"{worker.name} ended unexpectedly with exit code {worker.exit_code}"
+
+
+Executor = MultiProcExecutor  # the name that every file of this package has

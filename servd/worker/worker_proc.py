@@ -1,0 +1,121 @@
+"""The worker process: takes messages from the executor in order, and answers from a second thread."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from servd import log
+from servd.child import read_start
+from servd.errors import ConfigError
+from servd.ipc import Inbox, Outbox
+from servd.messages import (
+    AllocateKVCache,
+    FromWorker,
+    LoadModel,
+    SampleTokens,
+    SchedulerOutput,
+    Shutdown,
+    StartWorker,
+    ToWorker,
+    WorkerFailed,
+    WorkerProgress,
+    WorkerReady,
+)
+
+Answer = Callable[[], FromWorker]
+"""Makes a message; may wait for the device first."""
+
+
+class WorkerProc:
+    """Connects one Worker to the executor.
+
+    While the second thread waits for the tokens of a step, this one launches the next: with steps in flight
+    the device never waits for a message.
+    """
+
+    def __init__(self, start: StartWorker, worker_class: Callable[..., Any]) -> None:
+        self.start = start
+        self.worker_class = worker_class
+        self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: no more
+
+    def run(self) -> int:
+        """Obey until Shutdown, or until something fails; returns the exit code."""
+        inbox: Inbox[ToWorker] = Inbox(self.start.inbox, ToWorker)
+        sender = threading.Thread(target=self.send_answers, name="answers")
+        sender.start()
+        try:
+            start = self.start
+            self.worker = self.worker_class(start.config, start.spec, start.rank, self.progress, start.distributed_init)
+            while not isinstance(message := inbox.recv(), Shutdown):
+                assert message is not None
+                self.obey(message)
+            self.worker.shutdown()
+            return 0
+        except Exception as error:
+            failure = describe(error)
+            self.answers.put(lambda: failure)
+            return 1
+        finally:
+            self.answers.put(None)
+            sender.join()
+            inbox.close()
+
+    def obey(self, message: ToWorker) -> None:
+        """Do what one message asks; the answer, if any, follows when it is there."""
+        match message:
+            case SchedulerOutput():
+                self.worker.execute_model(message)
+            case SampleTokens(bitmask):
+                pending = self.worker.sample_tokens(bitmask)
+                if self.start.rank == 0:
+                    self.answers.put(pending.result)
+            case LoadModel():
+                self.ready: WorkerReady = self.worker.load_model()
+                self.answers.put(lambda: self.ready)
+            case AllocateKVCache(num_blocks):
+                self.worker.allocate_kv_cache(num_blocks)
+                ready = msgspec.structs.replace(self.ready, num_blocks=num_blocks)
+                self.answers.put(lambda: ready)
+
+    def progress(self, phase: str, fraction: float) -> None:
+        """Report start-up progress; one worker speaks for all."""
+        if self.start.rank == 0:
+            self.answers.put(lambda: WorkerProgress(phase, fraction))
+
+    def send_answers(self) -> None:
+        """Second thread: owns the outbox. Ends after a failure; the executor then sends Shutdown."""
+        outbox = Outbox(self.start.outbox)
+        try:
+            while (answer := self.answers.get()) is not None:
+                outbox.send(answer())
+        except Exception as error:
+            outbox.send(describe(error))
+        finally:
+            outbox.close()
+
+
+def describe(error: Exception) -> WorkerFailed:
+    """The last message of a worker: for a user's mistake its text, otherwise the traceback."""
+    if isinstance(error, ConfigError):
+        return WorkerFailed(str(error), is_config_error=True)
+    return WorkerFailed("".join(traceback.format_exception(error)))
+
+
+def main(worker_class: Callable[..., Any]) -> None:
+    """Run a worker of this class, as the start message on stdin says."""
+    start = read_start(StartWorker)
+    log.setup(f"worker-{start.rank}", start.config.observability.log_level)
+    sys.exit(WorkerProc(start, worker_class).run())
+
+
+if __name__ == "__main__":
+    from servd.worker.worker import Worker
+
+    main(Worker)
