@@ -2,28 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Any
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
-from servd.api.processor import Prepared
-from servd.messages import EngineDead, EngineReady, EngineStatus, SchedulerStats
+from servd.api.metrics import ChoiceTimes, Metrics
+from servd.api.output_processor import OutputProcessor
+from servd.api.processor import Prepared, Processor
+from servd.config import Config
+from servd.core.client import EngineCoreClient
+from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded
+from servd.hf import ModelSpec
+from servd.messages import AbortRequests, EngineCoreOutputs, EngineReady, EngineStatus, FinishReason, SchedulerStats
+from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams
+from servd.tracing import Tracer, now_ns
+
+log = logging.getLogger("servd.api")
+
+T = TypeVar("T")
+
+# Templates and tokenisers take about a millisecond for this many characters; more would hold up other requests.
+MAX_INLINE_CHARS = 4096
+
+
+class _Stream:
+    """Deltas of one request between the engine's channel and the consumer.
+
+    What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in one step.
+    """
+
+    def __init__(self, prepared: Prepared, arrival_ns: int) -> None:
+        self.choices = [ChoiceTimes(arrival_ns, len(prepared.prompt_token_ids)) for _ in prepared.requests]
+        self._waiting: dict[int, CompletionOutput] = {}  # choice index -> merged delta
+        self._failure: EngineError | None = None
+        self._wake = asyncio.Event()
+
+    def put(self, delta: CompletionOutput) -> None:
+        earlier = self._waiting.get(delta.index)
+        if earlier is None:
+            self._waiting[delta.index] = delta
+        else:
+            earlier.add(delta)
+        self._wake.set()
+
+    def fail(self, error: EngineError) -> None:
+        self._failure = error
+        self._wake.set()
+
+    async def take(self) -> Iterable[CompletionOutput]:
+        """Wait for deltas; a failure is raised once all deltas that came before it are taken."""
+        await self._wake.wait()
+        if not self._waiting and self._failure is not None:
+            raise self._failure
+        deltas, self._waiting = self._waiting, {}
+        if self._failure is None:
+            self._wake.clear()
+        return deltas.values()
 
 
 class AsyncLLM:
-    """Attributes: `config`, `spec`, `processor`, `tracer`, `metrics`, `status: EngineStatus | EngineReady | EngineDead`,
-    `stats: SchedulerStats`, `is_ready`, `num_unfinished`.
+    """Prepares requests, hands them to the engine and gives every one its stream of deltas. Lives on one loop.
+
+    Attributes:
+        status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
+        stats: the scheduler's state as last reported.
+
+    Args:
+        config: resolved.
+        spec: of the model.
+        client: the channel to the engine.
+        processor: makes engine requests.
+        output_processor: makes text.
+        tracer: gets the marks of every request; the HTTP room calls its `finish`.
+        metrics: counts.
     """
 
-    status: EngineStatus | EngineReady | EngineDead
-    stats: SchedulerStats
+    status: EngineStatus | EngineReady | EngineDeadMessage
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        client: EngineCoreClient,
+        processor: Processor,
+        output_processor: OutputProcessor,
+        tracer: Tracer,
+        metrics: Metrics,
+    ) -> None:
+        self.config = config
+        self.spec = spec
+        self.client = client
+        self.processor = processor
+        self.output_processor = output_processor
+        self.tracer = tracer
+        self.metrics = metrics
+        self.status = EngineStatus("starting the engine")
+        self.stats = SchedulerStats()
+        self._streams: dict[str, _Stream] = {}
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
+        self._reading_on: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """On the running loop."""
+        """Receive from the engine on the running event loop."""
+        self._reading_on = asyncio.get_running_loop()
+        self._reading_on.add_reader(self.client.fileno(), self._receive)
+        self._receive()  # the channel tells only of what comes from now on
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop receiving and end what is open. The channel stays the caller's."""
+        self.fail("the server has stopped")
+        if self._reading_on is not None:
+            self._reading_on.remove_reader(self.client.fileno())
+        self._threads.shutdown(wait=False)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine serves requests."""
+        return isinstance(self.status, EngineReady)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were sent to the engine and have not ended."""
+        return len(self._streams)
 
     async def prepare(
         self,
@@ -34,8 +139,27 @@ class AsyncLLM:
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        param: str = "prompt",
     ) -> Prepared:
-        raise NotImplementedError
+        """`Processor.process`, in a thread if the prompt is long.
+
+        Raises:
+            InvalidRequest: see `Processor.process`.
+        """
+        process = partial(
+            self.processor.process,
+            request_id,
+            prompt,
+            params,
+            add_special_tokens=add_special_tokens,
+            priority=priority,
+            cache_salt=cache_salt,
+            client=self.client.client,
+            param=param,
+        )
+        prepared = await self._run(len(prompt) if isinstance(prompt, str) else 0, process)
+        self.tracer.mark(request_id, "tokenised")
+        return prepared
 
     async def prepare_chat(
         self,
@@ -50,13 +174,160 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Prepared:
-        raise NotImplementedError
+        """Render a chat and prepare it, in a thread if it is long.
+
+        Raises:
+            InvalidRequest: see `Processor.render_chat` and `Processor.process`.
+        """
+        prompt = await self.render_chat(
+            messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs
+        )
+        self.tracer.mark(request_id, "templated")
+        return await self.prepare(
+            request_id,
+            prompt,
+            params,
+            add_special_tokens=False,
+            priority=priority,
+            cache_salt=cache_salt,
+            param="messages",
+        )
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """`Processor.render_chat`, in a thread if the messages are long.
+
+        Raises:
+            InvalidRequest: see `Processor.render_chat`.
+        """
+        render = partial(
+            self.processor.render_chat,
+            messages,
+            tools,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template_kwargs,
+        )
+        return await self._run(_num_chars([messages, tools, chat_template_kwargs]), render)
 
     def generate(self, prepared: Prepared) -> AsyncGenerator[CompletionOutput, None]:
-        """Raises Overloaded (full, or still loading), EngineDead AT ONCE (not at the first item).
+        """Run a request. Errors that need no engine are raised here, not at the first delta.
 
-        Items: deltas of all choices. While iterating: EngineError (500) or EngineDead (503). Leave early with
-        aclose() or cancellation: the request is aborted. The request id must not be in use (InvalidRequest).
-        The HTTP half calls tracer.finish(request_id) when it has marked "done".
+        Returns:
+            Deltas of all choices, ending when all have finished. Deltas that wait are merged. Leaving early, by
+            `aclose` or by cancellation, aborts the request at once. While iterating, EngineError tells that the
+            engine failed on this request, and EngineDead that it is gone.
+
+        Raises:
+            Overloaded: too many unfinished requests, or the model is still loading.
+            EngineDead: the engine is gone.
+            InvalidRequest: a request with this id is running.
         """
-        raise NotImplementedError
+        match self.status:
+            case EngineDeadMessage(reason=reason):
+                raise EngineDead(f"the engine is gone: {reason}")
+            case EngineStatus(phase=phase, progress=progress):
+                raise Overloaded(f"the model is still loading ({phase}, {progress:.0%}): retry later", retry_after=5)
+        limit = self.config.scheduler.max_waiting_requests
+        if self.num_unfinished >= limit:
+            raise Overloaded(f"{self.num_unfinished} requests are unfinished, the limit is {limit}: retry later")
+        if prepared.request_id in self._streams:
+            raise InvalidRequest(f"a request with the id {prepared.request_id!r} is running", param="request_id")
+        return self._generate(prepared)
+
+    async def _generate(self, prepared: Prepared) -> AsyncGenerator[CompletionOutput, None]:
+        if isinstance(self.status, EngineDeadMessage):  # died between the call and the first iteration
+            raise EngineDead(f"the engine is gone: {self.status.reason}")
+        request_id = prepared.request_id
+        marks = self.tracer.get(request_id)
+        stream = self._streams[request_id] = _Stream(prepared, marks[0].at_ns if marks else now_ns())
+        self.output_processor.add(prepared)
+        for request in prepared.requests:
+            self.client.send(request)
+        self.tracer.mark(request_id, "sent")
+        num_open = len(prepared.requests)
+        try:
+            while num_open:
+                for delta in await stream.take():
+                    if delta.finish_reason is FinishReason.ERROR:
+                        raise EngineError(delta.error or "the engine failed on this request")
+                    num_open -= delta.finish_reason is not None
+                    yield delta
+        finally:
+            del self._streams[request_id]
+            self._abort(request_id, stream)
+            self.metrics.observe_request(prepared.params, stream.choices)
+
+    def fail(self, reason: str) -> None:
+        """End every open request with EngineDead; used when the engine is gone and when the server has to stop."""
+        for stream in self._streams.values():
+            stream.fail(EngineDead(reason))
+
+    def _abort(self, request_id: str, stream: _Stream) -> None:
+        """Tell the engine to drop the choices that have not ended, if any."""
+        engine_ids = self.output_processor.abort(request_id)
+        if not engine_ids:
+            return
+        self.client.send(AbortRequests(engine_ids))
+        num_tokens = sum(choice.num_tokens for choice in stream.choices)
+        log.info("%s: aborted after %d tokens", request_id, num_tokens)
+        self.metrics.success[FinishReason.ABORT].inc(len(engine_ids))
+
+    def _receive(self) -> None:
+        for message in self.client.drain():
+            match message:
+                case EngineCoreOutputs():
+                    self._take_outputs(message)
+                case EngineDeadMessage(reason=reason):
+                    self.status = message
+                    log.error("the engine is gone: %s", reason)
+                    self.fail(f"the engine is gone: {reason}")
+                case EngineReady():
+                    self.status = message
+                    self.processor.max_model_len = message.max_model_len
+                case EngineStatus():
+                    self.status = message
+
+    def _take_outputs(self, message: EngineCoreOutputs) -> None:
+        if message.stats is not None:
+            self.stats = message.stats
+            self.metrics.observe_step(message.stats)
+        for output in message.outputs:
+            if output.marks and (owner := self.output_processor.owner(output.request_id)):
+                request_id, index = owner
+                self.tracer.extend(request_id, output.marks)
+                self._streams[request_id].choices[index].add_marks(output.marks)
+        deltas, stopped = self.output_processor.process(message.outputs)
+        if stopped:
+            self.client.send(AbortRequests(stopped))
+        now = now_ns()
+        for request_id, delta in deltas:
+            stream = self._streams[request_id]
+            times = stream.choices[delta.index]
+            self.metrics.observe_tokens(times, len(delta.token_ids), now)
+            if delta.finish_reason is not None:
+                self.metrics.observe_finished(times, delta.finish_reason, now)
+                self.tracer.mark(request_id, "detokenised", now)
+            stream.put(delta)
+
+    async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
+        if num_chars <= MAX_INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _num_chars(value: Any) -> int:
+    """About how much text a template has to render."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values()))
+    if isinstance(value, list):
+        return sum(map(_num_chars, value))
+    return 1

@@ -30,7 +30,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._choices: dict[str, _Choice] = {}  # by the engine's request id
-        self._engine_ids: dict[str, list[str]] = {}  # request id -> engine ids of all its choices
+        self._engine_ids: dict[str, list[str]] = {}  # request id -> engine ids of its choices that have not ended
 
     def add(self, prepared: Prepared) -> None:
         """Expect outputs for all choices of a request."""
@@ -44,14 +44,21 @@ class OutputProcessor:
                 params.include_stop_str_in_output,
             )
 
-    def remove(self, request_id: str) -> list[str]:
-        """Forget a request, whether it has ended or not.
+    def abort(self, request_id: str) -> list[str]:
+        """Forget a request.
 
         Returns:
-            The engine ids of its choices that had not ended: the caller aborts them.
+            The engine ids of its choices that had not ended: the caller aborts them in the engine.
         """
         engine_ids = self._engine_ids.pop(request_id, [])
-        return [engine_id for engine_id in engine_ids if self._choices.pop(engine_id, None)]
+        for engine_id in engine_ids:
+            del self._choices[engine_id]
+        return engine_ids
+
+    def owner(self, engine_id: str) -> tuple[str, int] | None:
+        """Request id and choice index of an engine request; None when it has ended."""
+        choice = self._choices.get(engine_id)
+        return (choice.request_id, choice.index) if choice else None
 
     def process(self, outputs: list[EngineCoreOutput]) -> tuple[list[tuple[str, CompletionOutput]], list[str]]:
         """Make one delta of every output; outputs of requests that are gone are dropped.
@@ -68,11 +75,18 @@ class OutputProcessor:
                 continue
             delta = _delta(choice, output)
             if delta.finish_reason is not None:
-                del self._choices[output.request_id]
+                self._end(output.request_id)
                 if output.finish_reason is None:
                     stopped.append(output.request_id)
             deltas.append((choice.request_id, delta))
         return deltas, stopped
+
+    def _end(self, engine_id: str) -> None:
+        choice = self._choices.pop(engine_id)
+        engine_ids = self._engine_ids[choice.request_id]
+        engine_ids.remove(engine_id)
+        if not engine_ids:
+            del self._engine_ids[choice.request_id]
 
 
 def _delta(choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:

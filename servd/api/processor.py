@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -49,7 +50,7 @@ class Processor:
         self._default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         eos = [*spec.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
         self._eos_token_ids = list(dict.fromkeys(eos))
-        self._num_seeded = 0
+        self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 
     def render_chat(
         self,
@@ -158,8 +159,7 @@ class Processor:
         seed = params.seed
         if seed is None and not params.is_greedy:
             # Different for every request and API server, yet the same in every run of a server with this --seed.
-            self._num_seeded += 1
-            seed = random.Random(f"{self.config.model.seed}/{client}/{self._num_seeded}").getrandbits(63)
+            seed = random.Random(f"{self.config.model.seed}/{client}/{next(self._ordinal)}").getrandbits(63)
         return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)
 
 
