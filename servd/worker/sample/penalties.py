@@ -45,13 +45,12 @@ class Penalties(Step):
 
     def apply(self, logits: Tensor, batch: Batch, /) -> None:
         rows, part = batch.subset(self.features)
-        counts = self.counts[part.slots]
+        counts = self.counts[part.slots]  # a copy
         repetition, frequency, presence = self.factors[part.slots].unsqueeze(-1).unbind(1)  # each [rows, 1]
         penalized = logits[rows]
-        divisor = torch.where(penalized > 0, repetition, 1 / repetition)
-        penalized = torch.where(counts > 0, penalized / divisor, penalized)
-        num_outputs = counts & (IN_PROMPT - 1)
-        logits[rows] = penalized - frequency * num_outputs - presence * (num_outputs > 0)
+        factor = torch.where(penalized > 0, 1 / repetition, repetition).masked_fill_(counts == 0, 1)
+        num_outputs = counts.bitwise_and_(IN_PROMPT - 1)
+        logits[rows] = penalized.mul_(factor).sub_(frequency * num_outputs).sub_(presence * (num_outputs > 0))
 
     def update(self, token_ids: Tensor, batch: Batch) -> None:
         """Count the sampled tokens [n] of the rows that use penalties."""

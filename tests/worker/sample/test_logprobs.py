@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from servd.params import SamplingParams
+from servd.worker.sample.sampler import Sampler
+
+VOCAB = 200
+
+
+def run(params: list[SamplingParams], logits: torch.Tensor):
+    sampler = Sampler(VOCAB, len(params), torch.device("cpu"))
+    for slot, p in enumerate(params):
+        sampler.add(slot, p, [1, 2, 3], [], [0])
+    slots = list(range(len(params)))
+    output = sampler(logits.clone(), torch.tensor(slots), slots, torch.full((len(params),), 3))
+    lists = output.logprobs.to_host().to_lists() if output.logprobs is not None else None
+    return output.token_ids.tolist(), lists
+
+
+def test_values_and_ranks_are_those_of_the_raw_logits():
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)) * 4
+    params = [
+        SamplingParams(temperature=0, logprobs=5),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=3, seed=1, logprobs=0),
+        # Everything that changes the logits is on; the values must not show it.
+        SamplingParams(temperature=2, seed=2, logprobs=20, logit_bias={9: 100.0}, repetition_penalty=2, top_k=4),
+    ]
+    token_ids, lists = run(params, logits)
+    assert lists[1] is None
+    assert token_ids[3] == 9
+    for row, k in ((0, 5), (2, 0), (3, 20)):
+        exact = logits[row].double().numpy()
+        exact = exact - np.log(np.exp(exact).sum())
+        got = lists[row]
+        best = np.argsort(-exact)[:k].tolist()
+        assert got.token_ids == [token_ids[row], *best]
+        np.testing.assert_allclose(got.logprobs, exact[got.token_ids], atol=1e-5)
+        assert got.rank == 1 + int((exact > exact[token_ids[row]]).sum())
+
+
+def test_nothing_is_computed_when_no_row_asks():
+    assert run([SamplingParams(temperature=0)] * 2, torch.randn(2, VOCAB))[1] is None
+
+
+def test_no_more_alternatives_than_tokens():
+    sampler = Sampler(4, 1, torch.device("cpu"))
+    sampler.add(0, SamplingParams(temperature=0, logprobs=20), [1], [], [])
+    output = sampler(torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([0]), [0], torch.tensor([1]))
+    assert output.logprobs is not None
+    assert output.logprobs.to_lists()[0].token_ids == [1, 1, 2, 0, 3]

@@ -1,0 +1,175 @@
+"""Every step alone against `transformers`' processors and the float64 reference."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from servd.params import SamplingParams
+from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step
+from servd.worker.sample.logit_bias import AllowedTokens, LogitBias, MinTokens
+from servd.worker.sample.min_p import MinP
+from servd.worker.sample.penalties import Penalties
+from servd.worker.sample.top_k_top_p import TopKTopP
+from servd.worker.sample.weights import to_weights
+from tests.worker.sample.reference import narrow, processed_logits, softmax
+
+CPU = torch.device("cpu")
+EOS = [0, 5]
+NUM_SLOTS = 16
+
+
+def apply(step: Step, scores: torch.Tensor, requests: list[SlotRequest], num_slots: int = NUM_SLOTS) -> torch.Tensor:
+    """The scores after the step, with each row in its request's slot and at the position after its outputs."""
+    features = np.zeros(len(requests), dtype=np.int64)
+    for row, request in enumerate(requests):
+        features[row] = int(step.add(request))
+    slots = [request.slot for request in requests]
+    positions = [len(request.prompt_token_ids) + len(request.output_token_ids) for request in requests]
+    batch = Batch(torch.tensor(slots), torch.tensor(positions), np.array(slots), features)
+    scores = scores.clone()
+    if batch.uses(step.features):
+        step.apply(scores, batch)
+    return scores
+
+
+def requests_of(params: list[SamplingParams], vocab_size: int, rng: np.random.Generator) -> list[SlotRequest]:
+    """One per row, in shuffled slots, with random prompts and outputs that share tokens."""
+    slots = rng.permutation(NUM_SLOTS)[: len(params)].tolist()
+    return [
+        SlotRequest(slot, p, rng.integers(0, vocab_size, 10).tolist(), rng.integers(0, vocab_size, 8).tolist(), EOS)
+        for slot, p in zip(slots, params, strict=True)
+    ]
+
+
+def weights_of(logits: torch.Tensor) -> torch.Tensor:
+    return to_weights(logits, logits.max(-1, keepdim=True).values, torch.ones(len(logits), 1))
+
+
+def random_logits(rows: int, vocab_size: int, seed: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+NEUTRAL = SamplingParams()
+SHIFTING = {
+    "penalties": (
+        lambda vocab_size: Penalties(vocab_size, NUM_SLOTS, CPU),
+        [
+            SamplingParams(repetition_penalty=1.3),
+            SamplingParams(frequency_penalty=0.7),
+            SamplingParams(presence_penalty=-1.1),
+            SamplingParams(repetition_penalty=0.5, frequency_penalty=-2, presence_penalty=2),
+        ],
+    ),
+    "logit_bias": (
+        lambda _: LogitBias(CPU),
+        [SamplingParams(logit_bias={3: 5.0, 0: -100.0}), SamplingParams(logit_bias={6: 0.25})],
+    ),
+    "allowed_tokens": (
+        lambda _: AllowedTokens(CPU),
+        [SamplingParams(allowed_token_ids=[1]), SamplingParams(allowed_token_ids=[4, 2, 0])],
+    ),
+    "min_tokens": (
+        lambda _: MinTokens(NUM_SLOTS, CPU),
+        [
+            SamplingParams(min_tokens=9),
+            SamplingParams(min_tokens=9, stop_token_ids=[2, 5]),
+            SamplingParams(min_tokens=8, stop_token_ids=[2]),  # 8 outputs: may end now
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTING)
+@pytest.mark.parametrize("vocab_size", [7, 300])
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "beside-neutral-rows"])
+def test_shifting_steps_equal_the_reference(name, vocab_size, mixed):
+    make, params = SHIFTING[name]
+    rng = np.random.default_rng(vocab_size)
+    if mixed:
+        params = [q for p in params for q in (NEUTRAL, p)]
+    requests = requests_of(params, vocab_size, rng)
+    logits = random_logits(len(params), vocab_size, seed=1)
+    got = apply(make(vocab_size), logits, requests)
+    for row, request in enumerate(requests):
+        expected = processed_logits(
+            logits[row], request.params, request.prompt_token_ids, request.output_token_ids, EOS
+        )
+        np.testing.assert_allclose(got[row].double(), expected, rtol=1e-5, atol=1e-5)
+        if request.params == NEUTRAL:
+            assert torch.equal(got[row], logits[row])
+
+
+@pytest.mark.parametrize("penalty", [0.3, 1.7])
+def test_repetition_penalty_equals_transformers(penalty):
+    rng = np.random.default_rng(0)
+    requests = requests_of([SamplingParams(repetition_penalty=penalty)] * 5, 100, rng)
+    logits = random_logits(5, 100, seed=2)
+    input_ids = torch.tensor([[*r.prompt_token_ids, *r.output_token_ids] for r in requests])
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(input_ids, logits.clone())
+    torch.testing.assert_close(apply(Penalties(100, NUM_SLOTS, CPU), logits, requests), expected)
+
+
+@pytest.mark.parametrize("vocab_size", [50, 5000])
+@pytest.mark.parametrize("scale", [0.5, 6.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize("field, warper", [
+    ("top_k", lambda: TopKLogitsWarper(top_k=17)),
+    ("top_p", lambda: TopPLogitsWarper(top_p=0.83)),
+    ("min_p", lambda: MinPLogitsWarper(min_p=0.12)),
+])  # fmt: skip
+def test_narrowing_steps_keep_the_tokens_that_transformers_keeps(field, warper, vocab_size, scale):
+    value = {"top_k": 17, "top_p": 0.83, "min_p": 0.12}[field]
+    step = MinP(NUM_SLOTS, CPU) if field == "min_p" else TopKTopP(vocab_size, NUM_SLOTS, CPU)
+    logits = random_logits(6, vocab_size, seed=3, scale=scale)
+    requests = [SlotRequest(i, SamplingParams(**{field: value}), [1], [], []) for i in range(6)]
+    weights = weights_of(logits)
+    got = apply(step, weights, requests)
+    kept = warper()(torch.zeros(6, 1, dtype=torch.int64), logits) > -math.inf
+    assert torch.equal(got, weights.masked_fill(~kept, 0))
+
+
+def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
+    """Rows of every kind share a batch; the vocabulary is above the size where a CPU looks at a part first."""
+    params = [
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=40, top_p=0.5),
+        NEUTRAL,
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_k=2500, top_p=0.7),
+        SamplingParams(top_k=10**9, top_p=0.2),
+        SamplingParams(top_p=1e-9),
+        SamplingParams(top_k=-1),
+    ]
+    logits = random_logits(len(params), 3000, seed=4)
+    requests = [SlotRequest(i, p, [1], [], []) for i, p in enumerate(params)]
+    weights = weights_of(logits)
+    got = apply(TopKTopP(3000, NUM_SLOTS, CPU), weights, requests)
+    for row, p in enumerate(params):
+        kept = torch.from_numpy(narrow(softmax(logits[row].double().numpy()), p) > 0)
+        assert torch.equal(got[row], weights[row].masked_fill(~kept, 0)), p
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k=3), SamplingParams(top_p=0.4), SamplingParams(min_p=1.0)])
+def test_ties_with_the_last_kept_token_are_kept(params):
+    weights = weights_of(torch.tensor([[2.0, 1.0, 2.0, 2.0, 0.0, 2.0, 2.0]]))
+    step = MinP(1, CPU) if params.min_p else TopKTopP(7, 1, CPU)
+    got = apply(step, weights, [SlotRequest(0, params, [1], [], [])])
+    assert got[0].nonzero().flatten().tolist() == [0, 2, 3, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "params", [NEUTRAL, SamplingParams(top_k=300), SamplingParams(min_tokens=0, stop_token_ids=[3])]
+)
+def test_steps_that_a_request_does_not_use_take_no_part(params):
+    request = SlotRequest(0, params, [1], [], EOS)
+    steps = [make(300) for make, _ in SHIFTING.values()] + [MinP(1, CPU), TopKTopP(300, 1, CPU)]
+    assert [step.add(request) for step in steps] == [Feature(0)] * len(steps)
