@@ -1,0 +1,153 @@
+"""Write the parts of docs/ that the code already says: `python docs/generate.py`, or with --check only compare.
+
+config.md from servd.config, the tree in architecture.md from the first line of every module, processes.svg from
+the drawing in picture.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+
+import msgspec
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+from servd.config import Config  # noqa: E402
+
+sys.path.insert(0, str(DOCS))
+import picture  # noqa: E402
+
+CONFIG_HEAD = """\
+# Configuration
+
+<!-- Generated from servd/config.py by `make docs`; changes here are lost. -->
+
+Every option is a flag of `servd serve`, a key of a `--config` file (`.toml`, `.yaml` or `.json`; with dashes or
+underscores) and a keyword of `servd.LLM`. A flag wins over the file, the file over the default. A switch that is on is
+turned off with `--no-...`. `servd serve --help` prints the same.
+
+```toml
+# servd.toml: servd serve --config servd.toml
+model = "Qwen/Qwen3-0.6B"
+host = "0.0.0.0"
+max-num-seqs = 32
+kv-cache-memory = "2GiB"
+```
+
+"Default: ..." in a description is decided when the server starts, from the model and the machine, and logged.
+"""
+
+
+def config_page() -> str:
+    """docs/config.md."""
+    parts = [CONFIG_HEAD]
+    for section in msgspec.structs.fields(Config):
+        parts.append(f"\n## {(section.type.__doc__ or '').splitlines()[0].rstrip('.')}\n\n")
+        parts.append("| flag | values | default | |\n|---|---|---|---|\n")
+        hints = typing.get_type_hints(section.type, include_extras=True)
+        for option in msgspec.structs.fields(section.type):
+            parts.append(config_row(option, hints[option.name]))
+    return "".join(parts)
+
+
+def config_row(option: msgspec.structs.FieldInfo, hint: object) -> str:
+    """One line of a table."""
+    kind, metas = plain(hint)
+    default = option.default if option.default is not msgspec.NODEFAULT else option.default_factory()  # type: ignore[operator]
+    flag = option.name.replace("_", "-")
+    if option.name == "model":
+        flag = "MODEL"
+    elif default is True:
+        flag = f"--no-{flag}"
+    else:
+        flag = f"--{flag}"
+    shown = {None: "", True: "on", False: "off"}.get(default) if default in (None, True, False) else None
+    if shown is None or (isinstance(default, int | float) and not isinstance(default, bool)):
+        shown = f"`{default}`" if default != [] else ""
+    description = next(m.description for m in metas if m.description).replace("|", "\\|")
+    return f"| `{flag}` | {values(kind, metas)} | {shown} | {description} |\n"
+
+
+def plain(hint: object) -> tuple[object, list[msgspec.Meta]]:
+    """The type without Annotated and None, and all Meta on the way, outermost first."""
+    metas: list[msgspec.Meta] = []
+    while True:
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *more = typing.get_args(hint)
+            metas += more
+        elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+        else:
+            return hint, metas
+
+
+def values(kind: object, metas: list[msgspec.Meta]) -> str:
+    """What may be given, in words: `integer, 1 to 256`."""
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return "one or more texts"
+    words = {bool: "switch", int: "integer", float: "number", str: "text"}[kind]  # type: ignore[index]
+    bound = {name: value for m in metas for name in ("ge", "gt", "le", "lt") if (value := getattr(m, name)) is not None}
+    low = f"from {bound['ge']}" if "ge" in bound else f"above {bound['gt']}" if "gt" in bound else ""
+    high = f"to {bound['le']}" if "le" in bound else f"below {bound['lt']}" if "lt" in bound else ""
+    return ", ".join(part for part in (words, f"{low} {high}".strip()) if part)
+
+
+def tree() -> str:
+    """Every module of servd with the first line of its docstring."""
+    lines = ["```text"]
+    previous: tuple[str, ...] = ()
+    for path in sorted(ROOT.glob("servd/**/*.py"), key=lambda p: (p.parent.parts, p.name != "__init__.py", p.name)):
+        folder = path.relative_to(ROOT).parent.parts
+        docstring = (ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or "").splitlines()[0].rstrip(".")
+        if folder != previous:
+            lines.append(f"{'  ' * (len(folder) - 1) + folder[-1] + '/':<30} {docstring}".rstrip())
+            previous = folder
+        if path.name != "__init__.py":
+            lines.append(f"{'  ' * len(folder) + path.name:<30} {docstring}".rstrip())
+    return "\n".join([*lines, "```"])
+
+
+def between(text: str, mark: str, new: str) -> str:
+    """`text` with what stands between <!-- mark --> and <!-- /mark --> replaced."""
+    pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
+    assert pattern.search(text), f"no <!-- {mark} --> in the page"
+    return pattern.sub(lambda match: f"{match[1]}\n{new}\n\n{match[2]}", text)
+
+
+def pages() -> dict[Path, str]:
+    """Path -> what it should hold."""
+    architecture = DOCS / "architecture.md"
+    return {
+        DOCS / "config.md": config_page(),
+        DOCS / "processes.svg": picture.draw(),
+        architecture: between(architecture.read_text(encoding="utf8"), "tree", tree()),
+    }
+
+
+def main() -> int:
+    """Write or compare; 1 if --check found a page that is not current."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not current")
+    check = parser.parse_args().check
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf8") != text]
+    for path in stale:
+        print(f"{'not current' if check else 'written'}: {path.relative_to(ROOT)}")
+        if not check:
+            path.write_text(pages()[path], encoding="utf8")
+    if check and stale:
+        print("run `make docs`")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
