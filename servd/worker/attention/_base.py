@@ -1,0 +1,88 @@
+"""What every attention backend does: attention of a mixed batch over the paged KV cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+Metadata = TypeVar("Metadata")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of a model on one rank, equal in all layers."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    sliding_window: int | None  # a token sees itself and the sliding_window - 1 tokens before
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step, as a backend sees it. Row r computes the last query_lens[r] of its seq_lens[r] tokens."""
+
+    query_lens: np.ndarray  # int64 [num_rows], at least 1
+    seq_lens: np.ndarray  # int64 [num_rows], with the tokens of this step
+    query_start_loc: torch.Tensor  # int32 [num_rows + 1], first token of each row, on the device
+    seq_lens_device: torch.Tensor  # int32 [num_rows]
+    block_tables: torch.Tensor  # int32 [num_rows, max_blocks], on the device; entries past the length are any block
+    slot_mapping: torch.Tensor  # int64 [num_tokens]: block * block_size + offset, on the device
+
+
+class Backend(ABC, Generic[Metadata]):
+    """Attention over a KV cache in blocks. `Metadata` is what a step needs in all layers, built once."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """None if the backend can run this here, otherwise the reason why not."""
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's cache: keys and values, then blocks."""
+        spec = self.spec
+        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+    @abstractmethod
+    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+        """Index tensors and masks of a step."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write k and v to the cache, then attend.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim].
+            k: [num_tokens, num_kv_heads, head_dim].
+            v: like k.
+            kv_cache: of this layer, see `kv_cache_shape`.
+            metadata: of this step.
+            scale: factor on the scores.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], contiguous.
+        """
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Store the step's keys and values at their slots."""
+        cache = kv_cache.view(2, -1, *k.shape[1:])
+        cache[0].index_copy_(0, slot_mapping, k)
+        cache[1].index_copy_(0, slot_mapping, v)

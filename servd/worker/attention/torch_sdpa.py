@@ -1,0 +1,135 @@
+"""Reference attention on any device: gather the blocks of rows of similar length, then scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.attention._base import Backend as AttentionBackend
+from servd.worker.device import upload
+
+MAX_PADDING = 1.25  # the longest row of a group may have this many times the blocks of the shortest ...
+FREE_BLOCKS = 4  # ... or so many blocks more
+# Keys (or values) that a group gathers. On a CPU they should still be in its cache when they are read.
+MAX_GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows with the same number of new tokens and about the same length, attended to in one call."""
+
+    num_rows: int
+    tokens: torch.Tensor | None  # int64 [num_rows * query_len], or None: all tokens of the step in order
+    blocks: torch.Tensor  # int64 [num_rows * num_blocks]
+    mask: torch.Tensor  # [num_rows, 1, query_len, num_blocks * block_size], 0 or -inf
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The groups of a step."""
+
+    slot_mapping: torch.Tensor
+    groups: list[Group]
+
+
+class Backend(AttentionBackend[Metadata]):
+    """Makes no difference between prefill and decode: decode rows are a group of query_len 1."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        block_bytes = spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+        self.max_group_blocks = MAX_GATHER_BYTES[spec.device.type] // block_bytes
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """None: runs everywhere."""
+        return None
+
+    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+        """Group the rows; compute each group's block ids and mask."""
+        first_blocks = np.zeros_like(batch.seq_lens)
+        if self.spec.sliding_window is not None:
+            first_seen = batch.seq_lens - batch.query_lens - self.spec.sliding_window + 1
+            first_blocks = np.maximum(first_seen, 0) // self.spec.block_size
+        num_blocks = -(-batch.seq_lens // self.spec.block_size) - first_blocks
+        groups = [
+            self._build_group(batch, rows, first_blocks[rows], int(num_blocks[rows].max()))
+            for rows in self._split(batch.query_lens, num_blocks)
+        ]
+        return Metadata(batch.slot_mapping, groups)
+
+    def _split(self, query_lens: np.ndarray, num_blocks: np.ndarray) -> Iterator[np.ndarray]:
+        """Row numbers of each group; bounds the padding and the memory of a group."""
+        order = np.lexsort((num_blocks, query_lens))
+        start = 0
+        for end in range(1, len(order) + 1):
+            if end < len(order):
+                shortest, longest = num_blocks[order[start]], num_blocks[order[end]]
+                if (
+                    query_lens[order[start]] == query_lens[order[end]]
+                    and longest <= max(shortest * MAX_PADDING, shortest + FREE_BLOCKS)
+                    and (end + 1 - start) * longest <= self.max_group_blocks
+                ):
+                    continue
+            yield np.sort(order[start:end])
+            start = end
+
+    def _build_group(self, batch: AttentionBatch, rows: np.ndarray, first_blocks: np.ndarray, num_blocks: int) -> Group:
+        device, block_size = self.spec.device, self.spec.block_size
+        query_len = int(batch.query_lens[rows[0]])
+        rows_d, first_d, last_d = upload(np.stack((rows, first_blocks, batch.seq_lens[rows] - query_len)), device)
+
+        columns = first_d[:, None] + torch.arange(num_blocks, device=device)
+        columns.clamp_(max=batch.block_tables.shape[1] - 1)
+        blocks = batch.block_tables[rows_d[:, None], columns].flatten().long()
+
+        keys = (first_d * block_size)[:, None, None] + torch.arange(num_blocks * block_size, device=device)
+        queries = last_d[:, None, None] + torch.arange(query_len, device=device)[:, None]
+        hidden = keys > queries
+        if self.spec.sliding_window is not None:
+            hidden |= keys <= queries - self.spec.sliding_window
+        mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+        tokens = None
+        if len(rows) < len(batch.query_lens):
+            starts = batch.query_start_loc[rows_d].long()
+            tokens = (starts[:, None] + torch.arange(query_len, device=device)).flatten()
+        return Group(len(rows), tokens, blocks, mask.unsqueeze(1))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write all keys and values of the step, then attend group by group."""
+        self.write(k, v, kv_cache, metadata.slot_mapping)
+        key_blocks, value_blocks = kv_cache.flatten(2)  # [num_blocks, block_size * kv_heads * head_dim]
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for group in metadata.groups:
+            queries = q if group.tokens is None else q[group.tokens]
+            attended = F.scaled_dot_product_attention(
+                queries.unflatten(0, (group.num_rows, -1)).transpose(1, 2),
+                self._gather(key_blocks, group),
+                self._gather(value_blocks, group),
+                attn_mask=group.mask,
+                scale=scale,
+                enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
+            ).transpose(1, 2)  # [num_rows, query_len, num_heads, head_dim]
+            if group.tokens is None:
+                return attended.reshape(q.shape)
+            out[group.tokens] = attended.flatten(0, 1)
+        return out
+
+    def _gather(self, blocks: torch.Tensor, group: Group) -> torch.Tensor:
+        """The group's keys or values, [num_rows, kv_heads, num_blocks * block_size, head_dim]."""
+        rows = blocks.index_select(0, group.blocks)
+        return rows.view(group.num_rows, -1, self.spec.num_kv_heads, self.spec.head_dim).transpose(1, 2)

@@ -1,0 +1,94 @@
+"""FlashAttention that ships with torch (`varlen_attn`), reading the paged KV cache in place; CUDA only."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.attention._base import Backend as AttentionBackend
+
+# Only FlashAttention 3 pages the cache under `varlen_attn`; torch finds its kernels in this module of flash-attn-3.
+FA3_MODULE = "flash_attn_interface"
+NEEDED_PARAMETERS = {"block_table", "seqused_k", "window_size", "enable_gqa"}
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The step's batch with its longest query and sequence."""
+
+    batch: AttentionBatch
+    max_query_len: int
+    max_seq_len: int
+
+
+class Backend(AttentionBackend[Metadata]):
+    """One kernel call per layer for the whole mixed batch."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        attention = importlib.import_module("torch.nn.attention")
+        attention.activate_flash_attention_impl("FA3")
+        self.attend = _varlen_attn()
+        # (left, right): keys seen beside the token itself; -1 is no limit.
+        self.window = (-1 if spec.sliding_window is None else spec.sliding_window - 1, 0)
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Needs a Hopper GPU, a 16-bit type, the flash-attn-3 package and a torch with the paged signature."""
+        if spec.device.type != "cuda":
+            return f"needs CUDA, not {spec.device.type}"
+        if torch.cuda.get_device_capability(spec.device) != (9, 0):
+            return "needs compute capability 9.0 (Hopper)"
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            return f"needs float16 or bfloat16, not {spec.dtype}"
+        if spec.head_dim % 8 or spec.head_dim > 256:
+            return f"needs a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}"
+        try:
+            missing = NEEDED_PARAMETERS - inspect.signature(_varlen_attn()).parameters.keys()
+        except ImportError:
+            return "this torch has no varlen_attn"
+        if missing:
+            return f"this torch's varlen_attn has no {', '.join(sorted(missing))}"
+        return None if importlib.util.find_spec(FA3_MODULE) else "needs the package flash-attn-3"
+
+    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+        """The kernel reads the batch's own tensors."""
+        return Metadata(batch, int(batch.query_lens.max()), int(batch.seq_lens.max()))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write all keys and values of the step, then one kernel over all rows."""
+        batch = metadata.batch
+        self.write(k, v, kv_cache, batch.slot_mapping)
+        out = self.attend(
+            q,
+            kv_cache[0],
+            kv_cache[1],
+            batch.query_start_loc,
+            None,  # the block table stands for cu_seq_k
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            scale=scale,
+            window_size=self.window,
+            enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
+            seqused_k=batch.seq_lens_device,
+            block_table=batch.block_tables,
+        )
+        return out.contiguous()
+
+
+def _varlen_attn() -> Callable[..., torch.Tensor]:
+    return importlib.import_module("torch.nn.attention.varlen").varlen_attn

@@ -1,0 +1,24 @@
+"""CPUModelRunner: main memory, and no copies to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from servd.worker.device import available_memory
+from servd.worker.model_runner import ModelRunner
+from servd.worker.sample.sampler import SamplerOutput
+
+KV_CACHE_SHARE = 0.4  # of the available memory; a CPU's memory is not the server's alone
+MAX_KV_CACHE_BYTES = 4 << 30
+
+
+class CPUModelRunner(ModelRunner):
+    """Steps on a CPU. Memory of the cache is committed by the system when it is first written."""
+
+    def kv_cache_memory(self) -> int:
+        """A share of what is available, divided over the ranks of this host."""
+        return min(int(available_memory() * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // self.parallel.size
+
+    def to_host(self, sampled: SamplerOutput) -> tuple[SamplerOutput, Callable[[], None]]:
+        """Everything is there already."""
+        return sampled, lambda: None

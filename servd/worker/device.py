@@ -1,0 +1,70 @@
+"""What the machine gives a worker: threads and memory of a CPU, memory of a CUDA device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+log = logging.getLogger("servd.worker")
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
+    """Give torch the CPUs that this process may use, divided over the workers of this host; returns the number."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = cpu_quota(cgroup)
+    cpus = allowed if quota is None else min(allowed, max(1, int(quota)))
+    num_threads = max(1, cpus // num_workers)
+    torch.set_num_threads(num_threads)
+    log.info(
+        "%d threads for this worker (%d CPUs by affinity, %s by cgroup quota, %d workers)",
+        num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers,
+    )  # fmt: skip
+    return num_threads
+
+
+def cpu_quota(cgroup: Path = CGROUP) -> float | None:
+    """CPUs that the control group allows, of either cgroup version, or None."""
+    quota, period = [*_read(cgroup / "cpu.max").split(), "", ""][:2]  # version 2: "200000 100000" or "max 100000"
+    if not quota:
+        quota, period = _read(cgroup / "cpu/cpu.cfs_quota_us"), _read(cgroup / "cpu/cpu.cfs_period_us")
+    if not quota.isdigit() or not period.isdigit():  # absent, "max" or "-1"
+        return None
+    return int(quota) / int(period)
+
+
+def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of main memory that can still be used, by the kernel's estimate and the control group's limit."""
+    lines = dict(line.split(":", 1) for line in _read(meminfo).splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _read(cgroup / limit_file), _read(cgroup / usage_file)
+        if limit.isdigit() and usage.isdigit():
+            available = min(available, int(limit) - int(usage))
+    return max(available, 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device without waiting for it. On a CPU the tensor shares the array's memory."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def name_of(device: torch.device) -> str:
+    """E.g. "cpu" or "NVIDIA H200"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,1 @@
+"""What models are made of. Each layer takes its rank's share of the checkpoint by itself."""

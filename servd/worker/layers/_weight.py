@@ -1,0 +1,87 @@
+"""A parameter that takes its rank's share of checkpoint tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import nn
+
+from servd.worker.parallel import Parallel
+
+
+class Weight(nn.Parameter):
+    """Uninitialised storage for one or more checkpoint tensors, stacked along dimension 0.
+
+    A share that reaches beyond the end of the tensor is filled with zeros.
+
+    Args:
+        shape: over all ranks.
+        parallel: the ranks.
+        shard_dim: each rank keeps an equal slice of each part along this dimension; None: all of it.
+        parts: rows of each of the stacked tensors, over all ranks; None: there is one.
+        transposed: the checkpoint has [in, out] where this has [out, in].
+    """
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        parallel: Parallel,
+        *,
+        shard_dim: int | None = None,
+        parts: Sequence[int] | None = None,
+        transposed: bool = False,
+    ) -> Self:
+        """Storage of this rank's share."""
+        local = list(shape)
+        if shard_dim == 0:
+            local[0] = sum(parallel.share(rows) for rows in parts or shape[:1])
+        elif shard_dim is not None:
+            local[shard_dim] = parallel.share(shape[shard_dim])
+        return super().__new__(cls, torch.empty(local), requires_grad=False)
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        parallel: Parallel,
+        *,
+        shard_dim: int | None = None,
+        parts: Sequence[int] | None = None,
+        transposed: bool = False,
+    ) -> None:
+        self.parallel = parallel
+        self.shard_dim = shard_dim
+        self.part_shapes = [(rows, *shape[1:]) for rows in parts or shape[:1]]
+        self.transposed = transposed
+        self.missing = set(range(len(self.part_shapes)))  # parts not loaded yet
+
+    def load(self, tensor: torch.Tensor, part: int | None = None) -> None:
+        """Copy this rank's share of `tensor`, which is part number `part`, or all parts at once.
+
+        Raises:
+            ValueError: the shape is not the one in the checkpoint.
+        """
+        if self.transposed and tensor.dim() == 2:
+            tensor = tensor.t()
+        rows = [shape[0] for shape in self.part_shapes]
+        expected = (sum(rows), *self.part_shapes[0][1:]) if part is None else self.part_shapes[part]
+        if tensor.shape != expected:
+            raise ValueError(f"shape {list(tensor.shape)}, expected {list(expected)}")
+        if part is None:
+            for index, piece in enumerate(tensor.split(rows)):
+                self._load_part(piece, index)
+        else:
+            self._load_part(tensor, part)
+
+    def _load_part(self, tensor: torch.Tensor, part: int) -> None:
+        rows = [self.parallel.share(shape[0]) if self.shard_dim == 0 else shape[0] for shape in self.part_shapes]
+        target = self.data.narrow(0, sum(rows[:part]), rows[part])
+        if self.shard_dim is not None:
+            share, total = target.shape[self.shard_dim], tensor.shape[self.shard_dim]
+            start = min(self.parallel.rank * share, total)
+            tensor = tensor.narrow(self.shard_dim, start, min(share, total - start))
+            target.narrow(self.shard_dim, tensor.shape[self.shard_dim], share - tensor.shape[self.shard_dim]).zero_()
+            target = target.narrow(self.shard_dim, 0, tensor.shape[self.shard_dim])
+        target.copy_(tensor)
+        self.missing.discard(part)

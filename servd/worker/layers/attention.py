@@ -1,0 +1,43 @@
+"""The attention layer of a model: hands its heads to the backend, with the KV cache of its own layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from servd.worker.attention._base import Backend
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What one step's forward pass needs beside its inputs."""
+
+    backend: Backend[Any]
+    metadata: Any  # of the backend
+    kv_caches: list[torch.Tensor]  # one per layer
+
+
+class Attention(nn.Module):
+    """Causal attention of layer number `layer` over the paged KV cache."""
+
+    def __init__(self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.query_shape = (-1, num_heads, head_dim)
+        self.kv_shape = (-1, num_kv_heads, head_dim)
+        self.scale = scale
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q."""
+        out = ctx.backend.forward(
+            q.view(self.query_shape),
+            k.view(self.kv_shape),
+            v.view(self.kv_shape),
+            ctx.kv_caches[self.layer],
+            ctx.metadata,
+            self.scale,
+        )
+        return out.view(q.shape)

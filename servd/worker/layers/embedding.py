@@ -1,0 +1,47 @@
+"""Token embedding and output head, the vocabulary split over the ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from servd.worker.layers._weight import Weight
+from servd.worker.parallel import Parallel
+
+
+class Embedding(nn.Module):
+    """A table of rows that every rank holds in full, e.g. learned positions."""
+
+    def __init__(self, num_rows: int, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self.weight = Weight((num_rows, hidden_size), parallel)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] -> [num_tokens, hidden]."""
+        return F.embedding(index, self.weight)
+
+
+class VocabEmbedding(nn.Module):
+    """Rows of the vocabulary: looked up as embedding, multiplied as output head, or both when tied."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+        self.weight = Weight((vocab_size, hidden_size), parallel, shard_dim=0)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] -> [num_tokens, hidden]."""
+        if self.parallel.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local_size = self.weight.shape[0]
+        local = input_ids - self.parallel.rank * local_size
+        foreign = (local < 0) | (local >= local_size)
+        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self.parallel.all_reduce(rows.masked_fill(foreign[:, None], 0))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab], the same on every rank."""
+        logits = self.parallel.all_gather(F.linear(hidden, self.weight))
+        return logits[:, : self.vocab_size]

@@ -1,0 +1,62 @@
+"""Linear layers that split over the ranks: column-parallel by outputs, row-parallel by inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from servd.worker.layers._weight import Weight
+from servd.worker.parallel import Parallel
+
+
+class ColumnParallelLinear(nn.Module):
+    """`x @ W.T + b`, each rank holding a slice of the outputs.
+
+    Args:
+        in_features: inputs.
+        out_features: outputs of each of the fused projections (q, k, v or gate, up), over all ranks.
+        parallel: the ranks.
+        bias: has a bias.
+        transposed: the checkpoint stores [in, out].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Sequence[int],
+        parallel: Parallel,
+        *,
+        bias: bool,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        total = sum(out_features)
+        self.weight = Weight((total, in_features), parallel, shard_dim=0, parts=out_features, transposed=transposed)
+        self.bias = Weight((total,), parallel, shard_dim=0, parts=out_features) if bias else None
+        self.local_features = [parallel.share(features) for features in out_features]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, in] -> [num_tokens, sum(out) / ranks]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """`x @ W.T + b`, each rank holding a slice of the inputs; the partial sums are added over the ranks."""
+
+    def __init__(
+        self, in_features: int, out_features: int, parallel: Parallel, *, bias: bool, transposed: bool = False
+    ) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.weight = Weight((out_features, in_features), parallel, shard_dim=1, transposed=transposed)
+        self.bias = Weight((out_features,), parallel) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, in / ranks] -> [num_tokens, out], the same on every rank."""
+        if self.parallel.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        out = self.parallel.all_reduce(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias

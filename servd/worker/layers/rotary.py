@@ -1,0 +1,115 @@
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) with the scalings that config.json can name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from servd.errors import UnsupportedModel
+from servd.hf import ModelSpec
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of a step's positions, each [num_tokens, 1, head_dim]."""
+
+
+class Rotary(nn.Module):
+    """cos and sin of each position, computed once a step and used by all layers."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.dtype = torch.get_default_dtype()
+        inv_freq, self.magnitude = frequencies(rope_parameters(spec), spec)
+        self.inv_freq = nn.Buffer(inv_freq, persistent=False)  # float32 [head_dim / 2]
+
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """[num_tokens] -> cos and sin."""
+        angles = torch.outer(positions.float(), self.inv_freq)
+        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+        return (angles.cos() * self.magnitude).to(self.dtype), (angles.sin() * self.magnitude).to(self.dtype)
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn the pairs (i, i + head_dim / 2) of `x` [num_tokens, num_heads, head_dim] by their position's angles."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
+    """rope_type, rope_theta and the scaling's own keys, from either form of config.json.
+
+    transformers 5 writes `rope_parameters`; earlier checkpoints have `rope_theta` and `rope_scaling`.
+    """
+    config = spec.config
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope.setdefault("original_max_position_embeddings", spec.max_position_embeddings)
+    return rope
+
+
+def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[torch.Tensor, float]:
+    """Angle per position of each pair [head_dim / 2], and the factor on cos and sin.
+
+    Raises:
+        UnsupportedModel: a scaling that is not implemented here.
+    """
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UnsupportedModel("rope_parameters that differ from layer to layer are not supported")
+    partial_factor = rope.get("partial_rotary_factor", spec.config.get("partial_rotary_factor", 1.0))
+    if partial_factor not in (None, 1.0):
+        raise UnsupportedModel(f"partial_rotary_factor {partial_factor} is not supported")
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    inv_freq = 1.0 / rope["rope_theta"] ** exponents
+    match rope["rope_type"]:
+        case "default":
+            return inv_freq, 1.0
+        case "linear":
+            return inv_freq / rope["factor"], 1.0
+        case "llama3":
+            return _llama3(inv_freq, rope), 1.0
+        case "yarn":
+            return _yarn(inv_freq, rope, spec)
+        case other:
+            raise UnsupportedModel(f"rope_type {other!r} is not supported; there are: default, linear, llama3, yarn")
+
+
+def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Slow down long wavelengths, leave short ones, blend between (Llama 3.1)."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    wavelengths = 2 * math.pi / inv_freq
+    keep = (rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    keep = keep.clamp(0, 1)
+    return (1 - keep) * inv_freq / rope["factor"] + keep * inv_freq
+
+
+def _yarn(inv_freq: torch.Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[torch.Tensor, float]:
+    """Interpolate pairs that turn less than beta_slow times over the original context (arXiv:2309.00071)."""
+    original = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or spec.max_position_embeddings / original
+    num_pairs = len(inv_freq)
+
+    def pair_with(turns: float) -> float:
+        """The (fractional) pair that makes so many turns over the original context."""
+        return num_pairs * math.log(original / (turns * 2 * math.pi)) / math.log(rope["rope_theta"])
+
+    first, last = pair_with(rope.get("beta_fast") or 32), pair_with(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.head_dim - 1)
+    if first == last:
+        last += 0.001
+    interpolated = ((torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    inv_freq = inv_freq / factor * interpolated + inv_freq * (1 - interpolated)
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if rope.get("attention_factor") is not None:
+        return inv_freq, rope["attention_factor"]
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return inv_freq, magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
+    return inv_freq, magnitude(1.0)

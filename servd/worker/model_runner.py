@@ -1,0 +1,215 @@
+"""ModelRunner: runs steps of the model, on rows that it keeps; knows no feature by name.
+
+What differs between a CPU and a CUDA device is in cpu_model_runner.py and gpu_model_runner.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from servd.config import Config
+from servd.hf import ModelSpec
+from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
+from servd.params import SamplingParams
+from servd.worker import kv_cache, weights
+from servd.worker.attention import make_backend
+from servd.worker.attention._base import AttentionSpec, Backend
+from servd.worker.device import upload
+from servd.worker.input_batch import InputBatch
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.parallel import Parallel
+from servd.worker.request_states import RequestStates
+from servd.worker.sample.sampler import Sampler, SamplerOutput
+
+log = logging.getLogger("servd.worker")
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step between its two calls."""
+
+    num_scheduled: int
+    sampling: tuple[InputBatch, torch.Tensor] | None = None  # hidden states [n, hidden] of the rows that sample
+
+
+@dataclass(frozen=True)
+class AsyncOutput:
+    """The output of one step, on its way to the host."""
+
+    num_scheduled: int
+    sample_rows: Sequence[int] = ()  # indices in `scheduled` of the rows that sampled
+    sampled: SamplerOutput | None = None  # on the host after `wait`
+    wait: Callable[[], None] = lambda: None
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step."""
+        self.wait()
+        output = ModelRunnerOutput(sampled_token_ids=[[] for _ in range(self.num_scheduled)])
+        if self.sampled is None:
+            return output
+        for row, token_id in zip(self.sample_rows, self.sampled.token_ids.tolist(), strict=True):
+            output.sampled_token_ids[row] = [token_id]
+        if self.sampled.logprobs is not None:
+            for row, logprobs in zip(self.sample_rows, self.sampled.logprobs.to_lists(), strict=True):
+                if logprobs is not None:
+                    output.logprobs[row] = [logprobs]
+        return output
+
+
+class ModelRunner(ABC):
+    """One model on one device.
+
+    Args:
+        config: resolved.
+        spec: of the model.
+        device: to run on.
+        parallel: the ranks that share the model.
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec, device: torch.device, parallel: Parallel) -> None:
+        assert config.model.max_model_len is not None and config.scheduler.max_num_seqs is not None
+        assert config.scheduler.max_num_batched_tokens is not None
+        self.config = config
+        self.spec = spec
+        self.device = device
+        self.parallel = parallel
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.max_model_len = config.model.max_model_len
+        self.max_num_seqs = config.scheduler.max_num_seqs
+        self.max_num_tokens = config.scheduler.max_num_batched_tokens
+        self.kv_caches: list[torch.Tensor] = []
+        self.launched: LaunchedStep | None = None
+
+    # ---- start-up ----
+
+    def load_model(self, progress: Callable[[float], None]) -> None:
+        """Build the model, fill its weights, choose the attention backend, make the rows.
+
+        Raises:
+            ConfigError: the model or the backend cannot run here.
+        """
+        self.model = weights.build_model(self.spec, self.dtype, self.device, self.parallel)
+        if self.config.model.load_format == "dummy":
+            weights.init_dummy_weights(self.model, self.config.model.seed + self.parallel.rank)
+        else:
+            weights.load_weights(self.model, self.spec.folder, progress)
+        self.weights_bytes = weights.count_bytes(self.model)
+        attention = AttentionSpec(
+            num_heads=self.parallel.share(self.spec.num_heads),
+            num_kv_heads=self.parallel.share(self.spec.num_kv_heads),
+            head_dim=self.spec.head_dim,
+            block_size=self.config.cache.block_size,
+            sliding_window=self.model.sliding_window,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.backend: Backend[Any]
+        self.backend_name, self.backend = make_backend(self.config.parallel.attention_backend, attention)
+        self.states = RequestStates(self.max_num_seqs, self.max_model_len, attention.block_size, self.device)
+        self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
+
+    def count_blocks(self) -> int:
+        """KV-cache blocks that fit.
+
+        Raises:
+            NotEnoughMemory: too few for one request.
+        """
+        memory = self.config.cache.kv_cache_memory or self.kv_cache_memory()
+        return kv_cache.count_blocks(self.config, self.bytes_per_block, memory, self.weights_bytes)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a KV-cache block on this rank."""
+        return kv_cache.bytes_per_block(self.backend, self.spec.num_layers)
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make the cache; afterwards steps can run."""
+        self.kv_caches = kv_cache.allocate(self.backend, self.spec, num_blocks)
+
+    # ---- steps ----
+
+    @torch.inference_mode()
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Apply the changes, run the forward pass, keep the hidden states of the rows that sample."""
+        if self.launched is not None:
+            raise RuntimeError("execute_model was called twice without sample_tokens")
+        self._update_states(scheduled)
+        num_scheduled = len(scheduled.scheduled)
+        self.launched = LaunchedStep(num_scheduled)
+        if num_scheduled == 0:
+            return
+        batch = InputBatch.gather(scheduled.scheduled, self.states)
+        ctx = ForwardContext(self.backend, self.backend.build_metadata(batch.attention), self.kv_caches)
+        hidden = self.model(batch.input_ids, batch.positions, ctx)  # [num_tokens, hidden]
+        if len(batch.sample_rows):
+            self.launched = LaunchedStep(num_scheduled, (batch, hidden[batch.sample_tokens]))
+
+    @torch.inference_mode()
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
+        """Sample for the step launched last, and write the tokens in their rows."""
+        if self.launched is None:
+            raise RuntimeError("sample_tokens was called before execute_model")
+        launched, self.launched = self.launched, None
+        if launched.sampling is None:
+            return AsyncOutput(launched.num_scheduled)
+        batch, hidden = launched.sampling
+        logits = self.model.compute_logits(hidden).float()  # [n, vocab]
+        sampled = self.sampler(
+            logits,
+            batch.sample_slots,
+            batch.sample_host_slots,
+            batch.sample_positions,
+            self._unpack(bitmask, batch) if bitmask else None,
+        )
+        self.states.write_sampled(batch.sample_slots, batch.sample_positions, sampled.token_ids)
+        return AsyncOutput(launched.num_scheduled, batch.sample_rows.tolist(), *self.to_host(sampled))
+
+    def _update_states(self, scheduled: SchedulerOutput) -> None:
+        for slot in scheduled.freed_slots:
+            self.sampler.remove(slot)
+        for request in scheduled.new_requests:
+            self._add(request)
+        for row in scheduled.scheduled:
+            if row.new_block_ids:
+                self.states.block_tables.append(row.slot, row.new_block_ids)
+        self.states.block_tables.commit()
+
+    def _add(self, request: NewRequest) -> None:
+        assert isinstance(request.params, SamplingParams), "pooling is refused by the API"
+        self.states.add(request)
+        prompt_len = request.num_prompt_tokens
+        self.sampler.add(
+            request.slot,
+            request.params,
+            request.token_ids[:prompt_len],
+            request.token_ids[prompt_len:],
+            request.eos_token_ids,
+        )
+
+    def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
+        """[n, ceil(vocab / 32)] int32, all bits set in rows without a grammar."""
+        words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
+        unpacked = np.full((len(batch.sample_rows), words.shape[1]), -1, dtype=np.int32)
+        # A row in the midst of its prompt has no token to restrict.
+        found = np.searchsorted(batch.sample_rows, bitmask.indices)
+        for row, index, allowed in zip(found, bitmask.indices, words, strict=True):
+            if row < len(batch.sample_rows) and batch.sample_rows[row] == index:
+                unpacked[row] = allowed
+        return upload(unpacked, self.device)
+
+    # ---- what the device decides ----
+
+    @abstractmethod
+    def kv_cache_memory(self) -> int:
+        """Bytes that the KV cache may take; called after load_model."""
+
+    @abstractmethod
+    def to_host(self, sampled: SamplerOutput) -> tuple[SamplerOutput, Callable[[], None]]:
+        """Start copying a step's output to the host; returns the host's tensors and what waits for them."""

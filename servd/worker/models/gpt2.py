@@ -1,0 +1,112 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from servd.errors import UnsupportedModel
+from servd.hf import ModelSpec
+from servd.worker.layers.activation import activation
+from servd.worker.layers.attention import Attention, ForwardContext
+from servd.worker.layers.embedding import Embedding, VocabEmbedding
+from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
+from servd.worker.layers.norm import LayerNorm
+from servd.worker.parallel import Parallel
+
+
+class GPT2Attention(nn.Module):
+    """Multi-head self-attention; the checkpoint stores its weights as [in, out]."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__()
+        size = spec.hidden_size
+        self.c_attn = ColumnParallelLinear(size, [size, size, size], parallel, bias=True, transposed=True)
+        self.c_proj = RowParallelLinear(size, size, parallel, bias=True, transposed=True)
+        num_heads = parallel.share(spec.num_heads)
+        scale = spec.head_dim**-0.5 if spec.config.get("scale_attn_weights", True) else 1.0
+        self.attention = Attention(layer, num_heads, num_heads, spec.head_dim, scale)
+
+    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        return self.c_proj(self.attention(q, k, v, ctx))
+
+
+class GPT2MLP(nn.Module):
+    """Feed-forward."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__()
+        size = spec.config.get("n_inner") or 4 * spec.hidden_size
+        self.c_fc = ColumnParallelLinear(spec.hidden_size, [size], parallel, bias=True, transposed=True)
+        self.c_proj = RowParallelLinear(size, spec.hidden_size, parallel, bias=True, transposed=True)
+        self.act = activation(spec.config.get("activation_function", "gelu_new"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+class GPT2Layer(nn.Module):
+    """Attention and feed-forward, each on the normed stream and added to it."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__()
+        eps = spec.config.get("layer_norm_epsilon", 1e-5)
+        self.ln_1 = LayerNorm(spec.hidden_size, eps, parallel)
+        self.attn = GPT2Attention(spec, layer, parallel)
+        self.ln_2 = LayerNorm(spec.hidden_size, eps, parallel)
+        self.mlp = GPT2MLP(spec, parallel)
+
+    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        x = x + self.attn(self.ln_1(x), ctx)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2Model(nn.Module):
+    """Token and position embeddings, layers, final norm."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__()
+        self.wte = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
+        self.wpe = Embedding(spec.max_position_embeddings, spec.hidden_size, parallel)
+        self.h = nn.ModuleList(GPT2Layer(spec, layer, parallel) for layer in range(spec.num_layers))
+        self.ln_f = LayerNorm(spec.hidden_size, spec.config.get("layer_norm_epsilon", 1e-5), parallel)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """[num_tokens] each -> [num_tokens, hidden]."""
+        x = self.wte(input_ids) + self.wpe(positions)
+        for layer in self.h:
+            x = layer(x, ctx)
+        return self.ln_f(x)
+
+
+class GPT2LMHeadModel(nn.Module):
+    """The whole model, under the names of the checkpoint."""
+
+    packed: ClassVar[dict[str, tuple[str, int]]] = {}
+    ignored: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")  # causal masks of old checkpoints
+    base_prefix: ClassVar[str] = "transformer."
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__()
+        for feature in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            if spec.config.get(feature):
+                raise UnsupportedModel(f"{feature} is not supported")
+        self.sliding_window: int | None = None
+        self.transformer = GPT2Model(spec, parallel)
+        self.lm_head = self.transformer.wte
+        if not spec.config.get("tie_word_embeddings", True):
+            self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        return self.transformer(input_ids, positions, ctx)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab]."""
+        return self.lm_head.logits(hidden)

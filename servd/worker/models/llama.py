@@ -1,0 +1,138 @@
+"""Llama 2 and 3 (https://arxiv.org/abs/2307.09288, https://arxiv.org/abs/2407.21783)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from servd.hf import ModelSpec
+from servd.worker.layers.activation import activation
+from servd.worker.layers.attention import Attention, ForwardContext
+from servd.worker.layers.embedding import VocabEmbedding
+from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
+from servd.worker.layers.norm import RMSNorm
+from servd.worker.layers.rotary import Rotary, Rotation, rotate
+from servd.worker.parallel import Parallel
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__()
+        qkv_bias, o_bias = self.biases(spec.config)
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.head_dim = spec.head_dim
+        self.qkv_proj = ColumnParallelLinear(spec.hidden_size, [q_size, kv_size, kv_size], parallel, bias=qkv_bias)
+        self.o_proj = RowParallelLinear(q_size, spec.hidden_size, parallel, bias=o_bias)
+        self.attention = Attention(
+            layer,
+            parallel.share(spec.num_heads),
+            parallel.share(spec.num_kv_heads),
+            spec.head_dim,
+            scale=spec.head_dim**-0.5,
+        )
+
+    @staticmethod
+    def biases(config: dict[str, Any]) -> tuple[bool, bool]:
+        """Whether q, k, v have a bias, and whether the output projection has one."""
+        bias = config.get("attention_bias", False)
+        return bias, bias
+
+    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Between projection and rotation: nothing in Llama. [num_tokens, heads, head_dim] each."""
+        return q, k
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
+        q, k = self.normalize(q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim)))
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        return self.o_proj(self.attention(q.flatten(1), k.flatten(1), v, ctx))
+
+
+class LlamaMLP(nn.Module):
+    """Gated feed-forward."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__()
+        size, bias = spec.config["intermediate_size"], spec.config.get("mlp_bias", False)
+        self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, [size, size], parallel, bias=bias)
+        self.down_proj = RowParallelLinear(size, spec.hidden_size, parallel, bias=bias)
+        self.act = activation(spec.config.get("hidden_act", "silu"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate) * up)
+
+
+class LlamaLayer(nn.Module):
+    """Attention and feed-forward, each on the normed stream and added to it."""
+
+    def __init__(self, spec: ModelSpec, attention: LlamaAttention, parallel: Parallel) -> None:
+        super().__init__()
+        eps = spec.config.get("rms_norm_eps", 1e-6)
+        self.input_layernorm = RMSNorm(spec.hidden_size, eps, parallel)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps, parallel)
+        self.mlp = LlamaMLP(spec, parallel)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), rotation, ctx)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, spec: ModelSpec, attention: type[LlamaAttention], parallel: Parallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
+        self.rotary = Rotary(spec)
+        self.layers = nn.ModuleList(
+            LlamaLayer(spec, attention(spec, layer, parallel), parallel) for layer in range(spec.num_layers)
+        )
+        self.norm = RMSNorm(spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6), parallel)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """[num_tokens] each -> [num_tokens, hidden]."""
+        x = self.embed_tokens(input_ids)
+        rotation = self.rotary(positions)
+        for layer in self.layers:
+            x = layer(x, rotation, ctx)
+        return self.norm(x)
+
+
+class LlamaForCausalLM(nn.Module):
+    """The whole model, under the names of the checkpoint."""
+
+    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+    packed: ClassVar[dict[str, tuple[str, int]]] = {
+        "q_proj": ("qkv_proj", 0),
+        "k_proj": ("qkv_proj", 1),
+        "v_proj": ("qkv_proj", 2),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+    ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    base_prefix: ClassVar[str] = "model."
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__()
+        self.sliding_window: int | None = None
+        self.model = LlamaModel(spec, self.attention, parallel)
+        self.lm_head = self.model.embed_tokens
+        if not spec.config.get("tie_word_embeddings", False):
+            self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        return self.model(input_ids, positions, ctx)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab]."""
+        return self.lm_head.logits(hidden)

@@ -1,0 +1,41 @@
+"""Qwen 2 and 2.5 (https://arxiv.org/abs/2407.10671): Llama with a bias on q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from servd.errors import UnsupportedModel
+from servd.hf import ModelSpec
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
+from servd.worker.parallel import Parallel
+
+
+class Qwen2Attention(LlamaAttention):
+    """Has a bias on q, k, v and none on the output."""
+
+    @staticmethod
+    def biases(config: dict[str, Any]) -> tuple[bool, bool]:
+        """Fixed by the architecture."""
+        return True, False
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Full attention in every layer."""
+
+    attention: ClassVar[type[LlamaAttention]] = Qwen2Attention
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        refuse_mixed_windows(spec)
+        super().__init__(spec, parallel)
+
+
+def refuse_mixed_windows(spec: ModelSpec) -> None:
+    """Qwen's sliding window is for the layers from max_window_layers on, or for those that layer_types names.
+
+    Raises:
+        UnsupportedModel: some layer has one.
+    """
+    config = spec.config
+    has_window = config.get("use_sliding_window") and config.get("max_window_layers", 0) < spec.num_layers
+    if "sliding_attention" in config.get("layer_types", ["sliding_attention"] if has_window else []):
+        raise UnsupportedModel("a sliding window in some of the layers is not supported")

@@ -1,0 +1,37 @@
+"""Qwen 3 (https://arxiv.org/abs/2505.09388): Llama with RMSNorm on the heads of q and k."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from servd.hf import ModelSpec
+from servd.worker.layers.norm import RMSNorm
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
+from servd.worker.models.qwen2 import refuse_mixed_windows
+from servd.worker.parallel import Parallel
+
+
+class Qwen3Attention(LlamaAttention):
+    """Norms each head of q and k before the rotation."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__(spec, layer, parallel)
+        eps = spec.config.get("rms_norm_eps", 1e-6)
+        self.q_norm = RMSNorm(spec.head_dim, eps, parallel)
+        self.k_norm = RMSNorm(spec.head_dim, eps, parallel)
+
+    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_tokens, heads, head_dim] each."""
+        return self.q_norm(q), self.k_norm(k)
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Full attention in every layer."""
+
+    attention: ClassVar[type[LlamaAttention]] = Qwen3Attention
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        refuse_mixed_windows(spec)
+        super().__init__(spec, parallel)

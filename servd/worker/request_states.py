@@ -1,0 +1,37 @@
+"""RequestStates: one row per running request, kept across steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from servd.messages import NewRequest
+from servd.worker.block_table import BlockTables
+from servd.worker.device import upload
+
+
+class RequestStates:
+    """Token ids and block table of every slot on the device, its counters on the host.
+
+    Sampled tokens are written on the device, so the next step can be gathered before the host has seen them.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        # One column more: a step launched before a request is known to be full still writes its token.
+        self.token_ids = torch.zeros((max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
+        self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
+        self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def add(self, request: NewRequest) -> None:
+        """A request enters its slot, in full."""
+        slot = request.slot
+        token_ids = np.asarray(request.token_ids, dtype=np.int32)
+        self.token_ids[slot, : len(token_ids)] = upload(token_ids, self.token_ids.device)
+        self.num_computed[slot] = request.num_computed_tokens
+        self.block_tables.clear(slot)
+        if request.block_ids:
+            self.block_tables.append(slot, request.block_ids)
+
+    def write_sampled(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Store each row's new token at its index in the sequence. [n] int64 each."""
+        self.token_ids[slots, positions] = token_ids.int()

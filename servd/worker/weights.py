@@ -1,0 +1,141 @@
+"""Weights: find the model's class, build it empty, fill it from safetensors or with random numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from safetensors import safe_open
+
+from servd import plugins
+from servd.errors import ModelNotFound, UnsupportedModel
+from servd.hf import ModelSpec, weight_files
+from servd.worker.layers._weight import Weight
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.parallel import Parallel
+
+log = logging.getLogger("servd.worker")
+
+MODELS = "servd.worker.models"
+DUMMY_STD = 0.02
+
+
+class Model(Protocol):
+    """What the runner and the loader use of a model; see servd/worker/models."""
+
+    packed: ClassVar[dict[str, tuple[str, int]]]
+    ignored: ClassVar[tuple[str, ...]]
+    base_prefix: ClassVar[str]  # of all names but the head's; checkpoints of the bare model leave it out
+    sliding_window: int | None
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab]."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Every weight once; tied ones under their first name."""
+        ...
+
+
+def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: Parallel) -> Model:
+    """The model with uninitialised weights.
+
+    Raises:
+        UnsupportedModel: no file for this model_type, or config.json asks for what the file does not do.
+    """
+    supported = plugins.names(MODELS)
+    if spec.model_type not in supported:
+        raise UnsupportedModel(f"model_type {spec.model_type!r} is not supported; there are: {', '.join(supported)}")
+    try:
+        model_class = plugins.load(MODELS, spec.model_type, spec.architecture)
+    except AttributeError:
+        raise UnsupportedModel(
+            f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, which config.json asks for"
+        ) from None
+    with torch.device(device), _default_dtype(dtype):
+        return model_class(spec, parallel).eval()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -> None:
+    """Fill the model from the checkpoint in `folder`, tensor by tensor from the mapped file.
+
+    Raises:
+        ModelNotFound: a file or tensor is missing or broken.
+        UnsupportedModel: a tensor that the model does not know, or one of another shape.
+    """
+    weights: dict[str, Weight] = dict(model.named_parameters())
+    files = weight_files(folder)
+    done, total = 0, sum(file.stat().st_size for file in files)
+    for name, tensor in _tensors(files):
+        target, part = _target(model, weights, name)
+        if target is not None:
+            try:
+                target.load(tensor, part)
+            except ValueError as error:
+                raise UnsupportedModel(f"{folder}: tensor {name} has {error}") from None
+        done += tensor.nbytes
+        progress(min(done / total, 1.0))
+    missing = [name for name, weight in weights.items() if weight.missing]
+    if missing:
+        raise ModelNotFound(f"{folder} lacks the weights of {len(missing)} parameters, first {missing[0]}")
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    yield name, file.get_tensor(name)
+        except OSError as error:
+            raise ModelNotFound(f"{path} cannot be read: {error}") from None
+
+
+def _target(model: Model, weights: dict[str, Weight], name: str) -> tuple[Weight | None, int | None]:
+    """The parameter that a checkpoint tensor belongs to, and which part of it; None for one that is not needed."""
+    if name.endswith(model.ignored):
+        return None, None
+    for candidate in (name, model.base_prefix + name):
+        module, _, leaf = candidate.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        part = None
+        if last in model.packed:
+            last, part = model.packed[last]
+            candidate = f"{parent}.{last}.{leaf}"
+        if candidate in weights:
+            return weights[candidate], part
+    if name == "lm_head.weight":  # tied: the embedding is used
+        return None, None
+    raise UnsupportedModel(f"the checkpoint has a tensor {name!r} that servd's {type(model).__name__} does not use")
+
+
+def init_dummy_weights(model: Model, seed: int) -> None:
+    """Fill the model with small random numbers, the same for the same seed; norms are 1."""
+    for index, (_, weight) in enumerate(model.named_parameters()):
+        generator = torch.Generator(device=weight.device).manual_seed(seed + index)
+        if weight.dim() == 1:
+            weight.data.fill_(1.0)
+        else:
+            weight.data.normal_(std=DUMMY_STD, generator=generator)
+
+
+def count_bytes(model: Model) -> int:
+    """Bytes of all weights on this rank."""
+    return sum(weight.nbytes for _, weight in model.named_parameters())

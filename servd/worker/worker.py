@@ -1,0 +1,98 @@
+"""Worker: one device with its share of the model, driven by an executor."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from servd.config import Config
+from servd.hf import ModelSpec
+from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
+from servd.worker.cpu_model_runner import CPUModelRunner
+from servd.worker.device import name_of, set_num_threads
+from servd.worker.gpu_model_runner import GPUModelRunner
+from servd.worker.model_runner import AsyncOutput, ModelRunner
+from servd.worker.parallel import Parallel
+
+log = logging.getLogger("servd.worker")
+
+
+class Worker:
+    """Start-up is `load_model`, then `allocate_kv_cache`; each step is `execute_model`, then `sample_tokens`.
+
+    Args:
+        config: resolved.
+        spec: of the model, with a local folder.
+        rank: of this worker among tensor_parallel_size.
+        progress: called with a start-up phase and how far it is, 0 to 1.
+        distributed_init: where several ranks meet, e.g. "tcp://127.0.0.1:29500".
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        rank: int,
+        progress: Callable[[str, float], None],
+        distributed_init: str | None = None,
+    ) -> None:
+        self.progress = progress
+        size = config.parallel.tensor_parallel_size
+        runner_class: type[ModelRunner]
+        if config.parallel.device == "cuda":
+            self.device = torch.device("cuda", rank)
+            torch.cuda.set_device(self.device)
+            runner_class = GPUModelRunner
+        else:
+            self.device = torch.device("cpu")
+            set_num_threads(size)
+            runner_class = CPUModelRunner
+        self.parallel = Parallel.connect(rank, size, self.device, distributed_init)
+        self.runner = runner_class(config, spec, self.device, self.parallel)
+
+    def load_model(self) -> WorkerReady:
+        """Load the weights and find out how many KV-cache blocks fit.
+
+        Raises:
+            ConfigError: the model cannot run here.
+        """
+        start = time.monotonic()
+        self.progress("loading weights", 0.0)
+        self.runner.load_model(lambda fraction: self.progress("loading weights", fraction))
+        self.progress("loading weights", 1.0)
+        log.info("weights loaded in %.2f s, attention %s", time.monotonic() - start, self.runner.backend_name)
+        return WorkerReady(
+            device=name_of(self.device),
+            dtype=str(self.runner.dtype).removeprefix("torch."),
+            attention_backend=self.runner.backend_name,
+            num_blocks=self.runner.count_blocks(),
+            weights_bytes=self.runner.weights_bytes,
+            kv_bytes_per_block=self.runner.bytes_per_block,
+        )
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make the cache: the smallest number of blocks over all workers."""
+        self.runner.allocate_kv_cache(num_blocks)
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Launch the forward pass of a step.
+
+        Raises:
+            RuntimeError: the step before was not sampled.
+        """
+        self.runner.execute_model(scheduled)
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
+        """Launch sampling for the step that `execute_model` launched last; `result()` waits for its tokens.
+
+        Raises:
+            RuntimeError: there is no such step.
+        """
+        return self.runner.sample_tokens(bitmask)
+
+    def shutdown(self) -> None:
+        """Leave the group of ranks. May be called more than once."""
+        self.parallel.close()

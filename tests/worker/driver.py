@@ -1,0 +1,117 @@
+"""Drives a Worker with hand-made SchedulerOutputs: blocks in shuffled order, any chunks, no scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from servd.config import Config
+from servd.hf import read_spec
+from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, ScheduledRequest, SchedulerOutput
+from servd.params import SamplingParams
+from servd.worker.worker import Worker
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+
+
+def config_for(folder: str, **options: object) -> Config:
+    """A resolved config for a tiny model on a CPU."""
+    defaults: dict[str, object] = {
+        "model": str(folder), "device": "cpu", "dtype": "float32", "executor": "uniproc", "block_size": 4,
+        "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_memory": 1 << 22,
+        "async_scheduling": False,
+    }  # fmt: skip
+    return Config.load(defaults | options)
+
+
+class Driver:
+    """Keeps what a scheduler would: free slots, free blocks, and the tokens of every request."""
+
+    def __init__(self, config: Config, seed: int = 0, progress: Callable[[str, float], None] = lambda *_: None) -> None:
+        assert config.model.model is not None
+        self.spec = read_spec(config.model.model)
+        self.worker = Worker(config, self.spec, 0, progress)
+        self.ready = self.worker.load_model()
+        self.worker.allocate_kv_cache(self.ready.num_blocks)
+        self.block_size = config.cache.block_size
+        self.random = random.Random(seed)
+        self.free_blocks = list(range(self.ready.num_blocks))
+        self.random.shuffle(self.free_blocks)
+        self.free_slots = list(range(config.scheduler.max_num_seqs or 0))
+        self.random.shuffle(self.free_slots)
+        self.tokens: dict[int, list[int]] = {}  # slot -> all tokens known
+        self.blocks: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.num_prompt: dict[int, int] = {}
+        self.new: list[NewRequest] = []
+        self.freed: list[int] = []
+        self.step_number = 0
+
+    def add(
+        self,
+        token_ids: list[int],
+        params: SamplingParams = GREEDY,
+        *,
+        num_prompt_tokens: int | None = None,
+        cached_blocks: list[int] | None = None,
+    ) -> int:
+        """Give a request a slot; its first blocks may be shared, computed ones. Returns the slot."""
+        slot = self.free_slots.pop()
+        cached = list(cached_blocks or [])
+        self.tokens[slot] = list(token_ids)
+        self.blocks[slot] = cached
+        self.computed[slot] = len(cached) * self.block_size
+        self.num_prompt[slot] = num_prompt_tokens or len(token_ids)
+        self.new.append(
+            NewRequest(
+                slot=slot,
+                token_ids=list(token_ids),
+                num_prompt_tokens=self.num_prompt[slot],
+                num_computed_tokens=self.computed[slot],
+                block_ids=list(cached),
+                params=params,
+                eos_token_ids=self.spec.eos_token_ids,
+            )
+        )
+        return slot
+
+    def free(self, slot: int, keep_blocks: int = 0) -> list[int]:
+        """Take the slot away; its blocks after the first `keep_blocks` are free again. Returns its tokens."""
+        self.freed.append(slot)
+        self.free_slots.insert(0, slot)
+        self.free_blocks += self.blocks.pop(slot)[keep_blocks:]
+        self.random.shuffle(self.free_blocks)
+        return self.tokens.pop(slot)
+
+    def step(self, chunks: dict[int, int], bitmask: GrammarBitmask | None = None) -> ModelRunnerOutput:
+        """Compute so many tokens of each slot, in this order; a slot with none left to know samples."""
+        scheduled: list[ScheduledRequest] = []
+        for slot, num_tokens in chunks.items():
+            end = self.computed[slot] + num_tokens
+            assert end <= len(self.tokens[slot])
+            missing = -(-end // self.block_size) - len(self.blocks[slot])
+            new_blocks = [self.free_blocks.pop() for _ in range(missing)]
+            self.blocks[slot] += new_blocks
+            self.computed[slot] = end
+            scheduled.append(ScheduledRequest(slot, num_tokens, new_blocks, end == len(self.tokens[slot])))
+        self.step_number += 1
+        self.worker.execute_model(SchedulerOutput(self.step_number, scheduled, self.new, self.freed))
+        self.new, self.freed = [], []
+        output = self.worker.sample_tokens(bitmask).result()
+        for row, sampled in zip(scheduled, output.sampled_token_ids, strict=True):
+            assert len(sampled) == row.samples
+            self.tokens[row.slot] += sampled
+        return output
+
+    def left(self, slot: int) -> int:
+        """Tokens of the slot that are known and not computed."""
+        return len(self.tokens[slot]) - self.computed[slot]
+
+    def outputs(self, slot: int) -> list[int]:
+        """Tokens after the prompt."""
+        return self.tokens[slot][self.num_prompt[slot] :]
+
+    def generate(self, slots: list[int], num_outputs: int, chunk: int = 10**6) -> None:
+        """Step until each slot has so many outputs; prompts in chunks, mixed with others' decoding."""
+        while pending := [s for s in slots if len(self.outputs(s)) < num_outputs]:
+            self.step({s: min(chunk, self.left(s)) for s in pending})
