@@ -18,7 +18,7 @@ from servd.child import read_start
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor._base import Executor, Progress
-from servd.errors import ConfigError
+from servd.errors import ConfigError, EngineError
 from servd.ipc import Inbox, Outbox, address
 from servd.messages import (
     Attach,
@@ -67,7 +67,7 @@ class EngineCoreProc:
     def __init__(self, start: Start) -> None:
         self.start = start
         self.clock = StartupClock(start.started_at)
-        self.inputs: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self.inputs: queue.SimpleQueue[ToEngine | WorkerFailed] = queue.SimpleQueue()
         # (client or None for all, message); None ends the output thread.
         self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attach | None] = queue.SimpleQueue()
         self.output_thread = threading.Thread(target=self.send_outputs, name="output", daemon=True)
@@ -81,7 +81,9 @@ class EngineCoreProc:
             engine = self.load()
             self.busy_loop(engine)
         except Exception as error:
-            self.outputs.put((None, EngineDead(str(error) or type(error).__name__)))
+            # Clients get the kind of the failure; details, which may show paths, are for the log alone.
+            reason = str(error) if isinstance(error, ConfigError) else f"the engine failed ({type(error).__name__})"
+            self.outputs.put((None, EngineDead(reason)))
             raise
         finally:
             self.outputs.put(None)
@@ -100,6 +102,7 @@ class EngineCoreProc:
         """Bring up executor and engine, reporting progress."""
         config, spec = self.start.config, self.start.spec
         self.executor, ready = start_executor(config, spec, self.progress)
+        self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
         engine = EngineCore(config, spec, self.executor, ready.num_blocks)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
@@ -115,10 +118,11 @@ class EngineCoreProc:
     def busy_loop(self, engine: EngineCore) -> None:
         """Take what has arrived, run a step, hand on its outputs. Without work: wait, using no CPU."""
         while True:
-            if not engine.has_work:
-                engine.handle(self.inputs.get())
-            while not self.inputs.empty():
-                engine.handle(self.inputs.get())
+            while not engine.has_work or not self.inputs.empty():
+                message = self.inputs.get()
+                if isinstance(message, WorkerFailed):  # a worker process ended while no step was awaited
+                    raise EngineError(message.reason)
+                engine.handle(message)
             for client, outputs in engine.step().items():
                 self.outputs.put((client, outputs))
 
