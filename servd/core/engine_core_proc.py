@@ -28,6 +28,7 @@ from servd.messages import (
     EngineStatus,
     FromEngine,
     ToEngine,
+    WorkerFailed,
     WorkerReady,
 )
 
