@@ -1,0 +1,125 @@
+"""The whole core under random requests, aborts, budgets and cache sizes, at every depth and with both policies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from servd.messages import AbortRequests
+from tests.core.engines import Log, generate, make_engine, make_request, solo
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request, when it comes, and after how many more steps it is aborted, if it is."""
+
+    step: int
+    prompt: list[int]
+    max_tokens: int
+    priority: int
+    cache_salt: str | None
+    abort_after: int | None
+
+
+# Prompts are cut from two long texts, so that beginnings are often equal, and often not.
+TEXTS = [list(range(40)), [0, 1, 2, 3, 4, 5, 6, 7, *range(100, 132)]]
+arrivals = st.builds(
+    Arrival,
+    step=st.integers(0, 12),
+    prompt=st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 40)),
+    max_tokens=st.integers(1, 20),
+    priority=st.integers(0, 2),
+    cache_salt=st.sampled_from([None, None, "a"]),
+    abort_after=st.none() | st.integers(0, 25),
+)
+max_num_seqs = st.shared(st.integers(1, 6), key="max_num_seqs")
+options = st.fixed_dictionaries(
+    {
+        "num_blocks": st.sampled_from([16, 20, 64]),  # 60 tokens, the longest request, need 15 blocks
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_seqs.flatmap(lambda least: st.integers(least, 40)),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "enable_prefix_caching": st.booleans(),
+    }
+)
+
+
+def serve(arrivals: list[Arrival], depth: int, options: dict) -> Log:
+    """Run the engine while requests come and go."""
+    engine, log = make_engine(depth=depth, **options), Log()
+    last = max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals)
+    for step in range(last + 1):
+        for i, arrival in enumerate(arrivals):
+            if arrival.step == step:
+                engine.handle(
+                    make_request(
+                        str(i), arrival.prompt, arrival.max_tokens,
+                        priority=arrival.priority, cache_salt=arrival.cache_salt,
+                    )
+                )  # fmt: skip
+            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
+                engine.handle(AbortRequests([str(i)]))
+        log.step(engine)
+    log.run(engine)  # bounded: nobody starves
+    event(f"preemptions: {log.total('num_preemptions') > 0}, hits: {log.total('prefix_cache_hits') > 0}")
+    return log
+
+
+@settings(max_examples=150, deadline=None)
+@given(arrivals=st.lists(arrivals, min_size=1, max_size=10), options=options)
+def test_every_request_ends_once_with_its_own_tokens(arrivals, options):
+    for depth in (1, 2, 3):
+        log = serve(arrivals, depth, options)  # checks budgets, blocks and slots of every step
+        for i, arrival in enumerate(arrivals):
+            expected = solo(make_request("", arrival.prompt, arrival.max_tokens))
+            tokens = log.token_ids(str(i))
+            if log.finished(str(i)):
+                assert tokens == expected
+            else:
+                assert arrival.abort_after is not None and tokens == expected[: len(tokens)]
+
+
+def test_two_steps_are_in_flight_at_depth_two():
+    launched_before_harvest = {}
+    for depth in (1, 2):
+        engine = make_engine(depth=depth)
+        engine.handle(make_request("a", [1, 2, 3], 6))
+        log = Log()
+        log.step(engine)
+        log.step(engine)
+        launched_before_harvest[depth] = len(engine.executor.steps) - len(log.outputs["a"])
+        log.run(engine)
+    assert launched_before_harvest == {1: 0, 2: 1}
+
+
+def test_scheduling_never_reads_the_history_again():
+    """The cost of a step must not grow with the length of a request: decoding may touch the end of it only."""
+
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, key):
+            part = super().__getitem__(key)
+            Counted.reads += len(part) if isinstance(key, slice) else 1
+            return part
+
+        def __iter__(self):
+            raise AssertionError("a whole history was read")
+
+    engine = make_engine(num_blocks=600, max_model_len=2048, max_num_batched_tokens=2048)
+    engine.handle(make_request("a", [1] * 1500, 400))
+    log = Log()
+    log.step(engine)
+    request = engine.scheduler.requests["a"]
+    request.token_ids = Counted(request.token_ids)
+    log.run(engine)
+    assert 0 < Counted.reads <= 400
+
+
+def test_equal_requests_get_equal_tokens_whatever_runs_beside_them():
+    requests = [make_request(str(i), [1, 2, 3, 4, 5, i % 3], 12) for i in range(12)]
+    log = generate(make_engine(num_blocks=16, depth=2), *requests)
+    for request in requests:
+        assert log.token_ids(request.request_id) == solo(request)
