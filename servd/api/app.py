@@ -1,0 +1,70 @@
+"""create_app: routes, middleware and error handling in one ASGI application."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+
+import servd
+from servd import plugins
+from servd.api.async_llm import AsyncLLM
+from servd.api.auth import ApiKeyAuth
+from servd.api.middleware import BodyLimit, RequestContext
+from servd.api.protocol.errors import error_reply
+from servd.api.routes._context import Context
+from servd.config import Config
+from servd.errors import NotFound, ServdError
+
+ROUTES = "servd.api.routes"
+
+
+def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0) -> FastAPI:
+    """The HTTP application over an engine that may still be loading.
+
+    Args:
+        config: resolved.
+        async_llm: started by the caller.
+        keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
+    """
+    middleware = [Middleware(RequestContext, tracer=async_llm.tracer), Middleware(BodyLimit)]
+    if config.server.api_key:
+        middleware.insert(1, Middleware(ApiKeyAuth, keys=config.server.api_key))
+    app = FastAPI(
+        title="servd",
+        version=servd.__version__,
+        middleware=middleware,
+        exception_handlers={ServdError: _answer_error, HTTPException: _answer_error},
+        # The API is OpenAI's. The generated pages would load scripts from elsewhere and know no request body.
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    for name in plugins.names(ROUTES):
+        app.include_router(plugins.load(ROUTES, name, "router"))
+    app.state.context = Context(
+        config=config,
+        async_llm=async_llm,
+        started_at=time.time(),
+        fingerprint=_fingerprint(config),
+        keep_alive=keep_alive,
+    )
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
+        error = NotFound(f"there is no route {request.method} {request.scope['path'][:200]}")
+    reply = error_reply(error, request.state.request_id)
+    return Response(reply.body, reply.status, reply.headers, media_type="application/json")
+
+
+def _fingerprint(config: Config) -> str:
+    """Version and what else decides the tokens, so that a client sees when an answer may differ."""
+    deciding = msgspec.json.encode([config.model, config.cache, config.scheduler, config.parallel])
+    return f"servd-{servd.__version__}-{hashlib.sha256(deciding).hexdigest()[:8]}"

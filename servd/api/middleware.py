@@ -1,0 +1,104 @@
+"""What surrounds every request: its id, its timeline, the last resort for errors, the limit of its body."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from servd.api.protocol.errors import ErrorReply, error_reply
+from servd.tracing import Tracer
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
+
+
+async def send_error(reply: ErrorReply, send: Send) -> None:
+    """Send a whole error response."""
+    headers = {"content-type": "application/json", "content-length": str(len(reply.body)), **reply.headers}
+    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": reply.status, "headers": raw})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+class RequestContext:
+    """Gives every request an id, returned as X-Request-Id; answers errors that nothing else did; closes timelines.
+
+    In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it, since clients may
+    choose the same; `traced`, the ids under which the tracer knows what this request started.
+    """
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self.app = app
+        self.tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        asked = Headers(scope=scope).get("x-request-id", "")
+        request_id = unique_id = uuid.uuid4().hex
+        if REQUEST_ID.fullmatch(asked):
+            request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
+        traced: list[str] = []
+        scope.setdefault("state", {}).update(request_id=request_id, unique_id=unique_id, traced=traced)
+        started = written = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal started, written
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+            written = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await self.app(scope, receive, send_on)
+        except ClientDisconnect:
+            pass  # nobody is there to answer
+        except Exception as error:
+            reply = error_reply(error, request_id)
+            if started:
+                raise  # the server cuts the connection: the client sees that the answer is not whole
+            await send_error(reply, send_on)
+        finally:
+            for name in traced:
+                if written:
+                    self.tracer.mark(name, "written")
+                self.tracer.mark(name, "done")
+                self.tracer.finish(name)
+
+
+class BodyLimit:
+    """413 for a body that is too long, by its header or as it arrives."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length) > self.max_bytes:
+            raise self._too_long()
+        num_received = 0
+
+        async def receive_some() -> Message:
+            nonlocal num_received
+            message = await receive()
+            if message["type"] == "http.request":
+                num_received += len(message.get("body", b""))
+                if num_received > self.max_bytes:
+                    raise self._too_long()
+            return message
+
+        await self.app(scope, receive_some, send)
+
+    def _too_long(self) -> HTTPException:
+        return HTTPException(413, f"the body may have at most {self.max_bytes} bytes")

@@ -1,0 +1,91 @@
+"""Completions: the request, the answer and the chunks of a stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from servd.api.protocol.generation import GenerationRequest, Usage
+from servd.errors import InvalidRequest
+from servd.messages import FinishReason
+from servd.params import MAX_LOGPROBS, SamplingParams
+
+MAX_PROMPTS = 1024
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token_id) is int for token_id in value)
+
+
+def _list_of_prompts(value: Any) -> list[str] | list[list[int]]:
+    if isinstance(value, str) or (value and _is_token_ids(value)):
+        return [value]
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
+        raise PydanticCustomError("prompt", "must be a string, token ids, or a list of 1 to 1024 of either")
+    if all(isinstance(prompt, str) for prompt in value) or all(_is_token_ids(prompt) for prompt in value):
+        return value
+    raise PydanticCustomError("prompt", "must be all strings or all lists of token ids")
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[Any, BeforeValidator(_list_of_prompts)]  # read as list[str] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequest("`best_of` is not supported: ask for `n` and choose", param="best_of")
+        if self.suffix:
+            raise InvalidRequest("`suffix` is not supported; leave it out", param="suffix")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("`echo` with `logprobs` is not supported; ask for one of them", param="echo")
+        return self
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """The request's sampling parameters over the model's `defaults`."""
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        own = {"max_tokens": max_tokens, "logprobs": self.logprobs}
+        return SamplingParams(**{**defaults, **self.shared_params(), **own})
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """One entry per token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # of the token's first character in the choice's text
+
+
+class CompletionChoice(msgspec.Struct):
+    """One continuation, whole or a chunk's part of it; index = prompt number * n + i."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
+    """The whole answer, or one event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET

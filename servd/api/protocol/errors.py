@@ -1,0 +1,68 @@
+"""The error body that OpenAI clients read, for every exception."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from servd.errors import EngineDead, EngineError, Overloaded, RequestError, Unauthorized
+
+log = logging.getLogger("servd.api")
+
+MAX_MESSAGE = 2000  # characters; a message may quote what the client sent
+TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error"}
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None = None  # the request field at fault
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """`{"error": {...}}`: the SDKs look for exactly this nesting."""
+
+    error: ErrorDetail
+
+
+class ErrorReply(msgspec.Struct):
+    """A whole HTTP answer to an exception."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+
+def error_reply(error: Exception, request_id: str) -> ErrorReply:
+    """The answer to `error`; an unexpected one is logged with its traceback and told to the client by id only."""
+    headers: dict[str, str] = {}
+    match error:
+        case RequestError():
+            status, detail = error.status, ErrorDetail(error.message, error.type, error.param, error.code)
+            if isinstance(error, Overloaded):
+                headers["Retry-After"] = str(error.retry_after)
+            elif isinstance(error, Unauthorized):
+                headers["WWW-Authenticate"] = "Bearer"
+        case EngineDead():
+            status, detail = 503, ErrorDetail(str(error), "server_error", code="engine_dead")
+        case EngineError():
+            status, detail = 500, ErrorDetail(str(error), "server_error", code="engine_error")
+        case HTTPException():  # raised by the router and by the body limit
+            status, detail = error.status_code, ErrorDetail(error.detail, _type_of(error.status_code))
+            headers.update(error.headers or {})
+        case _:
+            log.error("request %s failed", request_id, exc_info=error)
+            message = f"internal error; the server's log has the details under request id {request_id}"
+            status, detail = 500, ErrorDetail(message, "server_error", code="internal_error")
+    if len(detail.message) > MAX_MESSAGE:
+        detail.message = detail.message[:MAX_MESSAGE] + "..."
+    return ErrorReply(status, msgspec.json.encode(ErrorBody(detail)), headers)
+
+
+def _type_of(status: int) -> str:
+    return TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")

@@ -1,0 +1,143 @@
+"""What chat and completion requests share: sampling fields, streaming options, usage."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from servd.api.protocol.validation import RequestBody
+from servd.errors import InvalidRequest
+from servd.params import SamplingParams
+
+# Fields that would change the answer in a way that servd cannot honour, so a client that sends one must be told.
+# All other unknown fields are accepted and named in the header X-Servd-Ignored.
+UNSUPPORTED = (
+    "audio", "bad_words", "chat_template", "documents", "function_call", "functions", "guided_choice",
+    "guided_grammar", "guided_json", "guided_regex", "logprob_token_ids", "modalities", "prompt_embeds",
+    "prompt_logprobs", "repetition_detection", "response_format", "return_tokens_as_token_ids",
+    "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
+)  # fmt: skip
+NEUTRAL: dict[str, Any] = {"modalities": ["text"], "response_format": {"type": "text"}}
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Absent, off or empty (0 is none of these), or the one value that asks for nothing."""
+    empty = isinstance(value, str | list | dict) and not value
+    return value is None or value is False or empty or value == NEUTRAL.get(name)
+
+
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _bias_by_id(value: Any) -> Any:
+    # By hand, because pydantic would list one error per key, and there may be a million.
+    if not isinstance(value, dict):
+        return value
+    bias: dict[int, float] = {}
+    for key, amount in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12):
+            raise PydanticCustomError("logit_bias", 'keys must be token ids, as in {{"50256": -100}}')
+        if isinstance(amount, bool) or not isinstance(amount, int | float):
+            raise PydanticCustomError("logit_bias", "values must be numbers")
+        bias[int(key)] = float(amount)
+    return bias
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+
+class StreamOptions(TypedDict, total=False):
+    """What a stream carries besides text."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    include_usage: bool | None
+    continuous_usage_stats: bool | None
+
+
+class GenerationRequest(RequestBody):
+    """Fields that mean the same in a chat and in a completion."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_one_or_more)] = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias_by_id)] = None
+    allowed_token_ids: TokenIds | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
+    # For the client's own records; they never change an answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    @model_validator(mode="after")
+    def _check_support(self) -> GenerationRequest:
+        extra = self.model_extra or {}
+        for name in UNSUPPORTED:
+            if not _is_neutral(name, extra.get(name)):
+                hint = f"only {json.dumps(NEUTRAL[name])} is" if name in NEUTRAL else "leave it out"
+                raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")
+        return self
+
+    def ignored(self) -> list[str]:
+        """Fields of the body, and of its stream options, that have no effect here."""
+        options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
+        names = set(super().ignored()) - set(UNSUPPORTED)  # those are neutral here
+        return sorted(names | {f"stream_options.{name}" for name in options})
+
+    @property
+    def include_usage(self) -> bool:
+        """A last chunk tells the usage."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Every chunk tells the usage so far."""
+        return bool((self.stream_options or {}).get("continuous_usage_stats"))
+
+    def shared_params(self) -> dict[str, Any]:
+        """The given fields that have the name and meaning of a SamplingParams field."""
+        names = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of all choices; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails

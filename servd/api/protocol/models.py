@@ -1,0 +1,25 @@
+"""The list of served models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
+    """One name under which the model is served."""
+
+    id: str
+    created: int  # Unix time of the server's start
+    root: str  # what was loaded
+    max_model_len: int  # prompt plus output, in tokens
+    owned_by: str = "servd"
+    parent: str | None = None
+    permission: list[Any] = []  # an old field of OpenAI's that some clients require
+
+
+class ModelList(msgspec.Struct, tag_field="object", tag="list"):
+    """All of them."""
+
+    data: list[ModelCard]

@@ -1,0 +1,164 @@
+"""Answer: the deltas of a request's choices become one JSON body, or the events of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.async_llm import AsyncLLM
+from servd.api.processor import Prepared
+from servd.api.protocol.generation import GenerationRequest, PromptTokensDetails, Usage
+from servd.api.routes._context import context_of, ignored_header
+from servd.api.streaming import EventStream, event, until_disconnect
+from servd.outputs import CompletionOutput
+
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+class Answer(ABC):
+    """One request's answer in the making. Subclasses know the shapes of chunks and bodies.
+
+    Both ways consume the same deltas, so a stream joined is the whole answer.
+
+    Args:
+        answer_id: the `id` of the body and of all chunks.
+        model: the name to answer with.
+        body: as the client sent it.
+        prepared: one per prompt, each with the same number of choices.
+    """
+
+    def __init__(
+        self, request: Request, answer_id: str, model: str, body: GenerationRequest, prepared: list[Prepared]
+    ) -> None:
+        self.request = request
+        self.context = context_of(request)
+        self.id = answer_id
+        self.created = int(time.time())
+        self.model = model
+        self.body = body
+        self.prepared = prepared
+        self.n = prepared[0].params.n
+        self.num_choices = self.n * len(prepared)
+        self.num_output_tokens = 0
+        self.num_cached_tokens = [0] * len(prepared)
+
+    @abstractmethod
+    def chunks(self, output: CompletionOutput) -> Sequence[msgspec.Struct]:
+        """What a stream says about one delta; may be nothing."""
+
+    @abstractmethod
+    def last_chunk(self) -> msgspec.Struct:
+        """The chunk without choices that tells the usage."""
+
+    @abstractmethod
+    def whole(self, choices: list[CompletionOutput]) -> msgspec.Struct:
+        """The body for all choices, in order."""
+
+    async def respond(self) -> Response:
+        """Stream, or wait for all of it; the engine stops when the client leaves.
+
+        Raises:
+            ClientDisconnect: the client left before a whole answer was there.
+        """
+        headers = ignored_header(self.body)
+        if self.body.stream:
+            return EventStream(
+                self._frames(),
+                request_id=self.request.state.request_id,
+                keep_alive=self.context.keep_alive,
+                headers=headers,
+            )
+        content = await until_disconnect(self._collect(), self.request.receive)
+        return Response(content, headers=headers, media_type="application/json")
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        num_prompt_tokens = sum(len(p.prompt_token_ids) for p in self.prepared)
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            total_tokens=num_prompt_tokens + self.num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self.num_cached_tokens)),
+        )
+
+    def chunk_usage(self) -> Usage | None | UnsetType:
+        """The `usage` of an ordinary chunk: there only if the client asked for usage."""
+        if self.body.continuous_usage:
+            return self.usage()
+        return None if self.body.include_usage else UNSET
+
+    def has_news(self, output: CompletionOutput) -> bool:
+        """Whether a stream says something about a delta; text may be held back for a stop string."""
+        asked_for_tokens = output.logprobs or self.body.return_token_ids or self.body.continuous_usage
+        return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
+
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
+        encode = msgspec.json.Encoder().encode
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                if chunks := self.chunks(output):
+                    yield b"".join([event(encode(chunk)) for chunk in chunks])
+        if self.body.include_usage:
+            yield event(encode(self.last_chunk()))
+
+    async def _collect(self) -> bytes:
+        choices = [CompletionOutput(index=i) for i in range(self.num_choices)]
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                choices[output.index].add(output)
+        return msgspec.json.encode(self.whole(choices))
+
+    async def _outputs(self) -> AsyncGenerator[CompletionOutput, None]:
+        """The deltas of all choices, counted. The engine gets the requests when the first one is asked for."""
+        async with aclosing(generate(self.context.async_llm, self.prepared, self.n)) as outputs:
+            async for output in outputs:
+                self.num_output_tokens += len(output.token_ids)
+                prompt, choice = divmod(output.index, self.n)
+                if choice == 0:  # later choices find what the first one computed
+                    self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], output.num_cached_tokens)
+                yield output
+
+
+def generate(async_llm: AsyncLLM, prepared: list[Prepared], n: int) -> AsyncGenerator[CompletionOutput, None]:
+    """Outputs of several prompts with `n` choices each, as they come; index = prompt number * n + i."""
+    if len(prepared) == 1:
+        return async_llm.generate(prepared[0])
+    return _merge(async_llm, prepared, n)
+
+
+async def _merge(async_llm: AsyncLLM, prepared: list[Prepared], n: int) -> AsyncGenerator[CompletionOutput, None]:
+    arrived: asyncio.Queue[CompletionOutput | Exception | None] = asyncio.Queue()
+
+    async def forward(number: int) -> None:
+        try:
+            async with aclosing(async_llm.generate(prepared[number])) as outputs:
+                async for output in outputs:
+                    output.index += number * n
+                    arrived.put_nowait(output)
+            arrived.put_nowait(None)
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.create_task(forward(number)) for number in range(len(prepared))]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,90 @@
+"""What the routes share: the context of the server, reading a body, answering with JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.async_llm import AsyncLLM
+from servd.api.protocol.validation import Body, RequestBody, parse
+from servd.config import Config
+from servd.errors import InvalidRequest, UnknownModel
+from servd.tracing import now_ns
+
+MAX_IGNORED = 32  # names in the header
+
+
+class Context(msgspec.Struct, frozen=True):
+    """Made once by `create_app`."""
+
+    config: Config
+    async_llm: AsyncLLM
+    started_at: float  # Unix time
+    fingerprint: str  # system_fingerprint of all answers
+    keep_alive: float  # seconds
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names under which the model is served; the first is shown where a request names none."""
+        return self.config.model.served_model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        return self.async_llm.processor.max_model_len
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with.
+
+        Raises:
+            UnknownModel: it is not served here.
+        """
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise UnknownModel(f"the model {asked[:200]!r} is not served here; there is: {served}", param="model")
+        return asked
+
+
+def context_of(request: Request) -> Context:
+    """The server's context."""
+    return request.app.state.context
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """Read and check a JSON body.
+
+    Raises:
+        InvalidRequest: also for another content type, which a browser's form could send across origins.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise InvalidRequest(f"Content-Type must be application/json, got {content_type[:100] or 'none'}")
+    data = await request.body()
+    request.state.received_ns = now_ns()
+    return parse(kind, data)
+
+
+def start_timeline(request: Request, engine_request_id: str) -> None:
+    """Begin the timeline of a request whose body has been parsed; RequestContext ends it."""
+    tracer = context_of(request).async_llm.tracer
+    request.state.traced.append(engine_request_id)
+    tracer.mark(engine_request_id, "received", request.state.received_ns)
+    tracer.mark(engine_request_id, "parsed")
+
+
+def ignored_header(body: RequestBody) -> Mapping[str, str]:
+    """Names the fields that had no effect, so that a typing error does not pass in silence."""
+    names = [quote(name[:64], safe="") for name in body.ignored()[:MAX_IGNORED]]
+    return {"x-servd-ignored": ", ".join(names)} if names else {}
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Answer with a msgspec struct or plain data."""
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")

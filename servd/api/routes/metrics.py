@@ -1,0 +1,18 @@
+"""GET /metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.routes._context import context_of
+
+router = APIRouter()
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    body, content_type = context_of(request).async_llm.metrics.render()
+    return Response(body, headers={"content-type": content_type})

@@ -1,0 +1,55 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.async_llm import AsyncLLM
+from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from servd.api.routes._context import context_of, ignored_header, json_response, read_body
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """The token ids that a completion or a chat would compute."""
+    context = context_of(request)
+    body = await read_body(request, TokenizeRequest)
+    context.model_name(body.model)
+    tokenizer = context.async_llm.processor.tokenizer
+    if body.prompt is not None:
+        text, add_special_tokens = body.prompt, body.add_special_tokens
+    else:
+        text, add_special_tokens = await _render(context.async_llm, body), False
+    token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+    strings = [tokenizer.token_string(i) for i in token_ids] if body.return_token_strs else None
+    answer = Tokenized(len(token_ids), context.max_model_len, token_ids, strings)
+    return json_response(answer, headers=ignored_header(body))
+
+
+async def _render(async_llm: AsyncLLM, body: TokenizeRequest) -> str:
+    return await async_llm.render_chat(
+        cast(list[dict[str, Any]], body.messages),
+        cast(list[dict[str, Any]] | None, body.tools),
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.chat_template_kwargs,
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    context = context_of(request)
+    body = await read_body(request, DetokenizeRequest)
+    context.model_name(body.model)
+    processor = context.async_llm.processor
+    processor.check_token_ids(body.tokens, "tokens")
+    text = await asyncio.to_thread(processor.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_response(Detokenized(text), headers=ignored_header(body))

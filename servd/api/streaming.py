@@ -1,0 +1,124 @@
+"""Server-sent events, and work that ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from servd.api.protocol.errors import error_reply
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it, proxies see life
+
+
+def event(payload: bytes) -> bytes:
+    """Frame one JSON document, which holds no raw newline, as a server-sent event."""
+    return b"data: " + payload + b"\n\n"
+
+
+async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Run `work`; cancel it when the client leaves. The body of the request must have been read.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        task.cancel()
+        left.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends frames as they are made, a comment while there are none, and `[DONE]`; stops when the client leaves.
+
+    The status line goes out with the first frame, so what fails before it is still an HTTP error; what fails
+    later becomes an error event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        *,
+        request_id: str,
+        keep_alive: float,  # seconds
+        headers: Mapping[str, str],
+    ) -> None:
+        self.frames = frames
+        self.request_id = request_id
+        self.keep_alive = keep_alive
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the response."""
+        writer = _Writer(send, self.raw_headers)
+        await until_disconnect(self._write_all(writer), receive)
+
+    async def _write_all(self, writer: _Writer) -> None:
+        pulse = asyncio.create_task(writer.pulse(self.keep_alive))
+        try:
+            async with aclosing(self.frames):
+                async for frame in self.frames:
+                    await writer.write(frame)
+        except Exception as error:
+            if not writer.has_started:
+                raise
+            await writer.write(event(error_reply(error, self.request_id).body))
+        finally:
+            pulse.cancel()
+            await asyncio.gather(pulse, return_exceptions=True)
+        await writer.write(DONE, more=False)
+
+
+class _Writer:
+    """The sending half of one stream. Two tasks write: the stream itself and its pulse."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self.send = send
+        self.headers = headers
+        self.has_started = False
+        self.lock = asyncio.Lock()
+        self.now = asyncio.get_running_loop().time
+        self.last_write = self.now()
+
+    async def write(self, frame: bytes, more: bool = True) -> None:
+        async with self.lock:
+            if not self.has_started:
+                await self.send({"type": "http.response.start", "status": 200, "headers": self.headers})
+                self.has_started = True
+            await self.send({"type": "http.response.body", "body": frame, "more_body": more})
+        self.last_write = self.now()
+
+    async def pulse(self, interval: float) -> None:
+        """Write a comment whenever nothing was written for `interval` seconds."""
+        while True:
+            idle = self.now() - self.last_write
+            if idle < interval:
+                await asyncio.sleep(interval - idle)
+            elif self.lock.locked():  # the client does not read what is already there
+                await asyncio.sleep(interval)
+            else:
+                await self.write(KEEP_ALIVE)
