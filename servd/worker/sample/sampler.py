@@ -113,8 +113,8 @@ class Sampler:
         """Sample one token per row.
 
         Args:
-            logits: [n, vocab] float32; overwritten. A row without a finite maximum (all -inf, or NaN) yields an
-                arbitrary valid id and leaves the other rows alone.
+            logits: [n, vocab] float32; overwritten. A row without a finite maximum (all -inf, +inf, NaN) yields its
+                argmax, greedy or not, and leaves the other rows alone.
             slots: [n] int64 on the device, distinct.
             host_slots: the same on the host.
             positions: [n] int64 on the device: the index in the sequence that the sampled token will have.

@@ -38,14 +38,13 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     Args:
         weights: [n, vocab] float32. Rows that hold NaN give an arbitrary valid id.
-        uniforms: [n] float64 in [0, 1).
+        uniforms: [n] float64 in [0, 1), at most 1 - 2**-53.
 
     Returns:
         token ids [n] int64.
     """
     cumulative = weights.to(torch.int64).cumsum_(dim=-1)
     total = cumulative[:, -1]
-    # float64 may round u * total up to total
-    target = torch.minimum((uniforms * total).to(torch.int64), total - 1)
+    target = (uniforms * total).to(torch.int64)  # < total: the largest u, 1 - 2**-53, never rounds up to it
     token_ids = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
     return token_ids.clamp_(max=weights.shape[1] - 1)
