@@ -7,6 +7,7 @@ from html import escape
 WIDTH, HEIGHT = 960, 470
 COLOURS = {"api": "#dbeafe", "core": "#dcfce7", "worker": "#fef3c7", "parent": "#f3f4f6", "plain": "#ffffff"}
 LINE, TEXT, SOFT = "#374151", "#111827", "#4b5563"
+STROKE = f'stroke="{LINE}" stroke-width="1.5" marker-end="url(#head)"'
 
 
 def box(x: int, y: int, w: int, h: int, colour: str, title: str, *lines: str) -> str:
@@ -21,13 +22,15 @@ def box(x: int, y: int, w: int, h: int, colour: str, title: str, *lines: str) ->
 def label(x: int, y: int, text: str, size: int = 14, bold: bool = False, colour: str = TEXT) -> str:
     """Text centred at x."""
     weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" text-anchor="middle"{weight}>{escape(text)}</text>'
+    return (
+        f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" text-anchor="middle"{weight}>{escape(text)}</text>'
+    )
 
 
 def arrow(x1: int, y1: int, x2: int, y2: int, dashed: bool = False) -> str:
     """A line with a head at its end."""
     dash = ' stroke-dasharray="4 4"' if dashed else ""
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{LINE}" stroke-width="1.5" marker-end="url(#head)"{dash}/>'
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" {STROKE}{dash}/>'
 
 
 def draw() -> str:
@@ -56,7 +59,7 @@ def draw() -> str:
         box(592, 190, 104, 66, "plain", "input", "thread,", "queue"),
         box(592, 374, 104, 66, "plain", "output", "queue,", "thread"),
         arrow(696, 222, 716, 222),
-        f'<path d="M716 300H644V372" fill="none" stroke="{LINE}" stroke-width="1.5" marker-end="url(#head)"/>',
+        f'<path d="M716 300H644V372" fill="none" {STROKE}/>',
         box(718, 190, 212, 130, "plain", "EngineCore"),
         label(824, 236, "Scheduler.schedule", 12, colour=SOFT),
         label(824, 256, "Executor.execute_model", 12, colour=SOFT),
@@ -75,7 +78,7 @@ def draw() -> str:
         label(158, 195, "JSON", 11, colour=SOFT),
         label(158, 243, "SSE", 11, colour=SOFT),
         # channel
-        f'<path d="M438 350H466V222H590" fill="none" stroke="{LINE}" stroke-width="1.5" marker-end="url(#head)"/>',
+        f'<path d="M438 350H466V222H590" fill="none" {STROKE}/>',
         arrow(592, 416, 440, 416),
         label(520, 214, "EngineCoreRequest", 11, colour=SOFT),
         label(520, 314, "ZeroMQ", 11, colour=SOFT),

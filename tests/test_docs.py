@@ -1,0 +1,171 @@
+"""Documentation: generated pages are current, links and flags exist, and the examples run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from servd.cli import make_parser
+from servd.config import section_of_option
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+
+# Flags of other programs that the pages show.
+OTHER_FLAGS = {
+    "--rm", "--gpus", "--user", "--build-arg", "--build",  # docker
+    "--check",  # docs/generate.py
+}  # fmt: skip
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Fenced code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE)
+
+
+def test_generated_pages_are_current():
+    result = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf8"))
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@every_page
+def test_flags_exist(page):
+    code = re.sub(r"https?://\S+", "", page.read_text(encoding="utf8"))
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", code)) - OTHER_FLAGS
+    options = {f"--{name.replace('_', '-')}" for name in section_of_option()}
+    known = options | {f"--no-{flag[2:]}" for flag in options} | {"--help", "--config", "--version", "--no"}
+    # "docs/config.md" says `--no-...`, for any switch
+    assert sorted(flag for flag in flags if flag not in known) == []
+
+
+def test_every_flag_of_the_command_line_is_documented():
+    text = (ROOT / "docs/config.md").read_text(encoding="utf8")
+    for name in section_of_option():
+        flag = name.replace("_", "-")
+        assert name == "model" or re.search(rf"`--(no-)?{flag}`", text), name
+
+
+def test_the_help_has_every_option_and_its_description(capsys):
+    from servd.config import Config
+
+    with pytest.raises(SystemExit) as end:
+        make_parser().parse_args(["serve", "--help"])
+    assert end.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for section in msgspec.structs.fields(Config):
+        assert (section.type.__doc__ or "").splitlines()[0].rstrip(".") in shown
+    for name in section_of_option():
+        assert name == "model" or f"--{name.replace('_', '-')}" in shown
+
+
+def test_all_places_name_the_same_torch():
+    places = ["Makefile", "README.md", "docker/Dockerfile.cpu", "docs/docker.md"]
+    versions = {place: set(re.findall(r"torch==([\d.]+\d)", (ROOT / place).read_text())) for place in places}
+    assert versions == dict.fromkeys(places, {"2.13.0"})
+
+
+def test_the_documented_default_template_is_the_one_in_use():
+    from servd.api.chat_template import DEFAULT_TEMPLATE
+
+    (shown,) = blocks(ROOT / "docs/http.md", "jinja")
+    assert shown.strip() == DEFAULT_TEMPLATE.strip()
+
+
+def test_compose_builds_the_images_that_exist():
+    compose = msgspec.yaml.decode((ROOT / "docker/compose.yaml").read_bytes())
+    for service in compose["services"].values():
+        assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+
+
+# ---- examples ----
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server that calls its fake model gpt2."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "servd", "serve", "--executor", "fake", "--port", "0", "--served-model-name", "gpt2"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if match := re.search(r"ready at (http://\S+)", line):
+                yield match[1]
+                break
+        else:
+            pytest.fail("the server did not start:\n" + "".join(log))
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+        process.stderr.close()
+
+
+def run_example(text: str, language: str, **replace: str) -> str:
+    """Run a block as its reader would, with some words of it replaced; return what it prints."""
+    for old, new in replace.items():
+        text = text.replace({"server": "http://localhost:8000", "model": '"gpt2"'}[old], new)
+    program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[language]
+    result = subprocess.run(
+        [*program, text],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.parametrize("text", blocks(ROOT / "README.md", "bash"))
+def test_curl_examples(text, url):
+    printed = run_example(text, "bash", server=url)
+    if '"stream": true' in text:
+        events = [line.removeprefix("data: ") for line in printed.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        parts = [choice["text"] for event in events[:-1] for choice in msgspec.json.decode(event)["choices"]]
+        assert len("".join(parts)) == 32  # the fake's tokens are letters
+    else:
+        answer = msgspec.json.decode(printed)
+        assert answer["usage"]["completion_tokens"] == 32
+        assert len(answer["choices"][0]["message"]["content"]) == 32
+
+
+PYTHON_BLOCKS = [
+    pytest.param(text, id=f"{page.name}-{i}")
+    for page in (ROOT / "README.md", ROOT / "docs/offline.md")
+    for i, text in enumerate(blocks(page, "python"))
+]
+
+
+@pytest.mark.parametrize("text", PYTHON_BLOCKS)
+def test_python_examples(text, request):
+    if "localhost:8000" in text:
+        printed = run_example(text, "python", server=request.getfixturevalue("url"))
+        assert len(printed.strip()) > 0
+    else:
+        folder = request.getfixturevalue("tiny_gpt2")
+        printed = run_example(text, "python", model=f'"{folder}"')
+        assert len(printed.splitlines()) >= text.count("print(")
