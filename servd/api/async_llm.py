@@ -216,6 +216,14 @@ class AsyncLLM:
         )
         return await self._run(_num_chars([messages, tools, chat_template_kwargs]), render)
 
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`Tokenizer.encode`, in a thread if the text is long.
+
+        Raises:
+            InvalidRequest: see `Tokenizer.encode`.
+        """
+        return await self._run(len(text), partial(self.processor.tokenizer.encode, text, add_special_tokens))
+
     def generate(self, prepared: Prepared) -> AsyncGenerator[CompletionOutput, None]:
         """Run a request. Errors that need no engine are raised here, not at the first delta.
 
@@ -272,7 +280,7 @@ class AsyncLLM:
     def _abort(self, request_id: str, stream: _Stream) -> None:
         """Tell the engine to drop the choices that have not ended, if any."""
         engine_ids = self.output_processor.abort(request_id)
-        if not engine_ids:
+        if not engine_ids or isinstance(self.status, EngineDeadMessage):
             return
         self.client.send(AbortRequests(engine_ids))
         num_tokens = sum(choice.num_tokens for choice in stream.choices)

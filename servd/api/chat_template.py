@@ -204,10 +204,8 @@ def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[s
     """The message in the form that the template expects; keys that are null are left out."""
     message = {key: value for key, value in message.items() if value is not None}
     content = message.get("content", "")
-    if isinstance(content, list):
-        texts = [_text_of_part(part, f"messages[{index}].content") for part in content]
-    else:
-        texts = [content]
+    parts = content if isinstance(content, list) else [content]
+    texts = [_text_of_part(part, f"messages[{index}].content") for part in parts]
     if wants_parts:
         message["content"] = [{"type": "text", "text": text} for text in texts]
     else:

@@ -42,8 +42,9 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.special_tokens = _special_tokens(config)
         self._backend = backend
-        self._added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        added = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder = backend.decoder.__getstate__().decode() if backend.decoder else ""
         self._is_byte_level = '"ByteLevel"' in decoder
         self._has_byte_fallback = '"ByteFallback"' in decoder
@@ -143,13 +144,9 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         if token is None:  # models pad their vocabulary beyond the tokenizer's
             return b""
-        if token_id in self._added:
-            return self._added[token_id].content.encode()
         if self._is_byte_level:
-            try:
-                return bytes([_BYTE_OF_CHAR[char] for char in token])
-            except KeyError:
-                return token.encode()
+            is_text = token_id in self._added_ids or any(char not in _BYTE_OF_CHAR for char in token)
+            return token.encode() if is_text else bytes([_BYTE_OF_CHAR[char] for char in token])
         if self._has_byte_fallback and (match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
             return bytes.fromhex(match[1])
         text = self._backend.decode([*self._context, token_id], skip_special_tokens=False)

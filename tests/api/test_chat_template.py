@@ -1,0 +1,224 @@
+"""ChatTemplate against transformers' own rendering, and what it adds to it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from servd.api.chat_template import ChatTemplate
+from servd.api.tokenizer import Tokenizer
+from servd.errors import ConfigError, InvalidRequest, ModelNotFound
+
+CHATML = """{%- if tools %}
+{{- '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}
+{{- tool | tojson }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {%- generation %}
+        {{- '<|im_start|>assistant\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '</tool_call>' }}
+            {%- for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}
+{%- endif %}"""
+
+# Mistral's way: BOS, alternating roles, loop controls.
+INST = """{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'system' %}{% continue %}{% endif %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}
+{% endif %}
+{% if message['role'] == 'user' %}
+{{ '[INST] ' + message['content'] | trim + ' [/INST]' }}
+{% else %}
+{{ message['content'] | trim + eos_token }}
+{% endif %}
+{% endfor %}"""
+
+PARTS_ONLY = """{% for message in messages %}{{ message.role }}:{% for part in message.content %}<{{ part.type }}>
+{{- part.text }}{% endfor %};{% endfor %}"""
+
+PARTS_OR_STRING = """{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}
+{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endif %}{% endfor %}"""
+
+TOOLS = [{"type": "function", "function": {"name": "wetter", "description": "für <Städte> & 'Orte'"}}]
+CHAT = [
+    {"role": "user", "content": "  Grüße & <b>hi</b> 😀 "},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+]
+CALL = {"id": "1", "type": "function", "function": {"name": "wetter", "arguments": '{"ort": "Köln", "tage": 2}'}}
+
+
+def transformers_render(template: str, messages: list[dict], tools=None, add_generation_prompt=True, **kwargs) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    prompts, _ = render_jinja_template(
+        [messages], tools=tools, chat_template=template, add_generation_prompt=add_generation_prompt, **kwargs
+    )
+    return prompts[0]
+
+
+@pytest.mark.parametrize("template", [CHATML, INST, PARTS_OR_STRING])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_equals_transformers(template: str, tools, add_generation_prompt: bool):
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    ours = ChatTemplate(template, special_tokens=special).render(CHAT, tools, add_generation_prompt)
+    assert ours == transformers_render(template, CHAT, tools, add_generation_prompt, **special)
+
+
+def test_tool_call_arguments_become_an_object():
+    template = ChatTemplate(CHATML)
+    message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    function = {**CALL["function"], "arguments": json.loads(CALL["function"]["arguments"])}
+    parsed = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": function}]}
+    assert template.render([message], TOOLS) == transformers_render(CHATML, [parsed], TOOLS)
+    assert CALL["function"]["arguments"] == '{"ort": "Köln", "tage": 2}'  # the caller's message stays as it was
+
+
+@pytest.mark.parametrize("arguments", ["", "{}"])
+def test_tool_call_without_arguments(arguments: str):
+    call = {**CALL, "function": {"name": "wetter", "arguments": arguments}}
+    prompt = ChatTemplate(CHATML).render([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert "<tool_call>wetter {}</tool_call>" in prompt
+
+
+def test_variables_reach_the_template():
+    assert ChatTemplate(CHATML).render(CHAT, enable_thinking=False).endswith("<think></think>")
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate(CHATML).render(CHAT, tokenize=True)
+    assert refused.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("template", [CHATML, INST, PARTS_ONLY, PARTS_OR_STRING])
+def test_text_parts_give_the_same_prompt_as_the_string(template: str):
+    compiled = ChatTemplate(template, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    as_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in CHAT]
+    assert compiled.render(as_parts) == compiled.render(CHAT)
+
+
+def test_a_template_that_loops_over_content_gets_parts():
+    assert ChatTemplate(PARTS_ONLY).render([{"role": "user", "content": "hi"}]) == "user:<text>hi;"
+    assigned = "{% set c = messages[0]['content'] %}{% for part in c | list %}{{ part.text }}{% endfor %}"
+    assert ChatTemplate(assigned).render([{"role": "user", "content": "hi"}]) == "hi"
+
+
+def test_null_content():
+    prompt = ChatTemplate("{% for m in messages %}[{{ m.content }}]{{ m.name is defined }}{% endfor %}").render(
+        [{"role": "assistant", "content": None, "name": None}, {"role": "assistant"}]
+    )
+    assert prompt == "[]False[]False"
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 3])
+def test_other_parts_are_refused(part):
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]\.content: .*text parts only") as refused:
+        ChatTemplate(CHATML).render([CHAT[0], {"role": "user", "content": [part]}])
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize("content", ["The answer is", "ends with space ", [{"type": "text", "text": "in parts"}]])
+@pytest.mark.parametrize("template", [CHATML, INST])
+def test_continue_final_message(template: str, content):
+    compiled = ChatTemplate(template, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    prompt = compiled.render(
+        [CHAT[0], {"role": "assistant", "content": content}], add_generation_prompt=False, continue_final_message=True
+    )
+    text = content if isinstance(content, str) else "in parts"
+    assert prompt.endswith(text)
+    whole = compiled.render([CHAT[0], {"role": "assistant", "content": content}], add_generation_prompt=False)
+    assert whole.startswith(prompt.rstrip())
+
+
+def test_continue_final_message_needs_a_last_message_that_shows():
+    with pytest.raises(InvalidRequest, match="only one"):
+        ChatTemplate(CHATML).render(CHAT, continue_final_message=True)
+    for messages in ([], [{"role": "system", "content": "hidden"}]):
+        with pytest.raises(InvalidRequest):
+            ChatTemplate(INST, special_tokens={"bos_token": ""}).render(
+                messages, add_generation_prompt=False, continue_final_message=True
+            )
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].missing.more }}", "no attribute 'missing'"),
+        ("{{ messages + 1 }}", "list"),
+        ("{% for i in range(1000000000) %}{% endfor %}", "[Rr]ange"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "not safely callable|unsafe"),
+    ],
+)
+def test_failures_inside_a_template_are_the_requests(template: str, reason: str):
+    with pytest.raises(InvalidRequest, match=reason) as refused:
+        ChatTemplate(template).render(CHAT)
+    assert refused.value.param == "messages"
+
+
+def test_strftime_now():
+    assert len(ChatTemplate("{{ strftime_now('%Y-%m-%d') }}").render(CHAT)) == 10
+
+
+def folder_tokenizer(folder: Path, config: dict) -> Tokenizer:
+    tokenizer = Tokenizer.bytes()
+    tokenizer.folder, tokenizer.config = str(folder), config
+    return tokenizer
+
+
+def test_sources_of_the_template(tmp_path: Path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    tokenizer = folder_tokenizer(tmp_path, {"chat_template": named})
+    assert ChatTemplate.load(tokenizer).render(CHAT) == "plain"
+    assert ChatTemplate.load(tokenizer).render(CHAT, TOOLS) == "with tools"
+    assert ChatTemplate.load(folder_tokenizer(tmp_path, {"chat_template": "one"})).render(CHAT, TOOLS) == "one"
+
+    (tmp_path / "chat_template.jinja").write_text("from the jinja file")
+    assert ChatTemplate.load(tokenizer).render(CHAT) == "from the jinja file"
+
+    (tmp_path / "mine.txt").write_text("from my file")
+    assert ChatTemplate.load(tokenizer, str(tmp_path / "mine.txt")).render(CHAT) == "from my file"
+    assert ChatTemplate.load(tokenizer, "{{ messages[2].content }}").render(CHAT) == "Bye"
+
+
+@pytest.mark.parametrize("override", ["/no/such/file", "{% for %}"])
+def test_bad_override(override: str):
+    with pytest.raises(ConfigError):
+        ChatTemplate.load(Tokenizer.bytes(), override)
+
+
+def test_template_of_an_unknown_form(tmp_path: Path):
+    with pytest.raises(ModelNotFound, match="chat_template"):
+        ChatTemplate.load(folder_tokenizer(tmp_path, {"chat_template": {"a": 1}}))
+
+
+def test_default_template_is_plain_lines():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    template = ChatTemplate.load(Tokenizer.bytes())
+    assert template.render(messages) == "System: Be brief.\nUser: Hi\nAssistant:"
+    assert template.render(messages, add_generation_prompt=False) == "System: Be brief.\nUser: Hi\n"
+
+
+def test_default_template_has_the_bos_that_the_tokenizer_adds(tiny_llama_tokenizer: Path, tmp_path: Path):
+    config = json.loads((tiny_llama_tokenizer / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (tmp_path / "tokenizer.json").write_bytes((tiny_llama_tokenizer / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    prompt = ChatTemplate.load(tokenizer).render([{"role": "user", "content": "Hi"}])
+    assert tokenizer.encode(prompt, add_special_tokens=False) == tokenizer.encode("User: Hi\nAssistant:")

@@ -1,0 +1,205 @@
+"""Tokenizer against the `tokenizers` library's own decode, for all the decoders that language models use."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from servd.api.tokenizer import Tokenizer
+from servd.errors import InvalidRequest, ModelNotFound
+from servd.hf import FAKE_SPEC
+
+ROOT = Path(__file__).resolve().parents[2]
+GPT2_MERGES = ROOT.parent / "shared" / "data" / "gpt2" / "vocab.bpe"
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "Übergröße für alle! 你好",
+    "def f(x):\n    return x + 1",
+    "a a a",
+]
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+UNICODE_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+def gpt2_backend() -> Backend:
+    """GPT-2's tokenizer made of its published merges: bytes, merged pairs, end of text."""
+    if not GPT2_MERGES.exists():
+        pytest.skip("GPT-2's vocab.bpe is not in ../shared/data/gpt2")
+    merges = [tuple(line.split(" ")) for line in GPT2_MERGES.read_text(encoding="utf8").splitlines()[1:] if line]
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    tokens = [*alphabet, *("".join(pair) for pair in merges)]
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
+    return backend
+
+
+def llama2_backend(strip: bool = True) -> Backend:
+    """SentencePiece-like BPE with byte fallback: Llama 2 with `strip`, Gemma without."""
+    trained = Backend(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    )
+    model = json.loads(trained.to_str())["model"]
+    vocab = {token: i for i, token in enumerate([*sorted(model["vocab"], key=model["vocab"].get), *BYTE_TOKENS])}
+    merges = [tuple(pair) for pair in model["merges"]]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    replace = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if strip else replace
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(parts + [decoders.Strip(" ", 1, 0)] * strip)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", vocab["<s>"])]
+    )
+    return backend
+
+
+def unigram_backend() -> Backend:
+    """Unigram with metaspaces, as in T5 and XLM-R."""
+    backend = Backend(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=80, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+BACKENDS = {
+    "llama2": llama2_backend,
+    "gemma": lambda: llama2_backend(strip=False),
+    "unigram": unigram_backend,
+    "gpt2": gpt2_backend,
+}
+
+
+@pytest.fixture(scope="module", params=sorted(BACKENDS))
+def backend(request) -> Backend:
+    return BACKENDS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(backend: Backend) -> Tokenizer:
+    return Tokenizer(backend, {}, "")
+
+
+@given(text=st.one_of(UNICODE_TEXT, st.sampled_from(CORPUS), st.text("the quick brown fox", max_size=30)))
+def test_decode_equals_the_library(tokenizer: Tokenizer, backend: Backend, text: str):
+    for add_special_tokens in (True, False):
+        ids = tokenizer.encode(text, add_special_tokens)
+        assert ids == backend.encode(text, add_special_tokens=add_special_tokens).ids
+        for skip in (True, False):
+            assert tokenizer.decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)
+
+
+@given(data=st.data())
+def test_any_tokens_decode_as_in_the_library(tokenizer: Tokenizer, backend: Backend, data):
+    """Also where the bytes are not UTF-8. With byte fallback, the library answers U+FFFD per byte of the whole run."""
+    if b"ByteFallback" in backend.decoder.__getstate__():
+        ids = st.integers(0, tokenizer.vocab_size - 1 - len(BYTE_TOKENS))
+    else:
+        ids = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, min(255, tokenizer.vocab_size - 1))
+    token_ids = data.draw(st.lists(ids, max_size=12))
+    assert tokenizer.decode(token_ids) == backend.decode(token_ids)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40))
+def test_token_bytes_add_up_to_the_text(text: str):
+    for tokenizer in (BYTES, LLAMA2):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        joined = b"".join(map(tokenizer.token_bytes, ids))
+        assert joined.decode().removeprefix(" " * tokenizer.strips_leading_space) == text
+
+
+BYTES = Tokenizer.bytes()
+LLAMA2 = Tokenizer(llama2_backend(), {"bos_token": "<s>", "eos_token": {"content": "</s>"}}, "")
+
+
+def test_byte_tokenizer_is_the_fake_models():
+    assert BYTES.vocab_size == FAKE_SPEC.vocab_size
+    assert [BYTES.eos_token_id] == FAKE_SPEC.eos_token_ids
+    assert BYTES.encode("hé") == [104, 0xC3, 0xA9]
+    assert [BYTES.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert BYTES.decode([104, 256]) == "h" and BYTES.decode([104, 256], skip_special_tokens=False) == "h<eos>"
+
+
+def test_special_tokens():
+    assert LLAMA2.bos_token == "<s>" and LLAMA2.eos_token == "</s>"
+    assert LLAMA2.adds_bos and not BYTES.adds_bos
+    assert LLAMA2.encode("</s>", add_special_tokens=False)[-1] == LLAMA2.eos_token_id
+    assert LLAMA2.eos_token_id in LLAMA2.special_ids
+    assert LLAMA2.token_bytes(LLAMA2.vocab_size + 5) == b""  # models pad their vocabulary
+
+
+def test_token_string_of_a_part_of_a_character():
+    assert BYTES.token_string(0xC3) == "\ufffd"
+    assert LLAMA2.token_bytes(LLAMA2.encode("€", add_special_tokens=False)[-1]) == "€".encode()[-1:]
+
+
+def test_lone_surrogate_is_the_clients_error():
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        BYTES.encode("a\ud800")
+
+
+def test_truncation_of_the_file_is_ignored(tmp_path: Path):
+    backend = llama2_backend()
+    backend.enable_truncation(max_length=4)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    tokenizer = Tokenizer.load(str(tmp_path))
+    assert len(tokenizer.encode("the quick brown fox")) > 4
+    assert tokenizer.bos_token == "<s>" and tokenizer.eos_token is None
+
+
+def test_no_tokenizer(tmp_path: Path):
+    with pytest.raises(ModelNotFound, match=r"no tokenizer\.json"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_broken_tokenizer(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match="cannot be read"):
+        Tokenizer.load(str(tmp_path))
+
+
+def converter(folder: Path, body: str) -> str:
+    """A stand-in for the Python interpreter; it is called as `python -m servd.worker.convert_tokenizer SRC DST`."""
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nshift 2\necho run >> "{folder}/runs"\n{body}\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_slow_tokenizer_is_converted_once(tmp_path: Path, monkeypatch):
+    llama2_backend().save(str(tmp_path / "made.json"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.model").touch()
+    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    body = f'mkdir "$2" && cp "{tmp_path}/made.json" "$2/tokenizer.json"'
+    monkeypatch.setattr(sys, "executable", converter(tmp_path, body))
+    for _ in range(2):
+        tokenizer = Tokenizer.load(str(model))
+        assert tokenizer.eos_token_id == LLAMA2.eos_token_id
+        assert tokenizer.encode("a dog") == LLAMA2.encode("a dog")
+    assert (tmp_path / "runs").read_text() == "run\n"
+    assert not list(model.glob("tokenizer.json"))  # model folders may be read-only
+
+
+def test_a_failed_conversion_names_the_reason(tmp_path: Path, monkeypatch):
+    (tmp_path / "tokenizer.model").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "executable", converter(tmp_path, "echo the file is empty >&2; exit 1"))
+    with pytest.raises(ModelNotFound, match="the file is empty"):
+        Tokenizer.load(str(tmp_path))
