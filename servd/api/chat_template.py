@@ -34,7 +34,7 @@ DEFAULT_TEMPLATE = """\
 
 # Arguments that `render` sets itself; chat_template_kwargs may not.
 RESERVED = frozenset({
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template",
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template",
     "conversation", "return_dict", "return_tensors", "raise_exception", "strftime_now",
 })  # fmt: skip
 
@@ -83,8 +83,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        documents: list[dict[str, Any]] | None = None,
-        **kwargs: Any,
+        variables: dict[str, Any] | None = None,
     ) -> str:
         """The prompt, special tokens written out.
 
@@ -93,13 +92,13 @@ class ChatTemplate:
             tools: as in the OpenAI API.
             add_generation_prompt: end with the beginning of an assistant message.
             continue_final_message: end inside the last message, so that the model goes on with it.
-            documents: for templates that know retrieval.
-            kwargs: further variables, e.g. enable_thinking.
+            variables: further ones for the template, e.g. enable_thinking or documents.
 
         Raises:
-            InvalidRequest: the template refuses the messages or fails on them, or `kwargs` has a reserved name.
+            InvalidRequest: the template refuses the messages or fails on them, or `variables` has a reserved name.
         """
-        if reserved := RESERVED & kwargs.keys():
+        variables = variables or {}
+        if reserved := RESERVED & variables.keys():
             raise InvalidRequest(f"chat_template_kwargs may not set {min(reserved)}", param="chat_template_kwargs")
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
@@ -111,15 +110,10 @@ class ChatTemplate:
         messages = [_normalise(message, compiled.wants_parts, index) for index, message in enumerate(messages)]
         if continue_final_message:
             _append_to_last(messages, _CONTINUE_HERE)
-        variables = self.special_tokens | kwargs
+        context = {"documents": None} | self.special_tokens | variables
+        context |= {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         try:
-            prompt = compiled.template.render(
-                messages=messages,
-                tools=tools or None,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
+            prompt = compiled.template.render(context)
         except Exception as error:  # templates call Python: TypeError, OverflowError, KeyError... all mean "refused"
             raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from None
         if not continue_final_message:

@@ -65,10 +65,8 @@ class Processor:
         Raises:
             InvalidRequest: see `ChatTemplate.render`.
         """
-        kwargs = dict(chat_template_kwargs or {})
-        documents = kwargs.pop("documents", None)
         return self.chat_template.render(
-            messages, tools, add_generation_prompt, continue_final_message, documents, **kwargs
+            messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs
         )
 
     def process(

@@ -98,9 +98,9 @@ def test_tool_call_without_arguments(arguments: str):
 
 
 def test_variables_reach_the_template():
-    assert ChatTemplate(CHATML).render(CHAT, enable_thinking=False).endswith("<think></think>")
+    assert ChatTemplate(CHATML).render(CHAT, variables={"enable_thinking": False}).endswith("<think></think>")
     with pytest.raises(InvalidRequest) as refused:
-        ChatTemplate(CHATML).render(CHAT, tokenize=True)
+        ChatTemplate(CHATML).render(CHAT, variables={"messages": []})
     assert refused.value.param == "chat_template_kwargs"
 
 

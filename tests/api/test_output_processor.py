@@ -1,0 +1,118 @@
+"""OutputProcessor: deltas, stop strings and the end of requests."""
+
+import pytest
+
+from servd.api.output_processor import OutputProcessor
+from servd.api.processor import Prepared, Processor
+from servd.api.tokenizer import Tokenizer
+from servd.config import Config
+from servd.hf import FAKE_SPEC
+from servd.messages import EngineCoreOutput, FinishReason, TokenLogprobs
+from servd.params import SamplingParams
+
+TOKENIZER = Tokenizer.bytes()
+PROCESSOR = Processor(Config(), FAKE_SPEC, TOKENIZER, 1000)
+EOS = 256
+
+
+def prepare(request_id: str = "r", **params) -> Prepared:
+    return PROCESSOR.process(request_id, "prompt", SamplingParams(temperature=0, **params))
+
+
+def started(*requests: Prepared) -> OutputProcessor:
+    processor = OutputProcessor(TOKENIZER)
+    for request in requests:
+        processor.add(request)
+    return processor
+
+
+def out(text: str | list[int], finish: FinishReason | None = None, request_id: str = "r", **fields) -> EngineCoreOutput:
+    ids = list(text.encode()) if isinstance(text, str) else text
+    return EngineCoreOutput(request_id, ids, finish, **fields)
+
+
+def one(processor: OutputProcessor, output: EngineCoreOutput):
+    ((request_id, delta),), stopped = processor.process([output])
+    assert request_id == "r"
+    return delta, stopped
+
+
+def test_text_and_tokens_go_together():
+    processor = started(prepare())
+    delta, stopped = one(processor, out("hé", num_cached_tokens=3))
+    assert (delta.text, delta.token_ids, delta.finish_reason, delta.num_cached_tokens) == (
+        "hé", [104, 0xC3, 0xA9], None, 3,
+    )  # fmt: skip
+    assert stopped == []
+
+
+def test_the_end_token_is_counted_but_is_not_text():
+    processor = started(prepare(stop_token_ids=[ord(".")]))
+    one(processor, out("a"))
+    delta, _ = one(processor, out("b.", FinishReason.STOP, stop_reason=ord(".")))
+    assert (delta.text, delta.token_ids, delta.stop_reason) == ("b", [98, 46], 46)
+
+
+def test_the_end_token_shows_if_asked():
+    processor = started(prepare(include_stop_str_in_output=True, skip_special_tokens=False))
+    delta, _ = one(processor, out([98, EOS], FinishReason.STOP))
+    assert delta.text == "b<eos>"
+
+
+def test_a_part_of_a_character_comes_at_the_end():
+    processor = started(prepare())
+    delta, _ = one(processor, out([0xC3]))
+    assert delta.text == "" and delta.token_ids == [0xC3]
+    delta, _ = one(processor, out([0x41, 0xE2], FinishReason.LENGTH))
+    assert delta.text == "\ufffdA\ufffd"
+
+
+def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine():
+    processor = started(prepare(stop=["END"], logprobs=1))
+    logprobs = [TokenLogprobs([0], [0.0], 1) for _ in range(5)]
+    assert one(processor, out("aE", logprobs=logprobs[:2]))[0].text == "a"
+    delta, stopped = one(processor, out("NDxyz", logprobs=logprobs))
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", FinishReason.STOP, "END")
+    assert delta.token_ids == list(b"ND") and delta.logprobs is not None and len(delta.logprobs) == 2
+    assert stopped == ["r"]
+    assert processor.process([out("late")]) == ([], [])
+    assert processor.abort("r") == []
+
+
+def test_a_stop_string_in_the_last_output_needs_no_abort():
+    processor = started(prepare(stop=["b"]))
+    delta, stopped = one(processor, out("abc", FinishReason.LENGTH))
+    assert (delta.text, delta.finish_reason, delta.stop_reason, stopped) == ("a", FinishReason.STOP, "b", [])
+
+
+def test_held_text_comes_when_the_request_ends():
+    processor = started(prepare(stop=["END"]))
+    assert one(processor, out("xEN"))[0].text == "x"
+    delta, _ = one(processor, out([EOS], FinishReason.STOP))
+    assert (delta.text, delta.stop_reason) == ("EN", None)
+
+
+def test_choices_are_separate():
+    processor = started(prepare(n=3, stop=["!"]))
+    outputs = [out("a", None, "r_0"), out("b!", None, "r_1"), out("c", FinishReason.LENGTH, "r_2")]
+    deltas, stopped = processor.process(outputs)
+    assert [(rid, d.index, d.text, d.finish_reason) for rid, d in deltas] == [
+        ("r", 0, "a", None), ("r", 1, "b", FinishReason.STOP), ("r", 2, "c", FinishReason.LENGTH),
+    ]  # fmt: skip
+    assert stopped == ["r_1"]
+    assert processor.owner("r_0") == ("r", 0) and processor.owner("r_1") is None
+    assert processor.abort("r") == ["r_0"]
+    assert processor.process([out("a", None, "r_0")]) == ([], [])
+
+
+@pytest.mark.parametrize("finish", [FinishReason.ABORT, FinishReason.ERROR])
+def test_other_ends(finish: FinishReason):
+    processor = started(prepare())
+    delta, stopped = one(processor, out([], finish, error="why"))
+    assert (delta.text, delta.finish_reason, delta.error, stopped) == ("", finish, "why", [])
+    assert processor.abort("r") == []
+
+
+def test_outputs_of_unknown_requests_are_dropped():
+    assert started().process([out("x", None, "gone")]) == ([], [])
+    assert started().abort("gone") == []
