@@ -258,7 +258,7 @@ def test_every_package_of_plugins_has_plugins():
 @pytest.mark.parametrize("path", COMMON_PATH)
 def test_the_common_path_knows_no_feature(path):
     source = next(s for s in SOURCES if s.path == path)
-    plugins = {Path(p.values[0].path).stem for p in PLUGIN_FILES}
+    plugins = {Path(p.values[0].path).stem for p in PLUGIN_FILES if room_of(p.values[0].module) != "api"}
     found = words(source)
     assert sorted(plugins & found) == []
     assert sorted(word for word in found if any(feature in word for feature in FEATURES)) == []

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from servd import plugins
 from servd.cli import make_parser
 from servd.config import section_of_option
 
@@ -85,6 +86,21 @@ def test_the_documented_default_template_is_the_one_in_use():
 
     (shown,) = blocks(ROOT / "docs/http.md", "jinja")
     assert shown.strip() == DEFAULT_TEMPLATE.strip()
+
+
+def test_every_route_and_field_is_documented():
+    from servd.api.protocol.chat import ChatCompletionRequest
+    from servd.api.protocol.completions import CompletionRequest
+
+    text = (ROOT / "docs/http.md").read_text(encoding="utf8")
+    routers = [plugins.load("servd.api.routes", name, "router") for name in plugins.names("servd.api.routes")]
+    for route in (route for router in routers for route in router.routes):
+        path = re.sub(r"\{.*\}", "{id}", route.path)
+        assert any(f"{method} {path}`" in text for method in route.methods), path
+    for_the_record = {"user", "metadata", "store", "service_tier"}  # kept and without effect
+    refused = {"best_of", "suffix"}
+    fields = ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    assert [name for name in sorted(fields - for_the_record - refused) if f"`{name}`" not in text] == []
 
 
 def test_compose_builds_the_images_that_exist():
