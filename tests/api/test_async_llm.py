@@ -1,0 +1,340 @@
+"""AsyncLLM over a fake channel: streams, leaving early, overload, a dead engine."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+
+import pytest
+
+from servd.api import async_llm as module
+from servd.api.async_llm import AsyncLLM
+from servd.api.metrics import Metrics
+from servd.api.output_processor import OutputProcessor
+from servd.api.processor import Prepared, Processor
+from servd.api.tokenizer import Tokenizer
+from servd.config import Config
+from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded
+from servd.hf import FAKE_SPEC
+from servd.messages import (
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    EngineStatus,
+    FinishReason,
+    SchedulerStats,
+    WorkerReady,
+)
+from servd.messages import EngineDead as EngineDeadMessage
+from servd.outputs import CompletionOutput
+from servd.params import SamplingParams
+from servd.tracing import Mark, Tracer, now_ns
+
+READY = EngineReady(WorkerReady("cpu", "float32", "none", 8, 0, 0), max_model_len=1000, block_size=16)
+
+
+class FakeClient:
+    """The engine's channel with the engine's side in the test's hands; edge-triggered as the real one."""
+
+    client = 0
+
+    def __init__(self) -> None:
+        self.sent: list = []
+        self.inbox: deque = deque()
+        self.event = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def send(self, message) -> None:
+        self.sent.append(message)
+
+    def push(self, *messages) -> None:
+        self.inbox.extend(messages)
+        os.eventfd_write(self.event, 1)
+
+    def drain(self) -> list:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.event)
+        messages = list(self.inbox)
+        self.inbox.clear()
+        return messages
+
+    def fileno(self) -> int:
+        return self.event
+
+    def answer(self, text: str, finish: FinishReason | None = None, request_id: str = "r", **fields) -> None:
+        self.push(EngineCoreOutputs([EngineCoreOutput(request_id, list(text.encode()), finish, **fields)]))
+
+    def aborted(self) -> list[str]:
+        return [i for message in self.sent if isinstance(message, AbortRequests) for i in message.request_ids]
+
+
+@pytest.fixture
+async def llm():
+    tokenizer = Tokenizer.bytes()
+    config = Config().replace(max_waiting_requests=3)
+    client = FakeClient()
+    llm = AsyncLLM(
+        config,
+        FAKE_SPEC,
+        client,
+        Processor(config, FAKE_SPEC, tokenizer, 1000),
+        OutputProcessor(tokenizer),
+        Tracer(),
+        Metrics("m"),
+    )
+    client.inbox.append(READY)  # came before anybody listened: no event tells of it
+    llm.start()
+    yield llm
+    llm.close()
+    os.close(client.event)
+
+
+def prepare(llm: AsyncLLM, request_id: str = "r", **params) -> Prepared:
+    return llm.processor.process(request_id, "prompt", SamplingParams(temperature=0, **params))
+
+
+async def collect(stream) -> list[CompletionOutput]:
+    return [delta async for delta in stream]
+
+
+async def settle() -> None:
+    """Let the event loop look at its descriptors and run what they wake."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def start(llm: AsyncLLM, prepared: Prepared) -> asyncio.Task:
+    task = asyncio.create_task(collect(llm.generate(prepared)))
+    await settle()
+    return task
+
+
+async def test_a_request_from_end_to_end(llm):
+    task = await start(llm, prepare(llm))
+    assert [type(m) for m in llm.client.sent] == [EngineCoreRequest]
+    assert llm.num_unfinished == 1
+    for text in ("Hello", " wor"):
+        llm.client.answer(text)
+        await settle()
+    llm.client.answer("ld", FinishReason.LENGTH)
+    deltas = await task
+    assert [delta.text for delta in deltas] == ["Hello", " wor", "ld"]
+    assert [delta.finish_reason for delta in deltas] == [None, None, FinishReason.LENGTH]
+    assert llm.num_unfinished == 0 and llm.client.aborted() == []
+
+
+async def test_deltas_that_wait_are_merged(llm):
+    stream = llm.generate(prepare(llm, n=2))
+    first = asyncio.ensure_future(anext(stream))
+    await settle()
+    llm.client.answer("a", request_id="r_0")
+    assert (await first).text == "a"
+    for text in "bcd":  # the consumer is busy
+        llm.client.answer(text, request_id="r_0")
+        llm.client.answer(text.upper(), request_id="r_1")
+        await settle()
+    llm.client.answer("e", FinishReason.STOP, "r_0", num_cached_tokens=4)
+    llm.client.answer("F", FinishReason.LENGTH, "r_1")
+    await settle()
+    deltas = {delta.index: delta for delta in await collect(stream)}
+    assert {i: (d.text, d.finish_reason, len(d.token_ids)) for i, d in deltas.items()} == {
+        0: ("bcd", FinishReason.STOP, 4),  # the last token ended the request: it is no text
+        1: ("BCDF", FinishReason.LENGTH, 4),
+    }
+
+
+async def test_concurrent_requests_get_their_own_text(llm):
+    tasks = [await start(llm, prepare(llm, name)) for name in "xyz"]
+    for char in "123":
+        llm.client.push(EngineCoreOutputs([EngineCoreOutput(name, [ord(name), ord(char)]) for name in "xyz"]))
+        await settle()
+    llm.client.push(EngineCoreOutputs([EngineCoreOutput(name, [], FinishReason.LENGTH) for name in "xyz"]))
+    assert ["".join(d.text for d in await task) for task in tasks] == ["x1x2x3", "y1y2y3", "z1z2z3"]
+
+
+async def test_cancelling_before_the_first_token_aborts(llm, caplog):
+    task = await start(llm, prepare(llm, n=2))
+    with caplog.at_level(logging.INFO, logger="servd.api"):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert llm.client.aborted() == ["r_0", "r_1"]
+    assert llm.num_unfinished == 0
+    assert "r: aborted after 0 tokens" in caplog.text
+    llm.client.answer("late", request_id="r_0", marks=[Mark("queued", now_ns())])
+    await settle()
+    llm.tracer.finish("r")
+    assert llm.tracer.marks == {}  # late marks do not open the timeline again
+
+
+async def test_closing_the_stream_aborts_only_what_runs(llm):
+    stream = llm.generate(prepare(llm, n=2))
+    first = asyncio.ensure_future(anext(stream))
+    await settle()
+    llm.client.answer("a", FinishReason.LENGTH, "r_0")
+    await first
+    await stream.aclose()
+    assert llm.client.aborted() == ["r_1"]
+
+
+async def test_a_stream_that_is_never_read_sends_nothing(llm):
+    stream = llm.generate(prepare(llm))
+    await stream.aclose()
+    assert llm.client.sent == [] and llm.num_unfinished == 0
+
+
+async def test_a_stop_string_aborts_in_the_engine(llm):
+    task = await start(llm, prepare(llm, stop=["STOP"]))
+    llm.client.answer("a STO")
+    await settle()
+    assert llm.client.aborted() == []
+    llm.client.answer("P b")
+    deltas = await task
+    assert "".join(delta.text for delta in deltas) == "a "
+    assert deltas[-1].stop_reason == "STOP"
+    assert llm.client.aborted() == ["r"]
+
+
+async def test_an_error_of_one_request(llm):
+    task = await start(llm, prepare(llm, n=2))
+    other = await start(llm, prepare(llm, "other"))
+    llm.client.answer("", FinishReason.ERROR, "r_0", error="the grammar broke")
+    with pytest.raises(EngineError, match="the grammar broke") as error:
+        await task
+    assert not isinstance(error.value, EngineDead)
+    assert llm.client.aborted() == ["r_1"]
+    llm.client.answer("fine", FinishReason.LENGTH, "other")
+    assert (await other)[0].text == "fine"
+
+
+async def test_a_dead_engine_ends_every_request(llm):
+    tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
+    unread = llm.generate(prepare(llm, "c"))
+    llm.client.answer("partial", request_id="a")
+    llm.client.push(EngineDeadMessage("out of memory"))
+    for task in tasks:
+        with pytest.raises(EngineDead, match="out of memory"):
+            await task
+    with pytest.raises(EngineDead):
+        await anext(unread)
+    with pytest.raises(EngineDead, match="out of memory"):
+        llm.generate(prepare(llm, "d"))
+    assert llm.num_unfinished == 0 and not llm.is_ready
+
+
+async def test_text_before_the_death_is_delivered(llm):
+    stream = llm.generate(prepare(llm))
+    first = asyncio.ensure_future(anext(stream))
+    await settle()
+    llm.client.push(EngineCoreOutputs([EngineCoreOutput("r", [97])]), EngineDeadMessage("gone"))
+    assert (await first).text == "a"
+    with pytest.raises(EngineDead):
+        await anext(stream)
+
+
+async def test_fail_ends_open_requests_while_the_engine_lives(llm):
+    task = await start(llm, prepare(llm))
+    llm.fail("the server is shutting down")
+    with pytest.raises(EngineDead, match="shutting down"):
+        await task
+    assert llm.client.aborted() == ["r"] and llm.is_ready
+
+
+async def test_too_many_requests(llm):
+    tasks = [await start(llm, prepare(llm, name)) for name in "abc"]
+    with pytest.raises(Overloaded, match="limit is 3") as error:
+        llm.generate(prepare(llm, "d"))
+    assert error.value.retry_after >= 1
+    llm.client.answer("", FinishReason.LENGTH, "a")
+    await tasks[0]
+    await start(llm, prepare(llm, "d"))
+    assert llm.num_unfinished == 3
+
+
+async def test_a_request_id_in_use(llm):
+    await start(llm, prepare(llm))
+    with pytest.raises(InvalidRequest, match="'r'"):
+        llm.generate(prepare(llm))
+
+
+async def test_loading(llm):
+    llm.client.push(EngineStatus("loading weights", 0.25))
+    await settle()
+    assert not llm.is_ready
+    with pytest.raises(Overloaded, match="loading weights, 25%"):
+        llm.generate(prepare(llm))
+    llm.client.push(EngineReady(READY.worker, max_model_len=500, block_size=16))
+    await settle()
+    assert llm.is_ready and llm.processor.max_model_len == 500
+
+
+async def test_timeline_and_stats(llm):
+    begin = now_ns()
+    llm.tracer.mark("r", "received")
+    prepared = await llm.prepare_chat("r", [{"role": "user", "content": "hi"}], SamplingParams(temperature=0))
+    assert prepared.prompt == "User: hi\nAssistant:"
+    task = await start(llm, prepared)
+    at = now_ns()
+    llm.client.answer("x", marks=[Mark("queued", at), Mark("scheduled", at + 1, 7), Mark("first_token", at + 2, 7)])
+    await settle()
+    assert llm.tracer.get("r")[-1] == Mark("first_token", at + 2, 7)
+    llm.client.push(
+        EngineCoreOutputs(
+            [EngineCoreOutput("r", [256], FinishReason.STOP, marks=[Mark("finished", at + 3, 8)])],
+            SchedulerStats(num_running=5, num_scheduled_tokens=3),
+        )
+    )
+    await task
+    marks = llm.tracer.finish("r")
+    assert [mark.stage for mark in marks] == [
+        "received", "templated", "tokenised", "sent", "queued", "scheduled", "first_token", "finished", "detokenised",
+    ]  # fmt: skip
+    assert all(begin <= mark.at_ns <= now_ns() for mark in marks)
+    assert llm.stats.num_running == 5
+
+
+async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
+    threads: list[str] = []
+    encode = llm.processor.tokenizer.encode
+
+    def spy(*args):
+        threads.append(threading.current_thread().name)
+        return encode(*args)
+
+    monkeypatch.setattr(llm.processor.tokenizer, "encode", spy)
+    monkeypatch.setattr(llm.processor, "max_model_len", 10**6)
+    for size in (10, module.MAX_INLINE_CHARS + 1):
+        prepared = await llm.prepare("r", "x" * size, SamplingParams())
+        assert len(prepared.prompt_token_ids) == size
+    assert threads[0] == "MainThread" and threads[1].startswith("prepare")
+    assert await llm.encode("hi") == [104, 105]
+
+
+async def test_messages_that_arrived_before_the_start_are_read(llm):
+    assert llm.is_ready  # see the fixture
+
+
+async def test_metrics_of_requests(llm):
+    task = await start(llm, prepare(llm, n=2))
+    llm.client.answer("abc", FinishReason.LENGTH, "r_0")
+    llm.client.answer("de", None, "r_1")
+    await settle()
+    llm.client.answer("f", None, "r_1")
+    await settle()
+    task.cancel()
+    await asyncio.wait([task])
+
+    def value(name: str, **labels: str) -> float | None:
+        return llm.metrics.registry.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
+
+    assert value("vllm:request_success_total", finished_reason="length") == 1
+    assert value("vllm:request_success_total", finished_reason="abort") == 1
+    assert value("vllm:generation_tokens_total") == 6
+    assert value("vllm:prompt_tokens_total") == 2 * len("prompt")
+    assert value("vllm:time_to_first_token_seconds_count") == 2
+    assert value("vllm:inter_token_latency_seconds_count") == 1
+    assert value("vllm:request_max_num_generation_tokens_sum") == 3
+    assert value("vllm:request_params_n_sum") == 2

@@ -1,0 +1,135 @@
+"""Metrics: names, values and several processes, read back with prometheus-client's own parser."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from servd.api.metrics import ChoiceTimes, Metrics
+from servd.messages import FinishReason, SchedulerStats
+from servd.params import SamplingParams
+from servd.tracing import Mark
+
+SECOND = 10**9
+LABELS = {"model_name": "m", "engine": "0"}
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"vllm:{name}", LABELS | labels)
+
+
+def read(body: bytes) -> dict[str, float]:
+    """Sample name -> sum over its label sets, for all samples with our labels."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "m" and sample.labels["engine"] == "0"
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
+
+
+def test_names_of_vllm():
+    body, content_type = Metrics("m").render()
+    assert content_type.startswith("text/plain")
+    names = read(body)
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert f"vllm:{gauge}" in names
+    for counter in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens",
+                    "generation_tokens", "request_success"):  # fmt: skip
+        assert f"vllm:{counter}_total" in names
+    for histogram in (
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
+        "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+        "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
+        "request_params_max_tokens", "iteration_tokens_total",
+    ):  # fmt: skip
+        assert f"vllm:{histogram}_bucket" in names
+
+
+def test_state_of_the_engine():
+    metrics = Metrics("m")
+    metrics.observe_step(SchedulerStats(3, 4, 0.5, 100, 60, 2, num_scheduled_tokens=9))
+    metrics.observe_step(SchedulerStats(1, 0, 0.25, 10, 5, 1, num_scheduled_tokens=0))
+    assert value(metrics, "num_requests_running") == 1
+    assert value(metrics, "num_requests_waiting") == 0
+    assert value(metrics, "kv_cache_usage_perc") == 0.25
+    assert value(metrics, "prefix_cache_queries_total") == 110
+    assert value(metrics, "prefix_cache_hits_total") == 65
+    assert value(metrics, "num_preemptions_total") == 3
+    assert value(metrics, "iteration_tokens_total_count") == 1  # a step that computed nothing is none
+
+
+def test_times_of_a_request():
+    metrics = Metrics("m")
+    choice = ChoiceTimes(arrival_ns=0, num_prompt_tokens=7)
+    metrics.observe_tokens(choice, 1, 3 * SECOND)
+    metrics.observe_tokens(choice, 0, 4 * SECOND)  # an output without tokens is no token
+    metrics.observe_tokens(choice, 2, 7 * SECOND)
+    stages = [("queued", 1), ("scheduled", 2), ("scheduled", 5), ("first_token", 3), ("finished", 7)]
+    choice.add_marks([Mark(stage, at * SECOND) for stage, at in stages])
+    metrics.observe_finished(choice, FinishReason.STOP, 8 * SECOND)
+    metrics.observe_request(SamplingParams(n=1, max_tokens=30), [choice])
+    for name, seconds in {
+        "time_to_first_token_seconds": 3,
+        "inter_token_latency_seconds": 2,  # 4 s for two tokens
+        "request_time_per_output_token_seconds": 2,
+        "e2e_request_latency_seconds": 8,
+        "request_queue_time_seconds": 1,
+        "request_prefill_time_seconds": 1,
+        "request_decode_time_seconds": 4,
+        "request_inference_time_seconds": 5,
+        "request_prompt_tokens": 7,
+        "request_generation_tokens": 3,
+        "request_max_num_generation_tokens": 3,
+        "request_params_max_tokens": 30,
+        "request_params_n": 1,
+    }.items():
+        assert (value(metrics, f"{name}_sum"), value(metrics, f"{name}_count")) == (seconds, 1), name
+    assert value(metrics, "request_success_total", finished_reason="stop") == 1
+    assert value(metrics, "prompt_tokens_total") == 7 and value(metrics, "generation_tokens_total") == 3
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_requests_that_were_cut_count_but_are_not_timed(reason: FinishReason):
+    metrics = Metrics("m")
+    metrics.observe_finished(ChoiceTimes(0, 7), reason, SECOND)
+    assert value(metrics, "request_success_total", finished_reason=str(reason)) == 1
+    assert value(metrics, "e2e_request_latency_seconds_count") == 0
+
+
+def test_two_instances_are_independent():
+    one, other = Metrics("m"), Metrics("m")
+    one.observe_step(SchedulerStats(num_running=5))
+    assert value(other, "num_requests_running") == 0
+
+
+def test_token_buckets_end_at_the_context():
+    metrics = Metrics("m", max_model_len=64)
+    bounds = [s.labels["le"] for f in text_string_to_metric_families(metrics.render()[0].decode())
+              for s in f.samples if s.name == "vllm:request_prompt_tokens_bucket"]  # fmt: skip
+    assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "+Inf"]
+
+
+def test_every_api_server_answers_for_all(tmp_path):
+    """Three real processes, as prometheus-client decides when it is imported; the last one only reads."""
+    program = (
+        "import sys; from servd.api.metrics import *\n"
+        "running, tokens = int(sys.argv[1]), int(sys.argv[2])\n"
+        "metrics = Metrics('m')\n"
+        "if running: metrics.observe_step(SchedulerStats(num_running=running, num_preemptions=1))\n"
+        "metrics.observe_tokens(ChoiceTimes(0, 10), tokens, 10**9)\n"
+        "sys.stdout.buffer.write(metrics.render()[0])\n"
+    )
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for running, tokens in ((4, 5), (2, 6), (0, 0)):
+        body = subprocess.run(
+            [sys.executable, "-c", program, str(running), str(tokens)], env=environment, capture_output=True, check=True
+        ).stdout
+    values = read(body)
+    assert values["vllm:num_requests_running"] == 2  # the newest report, not a sum
+    assert values["vllm:num_preemptions_total"] == 2
+    assert values["vllm:generation_tokens_total"] == 11
+    assert values["vllm:time_to_first_token_seconds_count"] == 2
