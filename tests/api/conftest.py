@@ -1,156 +1,13 @@
-"""A whole server without processes: the real application and AsyncLLM over an engine in this event loop."""
+"""Fixtures of the API room's tests: running servers, see harness.py."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator
 
 import httpx
-import msgspec
 import pytest
-import uvicorn
 
-from servd.api.app import create_app
-from servd.api.async_llm import AsyncLLM
-from servd.api.metrics import Metrics
-from servd.api.output_processor import OutputProcessor
-from servd.api.processor import Processor
-from servd.api.tokenizer import Tokenizer
-from servd.config import Config
-from servd.core.engine_core import EngineCore
-from servd.core.executor.fake import FakeExecutor
-from servd.hf import FAKE_SPEC, ModelSpec
-from servd.messages import EngineReady, FromEngine, ToEngine
-from servd.resolve import Machine, resolve
-from servd.tracing import Tracer
-
-MODEL = "org/fake-model"  # with a slash, as on the hub
-ALIAS = "fake"
-
-
-class InProcessEngine:
-    """Stands in for EngineCoreClient: an EngineCore with the fake executor that steps on the event loop.
-
-    `sent` keeps all messages to the engine. Clear `may_step` to hold the engine still.
-    """
-
-    def __init__(self, config: Config, spec: ModelSpec, is_ready: bool = True) -> None:
-        self.client = 0
-        executor = FakeExecutor(config, spec, lambda phase, progress: None)
-        self.worker = executor.start()
-        self.core = EngineCore(config, spec, executor, self.worker.num_blocks)
-        self.sent: list[ToEngine] = []
-        self.may_step = asyncio.Event()
-        self.may_step.set()
-        self.step_seconds = 0.0
-        self._arrived: list[FromEngine] = []
-        self._readable, self._written = os.pipe()
-        self._steps: asyncio.Task[None] | None = None
-        if is_ready:
-            self.tell(EngineReady(self.worker, config.model.max_model_len or 0, config.cache.block_size))
-
-    def send(self, message: ToEngine) -> None:
-        # Through the wire format, so that nothing is shared between the rooms.
-        message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine)
-        self.sent.append(message)
-        self.core.handle(message)
-        if self._steps is None or self._steps.done():
-            self._steps = asyncio.get_running_loop().create_task(self._run())
-
-    async def _run(self) -> None:
-        while self.core.has_work:
-            await self.may_step.wait()
-            for outputs in self.core.step().values():
-                self.tell(outputs)
-            await asyncio.sleep(self.step_seconds)
-
-    def tell(self, message: FromEngine) -> None:
-        """Say something to the API room."""
-        self._arrived.append(message)
-        os.write(self._written, b"!")
-
-    def drain(self) -> list[FromEngine]:
-        if self._arrived:
-            os.read(self._readable, len(self._arrived))
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def fileno(self) -> int:
-        return self._readable
-
-    async def close(self) -> None:
-        if self._steps is not None:
-            self._steps.cancel()
-            await asyncio.gather(self._steps, return_exceptions=True)
-        os.close(self._readable)
-        os.close(self._written)
-
-
-class Served(msgspec.Struct):
-    """A running server and its parts."""
-
-    http: httpx.AsyncClient
-    engine: InProcessEngine
-    async_llm: AsyncLLM
-    app: Any
-    url: str = ""  # if it listens on a socket
-
-
-@asynccontextmanager
-async def serve(
-    *,
-    listen: bool = False,
-    is_ready: bool = True,
-    keep_alive: float = 15.0,
-    spec: ModelSpec = FAKE_SPEC,
-    **options: Any,
-) -> AsyncIterator[Served]:
-    """Run a server; `options` are those of Config."""
-    settings = {"executor": "fake", "served_model_name": [MODEL, ALIAS], "max_model_len": 4096, **options}
-    config = resolve(Config.load(settings), spec, Machine())
-    tokenizer = Tokenizer.load(spec.folder) if spec.folder else Tokenizer.bytes()
-    engine = InProcessEngine(config, spec, is_ready)
-    processor = Processor(config, spec, tokenizer, config.model.max_model_len or 0)
-    async_llm = AsyncLLM(
-        config,
-        spec,
-        engine,  # type: ignore[arg-type]
-        processor,
-        OutputProcessor(tokenizer),
-        Tracer(),
-        Metrics(MODEL),
-    )
-    async_llm.start()
-    app = create_app(config, async_llm, keep_alive=keep_alive)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(engine.close)
-        stack.callback(async_llm.close)
-        if listen:
-            url = await stack.enter_async_context(listening(app))
-            http = httpx.AsyncClient(base_url=url, timeout=20)
-        else:
-            url = ""
-            http = httpx.AsyncClient(base_url="http://servd", transport=httpx.ASGITransport(app), timeout=20)
-        await stack.enter_async_context(http)
-        yield Served(http, engine, async_llm, app, url)
-
-
-@asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """Serve `app` with uvicorn on a free port; yields its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None)
-        server = uvicorn.Server(settings)
-        task = asyncio.create_task(server.serve([listener]))
-        while not server.started:
-            await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        await task
+from tests.api.harness import Served, serve
 
 
 @pytest.fixture
@@ -171,18 +28,3 @@ async def listening_server() -> AsyncIterator[Served]:
 async def http(served: Served) -> httpx.AsyncClient:
     """A client of a ready server."""
     return served.http
-
-
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Wait until `condition` holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def events(text: str) -> list[Any]:
-    """The JSON documents of a server-sent event stream, which must end with [DONE]."""
-    frames = [frame for frame in text.split("\n\n") if frame and not frame.startswith(":")]
-    assert all(frame.startswith("data: ") for frame in frames)
-    assert frames[-1] == "data: [DONE]"
-    return [msgspec.json.decode(frame.removeprefix("data: ")) for frame in frames[:-1]]

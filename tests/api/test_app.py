@@ -1,0 +1,113 @@
+"""The application as a whole: request ids, timelines, ignored fields, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+
+from servd.api.middleware import MAX_BODY
+from tests.api.harness import Served, listening, serve, user
+
+
+async def test_a_request_id_is_made_or_taken_over(http):
+    made = [(await http.get("/version")).headers["x-request-id"] for _ in range(2)]
+    assert len(set(made)) == 2
+    answer = await http.get("/nothing", headers={"X-Request-Id": "trace-1:a.b_c"})
+    assert answer.headers["x-request-id"] == "trace-1:a.b_c"
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "a" * 129, 'x"y', "\u00e9".encode("latin-1")])
+async def test_an_unsafe_request_id_is_replaced(http, bad):
+    answer = await http.get("/version", headers={b"X-Request-Id": bad if isinstance(bad, bytes) else bad.encode()})
+    assert answer.headers["x-request-id"].isalnum()
+
+
+async def test_two_running_requests_may_have_the_same_request_id(http):
+    body = {"messages": user("hi"), "max_tokens": 3}
+    answers = await asyncio.gather(
+        *(http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "same"}) for _ in range(3))
+    )
+    assert [a.status_code for a in answers] == [200] * 3
+    ids = {a.json()["id"] for a in answers}
+    assert len(ids) == 3 and all(i.startswith("chatcmpl-same") for i in ids)
+
+
+async def test_unknown_fields_are_named_in_a_header(http):
+    body = {"prompt": "a", "temprature": 0, "x\r\ny": 1, "user": "me", "store": False}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-servd-ignored"] == "temprature, x%0D%0Ay"
+    known = await http.post("/v1/completions", json={"prompt": "a"})
+    assert "x-servd-ignored" not in known.headers
+
+
+async def test_unknown_stream_options_are_named_too(http):
+    body = {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": False}}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.headers["x-servd-ignored"] == "stream_options.include_obfuscation"
+
+
+async def test_the_timeline_of_a_request_sums_to_its_wall_time(http):
+    answer = await http.post("/v1/chat/completions", json={"messages": user("hi"), "max_tokens": 3})
+    timeline = (await http.get(f"/debug/requests/{answer.json()['id']}")).json()
+    stages = [stage["stage"] for stage in timeline["stages"]]
+    assert stages[:2] == ["received", "parsed"] and stages[-2:] == ["written", "done"]
+    assert {"templated", "tokenised", "sent", "queued", "scheduled", "first_token", "finished"} <= set(stages)
+    assert sum(stage["took_ms"] for stage in timeline["stages"]) == pytest.approx(timeline["wall_ms"])
+    assert timeline["stages"][-1]["at_ms"] == timeline["wall_ms"] > 0
+    assert (await http.get("/debug/requests/unknown")).status_code == 404
+
+
+async def test_no_request_leaves_an_open_timeline(served: Served):
+    await served.http.post("/v1/completions", json={"prompt": "a"})
+    await served.http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": True})
+    await served.http.post("/v1/completions", json={"prompt": "a", "top_p": 7})
+    assert served.async_llm.tracer.marks == {}
+
+
+async def test_a_body_that_is_too_long_is_refused_by_its_header(http):
+    answer = await http.post("/v1/completions", content=b"x" * (MAX_BODY + 1))
+    assert answer.status_code == 413
+    assert str(MAX_BODY) in answer.json()["error"]["message"]
+
+
+async def test_a_chunked_body_that_is_too_long_is_refused_as_it_arrives(http):
+    async def endless():
+        while True:
+            yield b" " * 2**20
+
+    answer = await http.post("/v1/completions", content=endless(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_failure_of_the_server_tells_only_the_request_id(served: Served, monkeypatch, caplog):
+    async def prepare(*args, **kwargs):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(served.async_llm, "prepare", prepare)
+    with caplog.at_level(logging.ERROR, "servd"):
+        answer = await served.http.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert "secret" not in answer.text and answer.headers["x-request-id"] in error["message"]
+    assert "secret detail" in caplog.text  # with the traceback
+
+
+async def test_no_other_origin_is_let_in(http):
+    answer = await http.options(
+        "/v1/chat/completions", headers={"Origin": "http://evil.test", "Access-Control-Request-Method": "POST"}
+    )
+    assert answer.status_code == 405
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+async def test_one_connection_serves_many_requests():
+    async with serve() as served, listening(served.app) as url, httpx.AsyncClient(base_url=url) as client:
+        for stream in (False, True, False, True):
+            answer = await client.post("/v1/completions", json={"prompt": "a", "stream": stream})
+            assert answer.status_code == 200
+            assert (await client.post("/v1/completions", json={"prompt": "a", "n": 0})).status_code == 400

@@ -1,0 +1,261 @@
+"""Errors: OpenAI's nested shape, 400 for whatever the client did wrong, bounded messages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from servd.messages import EngineCoreOutput, EngineCoreOutputs, EngineDead, EngineStatus, FinishReason
+from tests.api.harness import ALIAS, MODEL, Served, serve, until, user
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def check(answer, status: int, param: str | None = None, code: str | None = None) -> str:
+    """Assert the exact shape; return the message."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert list(answer.json()) == ["error"]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], error["code"]) == (param, code), error
+    return error["message"]
+
+
+async def test_routes_and_methods(http):
+    assert "/v1/nothing" in check(await http.post("/v1/nothing"), 404)
+    check(await http.get("/v1/models/"), 404, "model", "model_not_found")
+    answer = await http.get(CHAT)
+    check(answer, 405)
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"\xff", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"model": "\\ud800"}', "JSON"),
+        (b"[]", "object"),
+        (b"null", "object"),
+        (b'"text"', "object"),
+    ],
+)
+async def test_bodies_that_are_no_json_object(http, path, body, word):
+    assert word in check(await http.post(path, content=body, headers={"content-type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
+async def test_other_content_types(http, content_type):
+    headers = {"content-type": content_type} if content_type else {}
+    answer = await http.post(CHAT, content=json.dumps({"messages": user("hi")}).encode(), headers=headers)
+    assert "application/json" in check(answer, 400)
+    headers = {"content-type": "application/json; charset=utf-8"}
+    answer = await http.post(CHAT, content=json.dumps({"messages": user("hi"), "max_tokens": 1}), headers=headers)
+    assert answer.status_code == 200
+
+
+CHAT_PROBLEMS = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [5]}, "messages[0]"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
+    ({"messages": [*user("a"), {"role": "user", "content": 5}]}, "messages[1].content"),
+    ({"messages": user([{"type": "image_url", "image_url": {"url": "x"}}])}, "messages[0].content"),
+    ({"messages": user([{"type": "input_audio"}])}, "messages[0].content"),
+    ({"messages": user([{"type": "text"}])}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls[0].function.name"),
+    ({"tools": []}, "tools"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+]
+COMPLETION_PROBLEMS = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [1.0]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a"] * 1025}, "prompt"),
+    ({"prompt": [257]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [2**70]}, "prompt"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"best_of": 3}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"max_tokens": 0}, "max_tokens"),
+]
+SHARED_PROBLEMS = [
+    ({"model": 5}, "model"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": True}, "n"),
+    ({"n": "2"}, "n"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"seed": 2**63}, "seed"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", 5]}, "stop[1]"),
+    ({"stop_token_ids": [257]}, "stop_token_ids"),
+    ({"logit_bias": {"257": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"one": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"priority": 2**40}, "priority"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_bad_value_is_a_400_that_names_its_field(http, stream):
+    cases = [
+        *((CHAT, {"messages": user("hi"), **body}, param) for body, param in CHAT_PROBLEMS + SHARED_PROBLEMS),
+        *((COMPLETIONS, {"prompt": "a", **body}, param) for body, param in COMPLETION_PROBLEMS + SHARED_PROBLEMS),
+    ]
+    for path, body, param in cases:
+        check(await http.post(path, json={**body, "stream": stream}), 400, param)
+    assert (await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 1})).status_code == 200
+
+
+async def test_null_and_empty_fields_are_as_good_as_absent(http):
+    names = [
+        "n", "temperature", "top_p", "seed", "stop", "logit_bias", "max_tokens", "max_completion_tokens", "logprobs",
+        "top_logprobs", "tools", "tool_choice", "response_format", "stream", "stream_options", "user", "model",
+        "functions", "prompt_logprobs",
+    ]  # fmt: skip
+    body = {"messages": user("hi"), **dict.fromkeys(names), "max_tokens": 2, "audio": None, "bad_words": []}
+    answer = await http.post(CHAT, json={**body, "response_format": {"type": "text"}, "modalities": ["text"]})
+    assert answer.status_code == 200, answer.text
+    assert "x-servd-ignored" not in answer.headers
+
+
+async def test_stream_options_need_a_stream(http):
+    check(await http.post(CHAT, json={"messages": user("hi"), "stream_options": {}}), 400, "stream_options")
+
+
+async def test_a_prompt_beyond_the_context(http):
+    answer = await http.post(COMPLETIONS, json={"prompt": "x" * 5000, "stream": True})
+    assert "4096" in check(answer, 400, "prompt", "context_length_exceeded")
+    answer = await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 4096})
+    check(answer, 400, "messages", "context_length_exceeded")
+
+
+async def test_unknown_models_and_the_names_of_known_ones(http):
+    for path, body in ((CHAT, {"messages": user("hi")}), (COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        message = check(await http.post(path, json={**body, "model": "gpt-99"}), 404, "model", "model_not_found")
+        assert MODEL in message and ALIAS in message
+        for known in (MODEL, ALIAS):
+            assert (await http.post(path, json={**body, "model": known})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": 5}] * 5000},
+        {"messages": [{"role": "x" * 100_000, "content": "hi"}]},
+        {"messages": user("hi"), "stop": list(range(5000))},
+        {"messages": user("hi"), "stop": ["y" * 100_000] * 17},
+        {"messages": user("hi"), "logit_bias": {"z" * 1000 + str(i): "w" for i in range(500)}},
+        {"messages": user([{"type": "t" * 100_000}])},
+        {"messages": user("hi"), "model": "m" * 100_000},
+        {"messages": user("hi"), "tool_choice": "c" * 100_000},
+        {"messages": user("hi"), "metadata": "d" * 100_000, **{name: [] for name in ("n", "seed", "top_p", "top_k")}},
+    ],
+)
+async def test_error_messages_stay_short(http, body):
+    answer = await http.post(CHAT, json=body)
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 2500
+
+
+async def test_many_problems_are_listed_but_not_all(http):
+    names = ["n", "seed", "top_p", "top_k", "min_p", "stop", "user", "store", "stream", "model", "temperature", "priority"]
+    answer = await http.post(CHAT, json={"messages": user("hi"), **dict.fromkeys(names, {"a": "input"})})
+    message = check(answer, 400, "model")
+    assert message.count("; ") == 10 and message.endswith("and 2 more")
+    assert "input" not in message.lower().replace("input should be", "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_that_still_loads(stream):
+    async with serve(is_ready=False) as served:
+        served.engine.tell(EngineStatus("loading weights", 0.25))
+        await until(lambda: served.async_llm.status == EngineStatus("loading weights", 0.25))
+        answer = await served.http.post(CHAT, json={"messages": user("hi"), "stream": stream})
+        message = check(answer, 503, code="overloaded")
+        assert "loading weights" in message and int(answer.headers["retry-after"]) >= 1
+        check(await served.http.post(CHAT, json={"messages": user("hi"), "n": 0}), 400, "n")
+
+
+async def test_a_full_server():
+    async with serve(max_waiting_requests=1) as served:
+        served.engine.may_step.clear()
+        answer = await served.http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"], "stream": True})
+        check(answer, 503, code="overloaded")
+        assert "retry-after" in answer.headers
+        assert served.async_llm.num_unfinished == 0  # what had begun was aborted
+        served.engine.may_step.set()
+        assert (await served.http.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_dead_engine(served: Served, stream):
+    served.engine.tell(EngineDead("killed by signal 9"))
+    await until(lambda: isinstance(served.async_llm.status, EngineDead))
+    answer = await served.http.post(CHAT, json={"messages": user("hi"), "stream": stream})
+    assert "signal 9" in check(answer, 503, code="engine_dead")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_fails_on_a_request_before_its_first_token(served: Served, stream):
+    served.engine.may_step.clear()
+    send = served.engine.send
+
+    def fail(message) -> None:
+        send(message)
+        if request_id := getattr(message, "request_id", None):
+            output = EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error="no blocks")
+            served.engine.tell(EngineCoreOutputs([output]))
+
+    served.engine.send = fail  # type: ignore[method-assign]
+    answer = await served.http.post(CHAT, json={"messages": user("hi"), "stream": stream})
+    assert "no blocks" in check(answer, 500, code="engine_error")
