@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 
 from servd.api.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf8")("replace")
         self._drops_space = tokenizer.strips_leading_space and not any(self._table[i] for i in prompt_token_ids)
         self._stop = params.stop
+        self._first_char = re.compile("|".join({re.escape(stop[0]) for stop in params.stop}))
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._held = ""  # the end of the text, not emitted because a stop string may begin there
@@ -69,9 +71,9 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         """Put `text` after what is held back and return what no stop string can claim any more."""
-        if not text:
-            return ""
         text = self._held + text
+        if not self._first_char.search(text):  # most text: no stop string begins in it
+            return text
         matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if matches:
             end, start, self.stop_reason = min(matches)
