@@ -70,7 +70,10 @@ CHAT_PROBLEMS = [
     ({"messages": user([{"type": "image_url", "image_url": {"url": "x"}}])}, "messages[0].content"),
     ({"messages": user([{"type": "input_audio"}])}, "messages[0].content"),
     ({"messages": user([{"type": "text"}])}, "messages[0].content"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls[0].function.name"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "messages[0].tool_calls[0].function.name",
+    ),
     ({"tools": []}, "tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
@@ -180,7 +183,11 @@ async def test_a_prompt_beyond_the_context(http):
 
 
 async def test_unknown_models_and_the_names_of_known_ones(http):
-    for path, body in ((CHAT, {"messages": user("hi")}), (COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+    for path, body in (
+        (CHAT, {"messages": user("hi")}),
+        (COMPLETIONS, {"prompt": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+    ):
         message = check(await http.post(path, json={**body, "model": "gpt-99"}), 404, "model", "model_not_found")
         assert MODEL in message and ALIAS in message
         for known in (MODEL, ALIAS):
@@ -208,7 +215,20 @@ async def test_error_messages_stay_short(http, body):
 
 
 async def test_many_problems_are_listed_but_not_all(http):
-    names = ["n", "seed", "top_p", "top_k", "min_p", "stop", "user", "store", "stream", "model", "temperature", "priority"]
+    names = [
+        "n",
+        "seed",
+        "top_p",
+        "top_k",
+        "min_p",
+        "stop",
+        "user",
+        "store",
+        "stream",
+        "model",
+        "temperature",
+        "priority",
+    ]
     answer = await http.post(CHAT, json={"messages": user("hi"), **dict.fromkeys(names, {"a": "input"})})
     message = check(answer, 400, "model")
     assert message.count("; ") == 10 and message.endswith("and 2 more")

@@ -56,7 +56,7 @@ class CompletionAnswer(Answer):
         self.echo = bool(body.echo)
         self.has_begun = [False] * self.num_choices
         skipped = self.tokenizer.special_ids if prepared[0].params.skip_special_tokens else frozenset()
-        self.offsets = [_Offset(self.tokenizer, skipped) for _ in range(self.num_choices)]
+        self.offsets = [TextOffsets(self.tokenizer, skipped) for _ in range(self.num_choices)]
 
     def chunks(self, output: CompletionOutput) -> list[Completion]:
         """One chunk; a choice's first one also brings what is told once."""
@@ -99,7 +99,7 @@ class CompletionAnswer(Answer):
         return self.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)
 
 
-class _Offset:
+class TextOffsets:
     """Where the tokens of one choice begin in its text.
 
     Counts characters that are complete, so a character of several tokens begins where its first token does.

@@ -1,0 +1,72 @@
+"""API keys: every route is guarded but liveness."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+from starlette.routing import Route
+
+from servd.api.auth import OPEN_PATHS
+from tests.api.harness import MODEL, Served, serve, user
+
+KEYS = ["first-key", "zweiter-schlüssel"]
+
+
+@pytest.fixture
+async def guarded() -> AsyncIterator[Served]:
+    async with serve(listen=True, api_key=KEYS) as served:
+        yield served
+
+
+async def test_every_route_but_liveness_needs_a_key(guarded: Served):
+    paths = {"/nothing", "//health", "/health/", "/HEALTH", "/health/..", "/v1/models/x", "/docs", "/openapi.json"}
+    routes = guarded.app.routes
+    paths |= {route.path for route in routes if isinstance(route, Route)} | {"/v1/chat/completions", "/metrics"}
+    for path in sorted(paths - OPEN_PATHS):
+        for method in ("GET", "POST", "OPTIONS"):
+            answer = await guarded.http.request(method, path)
+            assert answer.status_code == 401, path
+    assert answer.headers["www-authenticate"] == "Bearer" and answer.headers["x-request-id"]
+    assert answer.json()["error"]["type"] == "authentication_error"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    for path in OPEN_PATHS:
+        assert (await guarded.http.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("key", KEYS)
+async def test_every_key_opens_in_both_headers(guarded: Served, key):
+    for name, value in (("authorization", f"Bearer {key}"), ("Authorization", f"bearer  {key}"), ("x-api-key", key)):
+        answer = await guarded.http.get("/version", headers={name.encode(): value.encode()})
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "first-key"},
+        {"Authorization": "Basic first-key"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer first-ke"},
+        {"Authorization": "Bearer first-keyy"},
+        {"Authorization": "Bearer FIRST-KEY"},
+        {"x-api-key": ""},
+        {"api-key": "first-key"},
+    ],
+)
+async def test_everything_else_does_not(guarded: Served, headers):
+    assert (await guarded.http.get("/version", headers=headers)).status_code == 401
+
+
+async def test_headers_cannot_rename_the_path(guarded: Served):
+    headers = {"Host": "x/health?", "X-Forwarded-Path": "/health", "X-Original-URL": "/health"}
+    assert (await guarded.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_the_openai_client(guarded: Served):
+    async with openai.AsyncOpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        assert (await client.chat.completions.create(model=MODEL, messages=user("hi"), max_tokens=1)).choices
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await client.with_options(api_key="wrong").models.list()
+        assert refused.value.code == "invalid_api_key"

@@ -1,0 +1,217 @@
+"""POST /v1/chat/completions, by HTTP and by the openai client."""
+
+from __future__ import annotations
+
+import math
+
+import openai
+import pytest
+
+from servd.hf import FAKE_SPEC
+from servd.messages import EngineCoreRequest
+from tests.api.harness import MODEL, Served, chat_prompt, events, output_text, serve, user
+
+CHAT = "/v1/chat/completions"
+
+
+async def ask(http, **body):
+    answer = await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 6, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_the_whole_answer(http):
+    answer = await ask(http)
+    assert list(answer)[:4] == ["object", "id", "created", "model"]
+    assert (answer["object"], answer["model"]) == ("chat.completion", MODEL)
+    assert answer["id"].startswith("chatcmpl-") and answer["system_fingerprint"].startswith("servd-")
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": output_text(chat_prompt("hi"), 6)},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    num_prompt = len(chat_prompt("hi"))
+    assert answer["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 6,
+        "total_tokens": num_prompt + 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+async def test_cached_tokens_are_told(http):
+    await ask(http)
+    cached = (await ask(http, n=2))["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == 16  # one block of the 19 tokens; counted once, though both choices found it
+    salted = await ask(http, cache_salt="tenant")
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function", "critic"])
+async def test_roles_reach_the_template(http, role):
+    answer = await ask(http, messages=[{"role": role, "content": "be"}, *user("hi")])
+    prompt = f"{role.capitalize()}: be\n" + chat_prompt("hi")
+    assert answer["choices"][0]["message"]["content"] == output_text(prompt, 6)
+
+
+async def test_text_parts_equal_a_string(http):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    texts = [(await ask(http, messages=user(content)))["choices"] for content in (parts, "one\ntwo")]
+    assert texts[0] == texts[1]
+
+
+async def test_messages_with_tool_calls_names_and_extra_keys(http):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        *user("hi"),
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "f"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for tool_choice in ("auto", "none", None):
+        await ask(http, messages=messages, tools=tools, tool_choice=tool_choice)
+
+
+async def test_a_message_can_be_continued(http):
+    messages = [*user("hi"), {"role": "assistant", "content": "I am"}]
+    answer = await ask(http, messages=messages, add_generation_prompt=False, continue_final_message=True)
+    assert answer["choices"][0]["message"]["content"] == output_text(chat_prompt("hi") + " I am", 6)
+
+
+async def test_max_completion_tokens_wins_over_max_tokens(http):
+    assert (await ask(http, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
+    assert (await ask(http, max_tokens=None, max_completion_tokens=2))["usage"]["completion_tokens"] == 2
+
+
+async def test_without_a_limit_the_answer_fills_the_context():
+    async with serve(max_model_len=64) as served:
+        usage = (await ask(served.http, max_tokens=None))["usage"]
+        assert usage["total_tokens"] == 64
+
+
+@pytest.mark.parametrize("stop_is_list", [False, True])
+async def test_stop_strings(http, stop_is_list):
+    text = output_text(chat_prompt("hi"), 30)
+    stop = text[10:12]
+    first = text.index(stop)
+    answer = await ask(http, max_tokens=30, stop=[stop, "\0"] if stop_is_list else stop)
+    choice = answer["choices"][0]
+    assert choice["message"]["content"] == text[:first]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    answer = await ask(http, max_tokens=30, stop=stop, include_stop_str_in_output=True)
+    assert answer["choices"][0]["message"]["content"] == text[: first + 2]
+
+
+async def test_stop_token_ids(http):
+    text = output_text(chat_prompt("hi"), 30)
+    choice = (await ask(http, max_tokens=30, stop_token_ids=[ord(text[4])]))["choices"][0]
+    assert choice["message"]["content"] == text[: text.index(text[4])]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ord(text[4]))
+
+
+async def test_logprobs(http):
+    answer = await ask(http, logprobs=True, top_logprobs=3, max_tokens=4)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == answer["choices"][0]["message"]["content"]
+    for entry in content:
+        assert bytes(entry["bytes"]).decode() == entry["token"] and entry["logprob"] <= 0
+        assert len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0]["token"] == entry["token"]  # the fake takes the likeliest
+        assert sum(math.exp(top["logprob"]) for top in entry["top_logprobs"]) <= 1
+    none = (await ask(http, logprobs=True, max_tokens=1))["choices"][0]["logprobs"]["content"]
+    assert len(none) == 1 and none[0]["top_logprobs"] == []
+    assert (await ask(http, logprobs=False, top_logprobs=0))["choices"][0]["logprobs"] is None
+
+
+async def test_token_ids_are_returned_on_demand(http):
+    answer = await ask(http, return_token_ids=True)
+    assert bytes(answer["prompt_token_ids"]).decode() == chat_prompt("hi")
+    choice = answer["choices"][0]
+    assert bytes(choice["token_ids"]).decode() == choice["message"]["content"]
+    plain = await ask(http)
+    assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+
+
+async def test_sampling_fields_reach_the_engine(served: Served):
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -1.0,
+        "repetition_penalty": 1.2, "seed": 5, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [256],
+        "allowed_token_ids": [97, 98], "logit_bias": {97: 3.5},
+    }  # fmt: skip
+    body = {**fields, "logit_bias": {"97": 3.5}, "priority": 3, "cache_salt": "s", "n": 2, "skip_special_tokens": False}
+    await ask(served.http, **body)
+    requests = [message for message in served.engine.sent if isinstance(message, EngineCoreRequest)]
+    assert len(requests) == 2
+    for i, request in enumerate(requests):
+        assert {name: getattr(request.params, name) for name in fields} == {**fields, "seed": 5 + i}
+        assert (request.priority, request.cache_salt, request.eos_token_ids) == (3, "s", [])
+
+
+async def test_defaults_come_from_the_generation_config():
+    generation = {"temperature": 0.25, "top_p": 0.5, "top_k": 9, "max_new_tokens": 3, "do_sample": True}
+    spec = FAKE_SPEC.__class__(
+        **{**{f: getattr(FAKE_SPEC, f) for f in FAKE_SPEC.__struct_fields__}, "generation": generation}
+    )
+    async with serve(spec=spec) as served:
+        answer = await ask(served.http, max_tokens=None, top_k=4)
+        params = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest)).params
+        assert (params.temperature, params.top_p, params.top_k) == (0.25, 0.5, 4)
+        assert answer["usage"]["completion_tokens"] == 3
+
+
+async def test_a_stream_joined_is_the_whole_answer(http):
+    fields = {"n": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "max_tokens": 12}
+    whole = await ask(http, **fields)
+    streamed = await http.post(
+        CHAT, json={"messages": user("hi"), **fields, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    chunks = events(streamed.text)
+    assert {(c["id"], c["created"], c["model"], c["object"], c["system_fingerprint"]) for c in chunks} == {
+        (chunks[0]["id"], chunks[0]["created"], MODEL, "chat.completion.chunk", whole["system_fingerprint"])
+    }
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+    *chunks, last = chunks
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 36
+    assert all(chunk["usage"] is None for chunk in chunks)
+    for expected in whole["choices"]:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == expected["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in mine[1:])
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == expected["message"]["content"]
+        assert [t for choice in mine for t in choice.get("token_ids", [])] == expected["token_ids"]
+        parts = [choice["logprobs"]["content"] for choice in mine if choice["logprobs"]]
+        assert [entry for part in parts for entry in part] == expected["logprobs"]["content"]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [expected["finish_reason"]]
+        assert mine[-1]["finish_reason"]
+
+
+async def test_the_openai_client(listening_server: Served):
+    async with openai.AsyncOpenAI(base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0) as client:
+        raw = await client.chat.completions.with_raw_response.create(model=MODEL, messages=user("hi"), max_tokens=9)
+        whole = raw.parse()
+        assert whole.choices[0].message.content == output_text(chat_prompt("hi"), 9)
+        assert whole._request_id == raw.headers["x-request-id"]
+        assert whole.usage and whole.usage.prompt_tokens_details
+        text, finish, usage = "", [], None
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=user("hi"), max_tokens=9, stream=True, stream_options={"include_usage": True}
+        )
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish.append(choice.finish_reason)
+        assert text == whole.choices[0].message.content
+        assert [reason for reason in finish if reason] == ["length"]
+        assert usage and usage.completion_tokens == 9
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.chat.completions.create(model=MODEL, messages=user("hi"), top_p=3, stream=True)
+        assert bad.value.param == "top_p" and bad.value.type == "invalid_request_error"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.chat.completions.create(model="other", messages=user("hi"))
+        assert unknown.value.code == "model_not_found"

@@ -1,0 +1,137 @@
+"""POST /v1/completions, by HTTP and by the openai client."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servd.api.routes.completions import TextOffsets
+from servd.api.tokenizer import Tokenizer
+from servd.messages import TokenLogprobs
+from tests.api.harness import MODEL, Served, events, output_text
+
+COMPLETIONS = "/v1/completions"
+
+
+async def ask(http, **body):
+    answer = await http.post(COMPLETIONS, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_the_whole_answer(http):
+    answer = await ask(http, prompt="Once")
+    assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
+    assert answer["id"].startswith("cmpl-") and answer["system_fingerprint"] and answer["created"]
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "text": output_text("Once", 16),  # OpenAI's default length
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 16,
+        "total_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_with_several_choices(http, as_ids, stream):
+    texts = ["one", "two", "three"]
+    prompt = [list(text.encode()) for text in texts] if as_ids else texts
+    body = {"prompt": prompt, "n": 2, "max_tokens": 5, "echo": True}
+    got = [""] * 6
+    if stream:
+        answer = await http.post(COMPLETIONS, json={**body, "stream": True})
+        finished = []
+        for chunk in events(answer.text):
+            (choice,) = chunk["choices"]
+            got[choice["index"]] += choice["text"]
+            finished += [choice["index"]] if choice["finish_reason"] else []
+        assert sorted(finished) == list(range(6))
+    else:
+        answer = await ask(http, **body)
+        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+        got = [choice["text"] for choice in answer["choices"]]
+        assert answer["usage"]["prompt_tokens"] == 11 and answer["usage"]["completion_tokens"] == 30
+    assert got == [text + output_text(text, 5) for text in texts for _ in range(2)]
+
+
+async def test_ids_equal_text(http):
+    assert (await ask(http, prompt=[79, 110]))["choices"] == (await ask(http, prompt="On"))["choices"]
+
+
+async def test_legacy_logprobs(http):
+    choice = (await ask(http, prompt="a", logprobs=2, max_tokens=5))["choices"][0]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert len(top) == 2 and top[token] == logprob
+
+
+async def test_a_stream_joined_is_the_whole_answer_while_a_stop_string_holds_text_back(http):
+    text = output_text("a", 40)
+    held = text[5:8]  # a beginning of the stop string, so text waits until it is not one
+    body = {
+        "prompt": "a",
+        "max_tokens": 40,
+        "stop": [held + "\0", text[30:33]],
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    (whole,) = (await ask(http, **body))["choices"]
+    answer = await http.post(COMPLETIONS, json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    *chunks, last = events(answer.text)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(whole["token_ids"])
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == whole["text"] == text[: text.index(text[30:33])]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        parts = [choice["logprobs"][name] for choice in choices if choice["logprobs"]]
+        assert [entry for part in parts for entry in part] == whole["logprobs"][name]
+    assert choices[0]["prompt_token_ids"] == whole["prompt_token_ids"] == [97]
+    assert all("prompt_token_ids" not in choice for choice in choices[1:])
+    assert [(c["finish_reason"], c["stop_reason"]) for c in choices if c["finish_reason"]] == [("stop", text[30:33])]
+
+
+@given(st.text())
+def test_text_offsets_point_at_the_character_that_a_token_begins(text):
+    offsets = TextOffsets(Tokenizer.bytes(), frozenset({256}))
+    token_ids = [256, *text.encode(), 256]
+    got = offsets.logprobs([TokenLogprobs([i], [-1.0], 1) for i in token_ids]).text_offset
+    expected = [i for i, char in enumerate(text) for _ in char.encode()]
+    assert got == [0, *expected, len(text)]
+
+
+async def test_usage_grows_with_every_chunk(http):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["a", "bc"], "max_tokens": 8, "stream": True, "stream_options": options}
+    usages = [chunk["usage"] for chunk in events((await http.post(COMPLETIONS, json=body)).text)]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[-1] == counts[-2] == 16
+    assert all(u["prompt_tokens"] == 3 and u["total_tokens"] == 3 + u["completion_tokens"] for u in usages)
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+async def test_no_usage_in_a_stream_unless_asked_for(http, options):
+    body = {"prompt": "a", "stream": True, "stream_options": options}
+    chunks = events((await http.post(COMPLETIONS, json=body)).text)
+    assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+
+
+async def test_the_openai_client(listening_server: Served):
+    async with openai.AsyncOpenAI(base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0) as client:
+        whole = await client.completions.create(model=MODEL, prompt=["x", "y"], max_tokens=7, logprobs=1)
+        assert [choice.text for choice in whole.choices] == [output_text("x", 7), output_text("y", 7)]
+        stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=7, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == output_text("x", 7)

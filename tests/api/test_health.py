@@ -1,0 +1,51 @@
+"""GET /health, /ping, /version and /load."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import servd
+from servd.messages import EngineDead, EngineReady, EngineStatus
+from tests.api.harness import Served, serve, until
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+async def test_from_loading_to_ready_to_dead(path):
+    async with serve(is_ready=False) as served:
+        served.engine.tell(EngineStatus("loading weights", 0.5))
+        await until(lambda: served.async_llm.status == EngineStatus("loading weights", 0.5))
+        loading = await served.http.get(path)
+        assert loading.status_code == 503
+        body = loading.json()
+        assert (body["status"], body["phase"], body["progress"]) == ("loading", "loading weights", 0.5)
+        assert 0 <= body["elapsed_seconds"] < 60
+        served.engine.tell(EngineReady(served.engine.worker, 4096, 16))
+        await until(lambda: served.async_llm.is_ready)
+        ready = await served.http.get(path)
+        assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+        assert (await served.http.head(path)).status_code == 200
+        served.engine.tell(EngineDead("killed"))
+        await until(lambda: not served.async_llm.is_ready)
+        dead = await served.http.get(path)
+        assert (dead.status_code, dead.json()) == (503, {"status": "dead", "reason": "killed"})
+
+
+async def test_version(http):
+    assert (await http.get("/version")).json() == {"version": servd.__version__}
+
+
+async def test_load_counts_running_requests(served: Served):
+    async def load() -> int:
+        return (await served.http.get("/load")).json()["server_load"]
+
+    assert await load() == 0
+    served.engine.may_step.clear()
+    bodies = [{"prompt": "a"}, {"prompt": ["a", "b"]}]
+    running = [asyncio.create_task(served.http.post("/v1/completions", json=body)) for body in bodies]
+    await until(lambda: served.async_llm.num_unfinished == 3)
+    assert await load() == 3
+    served.engine.may_step.set()
+    await asyncio.gather(*running)
+    assert await load() == 0
