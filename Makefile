@@ -50,7 +50,7 @@ lint: $(VENV)/.dev ## Run the linter
 	$(BIN)/ruff check
 
 typecheck: $(VENV)/.dev ## Check the types
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 architecture: $(VENV)/.dev ## Check the import rules and the sizes
 	$(BIN)/python -m pytest tests/test_architecture.py
