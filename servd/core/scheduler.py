@@ -105,13 +105,11 @@ class Scheduler:
         """Choose the work of the next step; None if there is nothing that could be computed now.
 
         Running requests come first, in order, so that nobody's decoding waits for another's prompt. Then waiting
-        requests join while tokens, slots and blocks last, unless blocks were so short that a request had to yield.
+        requests join while tokens, slots and blocks last.
         """
         step = Step(self._num_steps)
-        num_preemptions = self._stats.num_preemptions
         budget = self._schedule_running(step, self.max_num_batched_tokens)
-        if self._stats.num_preemptions == num_preemptions:
-            budget = self._schedule_waiting(step, budget)
+        budget = self._schedule_waiting(step, budget)
         if not step.scheduled:
             return None
         self._num_steps += 1
@@ -141,7 +139,10 @@ class Scheduler:
         return budget
 
     def _schedule_waiting(self, step: Step, budget: int) -> int:
-        """Admit requests strictly in order: none is overtaken because it is long, so none starves."""
+        """Admit requests strictly in order: none is overtaken because it is long, so none starves.
+
+        A request that has just yielded does not come back in the same step: what it freed no longer fits it.
+        """
         now = now_ns()
         while self.waiting and self._free_slots and budget > 0:
             request = self.waiting.head()
@@ -195,7 +196,6 @@ class Scheduler:
     def _preempt(self, request: Request, step: int) -> None:
         """Send a request, already taken from `running`, back to wait; it computes all its tokens again."""
         self._release(request)
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         request.marks.append(Mark("preempted", now_ns(), step))

@@ -27,8 +27,8 @@ from servd.messages import (
     WorkerReady,
 )
 
-LAST_WORDS = 0.5  # seconds in which the report of a worker that has ended may still arrive
-POLL_INTERVAL = 0.2  # seconds between looks at the workers while their message is awaited
+LAST_WORDS = 0.1  # seconds in which the report of a worker that has ended may still arrive
+POLL_INTERVAL = 0.1  # seconds between looks at the workers while their message is awaited
 STOP_TIMEOUT = 3.0  # seconds from Shutdown to SIGTERM, and from there to SIGKILL
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from servd.core.request import Request
 from servd.messages import ResetPrefixCache
 from tests.core.engines import Log, generate, make_engine, make_request, solo
@@ -35,8 +37,9 @@ def test_requests_of_one_step_share_blocks_that_the_step_itself_computes():
     assert log.token_ids("a") == log.token_ids("b") == solo(requests[0])
 
 
-def test_a_conversation_finds_its_own_outputs():
-    engine = make_engine()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_conversation_finds_its_own_outputs(depth):
+    engine = make_engine(depth=depth)
     answer = generate(engine, make_request("a", PROMPT, max_tokens=9)).token_ids("a")
     log = generate(engine, make_request("b", PROMPT + answer + [7]))
     assert cached_tokens(log, "b") == 20  # 12 + 9 - 1: the last token of an answer is never computed

@@ -1,0 +1,110 @@
+"""The contract of all executors, and what the multi-process one does when a worker fails."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from pathlib import Path
+
+import pytest
+
+from servd import plugins
+from servd.config import Config
+from servd.core.engine_core import EngineCore
+from servd.core.executor import multiproc, uniproc
+from servd.errors import ConfigError, EngineDead
+from servd.hf import FAKE_SPEC
+from tests.core.engines import generate, make_request, solo
+
+ROOT = Path(__file__).resolve().parents[3]
+TOY_WORKER = "tests.core.executor.toy_worker"
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts an executor by name, on toy workers if it needs any; returns it with its WorkerReady and progress."""
+    monkeypatch.setattr(uniproc, "WORKER_MODULE", TOY_WORKER)
+    monkeypatch.setattr(multiproc.MultiProcExecutor, "worker_module", TOY_WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    executors = []
+
+    def start(name: str, **options):
+        config = Config.load({"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | options)
+        progress = []
+        executor = plugins.load("servd.core.executor", name, "Executor")(
+            config, FAKE_SPEC, lambda phase, fraction: progress.append((phase, fraction))
+        )
+        executors.append(executor)
+        return executor, executor.start(), progress
+
+    yield start
+    for executor in executors:
+        executor.shutdown()
+        executor.shutdown()
+
+
+@pytest.mark.parametrize("name", plugins.names("servd.core.executor"))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_executor_runs_the_engine(start, name, depth):
+    executor, ready, progress = start(name, async_scheduling=depth == 2)
+    assert ready.num_blocks == 16 and progress
+    requests = [make_request(str(i), [1, 2, i], 9, logprobs=1) for i in range(6)]
+    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks), *requests)
+    for request in requests:
+        assert log.token_ids(request.request_id) == solo(request)
+        assert all(output.logprobs for output in log.outputs[request.request_id])
+
+
+@pytest.mark.parametrize("name", plugins.names("servd.core.executor"))
+def test_the_two_halves_of_a_step_are_called_in_turn(start, name):
+    executor, ready, _ = start(name)
+    with pytest.raises(RuntimeError, match="without execute_model"):
+        executor.sample_tokens()
+    engine = EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks)
+    engine.handle(make_request("a", [1]))
+    scheduled = engine.scheduler.schedule()
+    executor.execute_model(scheduled)
+    with pytest.raises(RuntimeError, match="without sample_tokens"):
+        executor.execute_model(scheduled)
+
+
+def test_all_workers_run_every_step_and_the_smallest_cache_decides(start):
+    executor, ready, _ = start("multiproc", tensor_parallel_size=2)
+    assert ready.num_blocks == 15
+    request = make_request("a", [1, 2, 3], 5)
+    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks), request)
+    assert log.token_ids("a") == solo(request)
+    pids = [worker.process.pid for worker in executor.workers]
+    folder = executor.folder
+    executor.shutdown()
+    assert [worker.exit_code for worker in executor.workers] == [0, 0]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not folder.exists()
+
+
+def test_a_config_error_of_a_worker_is_a_config_error_here(start):
+    with pytest.raises(ConfigError, match="^this machine is too small$"):
+        start("multiproc", model="bad-config")
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [("crash", "worker-0 ended .* exit code 3"), ("bug", "in the model"), ("late-bug", "on the device")],
+)
+def test_a_failing_step_says_why(start, failure, reason):
+    executor, ready, _ = start("multiproc", model=failure)
+    engine = EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks)
+    engine.handle(make_request("a", [1]))
+    with pytest.raises(EngineDead, match=reason):
+        engine.step()
+
+
+def test_the_death_of_an_idle_worker_is_noticed(start):
+    executor, _, _ = start("multiproc")
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    executor.on_failure = reasons.put
+    executor.workers[0].process.send_signal(signal.SIGKILL)
+    assert "worker-0" in reasons.get(timeout=5)
