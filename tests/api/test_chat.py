@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import openai
 import pytest
 
@@ -153,9 +154,7 @@ async def test_sampling_fields_reach_the_engine(served: Served):
 
 async def test_defaults_come_from_the_generation_config():
     generation = {"temperature": 0.25, "top_p": 0.5, "top_k": 9, "max_new_tokens": 3, "do_sample": True}
-    spec = FAKE_SPEC.__class__(
-        **{**{f: getattr(FAKE_SPEC, f) for f in FAKE_SPEC.__struct_fields__}, "generation": generation}
-    )
+    spec = msgspec.structs.replace(FAKE_SPEC, generation=generation)
     async with serve(spec=spec) as served:
         answer = await ask(served.http, max_tokens=None, top_k=4)
         params = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest)).params

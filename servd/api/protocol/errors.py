@@ -39,7 +39,7 @@ class ErrorReply(msgspec.Struct):
 
 
 def error_reply(error: Exception, request_id: str) -> ErrorReply:
-    """The answer to `error`; an unexpected one is logged with its traceback and told to the client by id only."""
+    """The answer to `error`. One of the server's own is logged; an unexpected one is told to the client by id only."""
     headers: dict[str, str] = {}
     match error:
         case RequestError():
@@ -51,6 +51,7 @@ def error_reply(error: Exception, request_id: str) -> ErrorReply:
         case EngineDead():
             status, detail = 503, ErrorDetail(str(error), "server_error", code="engine_dead")
         case EngineError():
+            log.error("request %s failed: %s", request_id, error)
             status, detail = 500, ErrorDetail(str(error), "server_error", code="engine_error")
         case HTTPException():  # raised by the router and by the body limit
             status, detail = error.status_code, ErrorDetail(error.detail, _type_of(error.status_code))

@@ -42,7 +42,7 @@ def _bias_by_id(value: Any) -> Any:
     bias: dict[int, float] = {}
     for key, amount in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12):
-            raise PydanticCustomError("logit_bias", 'keys must be token ids, as in {{"50256": -100}}')
+            raise PydanticCustomError("logit_bias", 'keys must be token ids, as in {"50256": -100}')
         if isinstance(amount, bool) or not isinstance(amount, int | float):
             raise PydanticCustomError("logit_bias", "values must be numbers")
         bias[int(key)] = float(amount)
@@ -76,7 +76,7 @@ class GenerationRequest(RequestBody):
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_one_or_more)] = None
+    stop: Annotated[Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_more)] = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

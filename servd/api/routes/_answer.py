@@ -135,17 +135,18 @@ def generate(async_llm: AsyncLLM, prepared: list[Prepared], n: int) -> AsyncGene
 
 
 async def _merge(async_llm: AsyncLLM, prepared: list[Prepared], n: int) -> AsyncGenerator[CompletionOutput, None]:
-    arrived: asyncio.Queue[CompletionOutput | Exception | None] = asyncio.Queue()
+    # Bounded, so that what waits for a slow client waits in AsyncLLM, which merges it.
+    arrived: asyncio.Queue[CompletionOutput | Exception | None] = asyncio.Queue(maxsize=len(prepared))
 
     async def forward(number: int) -> None:
         try:
             async with aclosing(async_llm.generate(prepared[number])) as outputs:
                 async for output in outputs:
                     output.index += number * n
-                    arrived.put_nowait(output)
-            arrived.put_nowait(None)
+                    await arrived.put(output)
+            await arrived.put(None)
         except Exception as error:
-            arrived.put_nowait(error)
+            await arrived.put(error)
 
     tasks = [asyncio.create_task(forward(number)) for number in range(len(prepared))]
     num_running = len(tasks)
