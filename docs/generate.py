@@ -18,12 +18,11 @@ import msgspec
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # servd need not be installed
+
+import picture  # noqa: E402
 
 from servd.config import Config  # noqa: E402
-
-sys.path.insert(0, str(DOCS))
-import picture  # noqa: E402
 
 CONFIG_HEAD = """\
 # Configuration
@@ -63,15 +62,20 @@ def config_row(option: msgspec.structs.FieldInfo, hint: object) -> str:
     kind, metas = plain(hint)
     default = option.default if option.default is not msgspec.NODEFAULT else option.default_factory()  # type: ignore[operator]
     flag = option.name.replace("_", "-")
-    if option.name == "model":
-        flag = "MODEL"
-    elif default is True:
-        flag = f"--no-{flag}"
-    else:
-        flag = f"--{flag}"
-    shown = {None: "", True: "on", False: "off"}.get(default) if default in (None, True, False) else None
-    if shown is None or (isinstance(default, int | float) and not isinstance(default, bool)):
-        shown = f"`{default}`" if default != [] else ""
+    match option.name, default:
+        case "model", _:
+            flag = "MODEL"
+        case _, True:
+            flag = f"--no-{flag}"
+        case _:
+            flag = f"--{flag}"
+    match default:
+        case None | []:
+            shown = ""
+        case True | False:
+            shown = "on" if default else "off"
+        case _:
+            shown = f"`{default}`"
     description = next(m.description for m in metas if m.description).replace("|", "\\|")
     return f"| `{flag}` | {values(kind, metas)} | {shown} | {description} |\n"
 
