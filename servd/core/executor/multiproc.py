@@ -29,7 +29,7 @@ from servd.messages import (
 
 LAST_WORDS = 0.1  # seconds in which the report of a worker that has ended may still arrive
 POLL_INTERVAL = 0.1  # seconds between looks at the workers while their message is awaited
-STOP_TIMEOUT = 3.0  # seconds from Shutdown to SIGTERM, and from there to SIGKILL
+STOP_TIMEOUT = 1.0  # seconds from Shutdown to SIGTERM, and from there to SIGKILL
 
 
 class MultiProcExecutor(_base.Executor):
