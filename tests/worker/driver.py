@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any, cast
+
+import torch
 
 from servd.config import Config
 from servd.hf import read_spec
 from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.params import SamplingParams
+from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
 
-def config_for(folder: str, **options: object) -> Config:
+def config_for(folder: object, **options: object) -> Config:
     """A resolved config for a tiny model on a CPU."""
     defaults: dict[str, object] = {
         "model": str(folder), "device": "cpu", "dtype": "float32", "executor": "uniproc", "block_size": 4,
@@ -22,6 +26,21 @@ def config_for(folder: str, **options: object) -> Config:
         "async_scheduling": False,
     }  # fmt: skip
     return Config.load(defaults | options)
+
+
+class LogitsSpy:
+    """Stands before a sampler and keeps the logits that each row got."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.rows: list[torch.Tensor] = []  # of the last call
+
+    def __call__(self, logits: torch.Tensor, *args: Any) -> SamplerOutput:
+        self.rows = list(logits.clone())
+        return self.sampler(logits, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
 
 
 class Driver:
@@ -33,6 +52,8 @@ class Driver:
         self.worker = Worker(config, self.spec, 0, progress)
         self.ready = self.worker.load_model()
         self.worker.allocate_kv_cache(self.ready.num_blocks)
+        self.spy = LogitsSpy(self.worker.runner.sampler)
+        self.worker.runner.sampler = cast("Sampler", self.spy)
         self.block_size = config.cache.block_size
         self.random = random.Random(seed)
         self.free_blocks = list(range(self.ready.num_blocks))
@@ -43,6 +64,7 @@ class Driver:
         self.blocks: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.num_prompt: dict[int, int] = {}
+        self.logits: dict[int, list[torch.Tensor]] = {}  # slot -> those that its samples were drawn from
         self.new: list[NewRequest] = []
         self.freed: list[int] = []
         self.step_number = 0
@@ -59,6 +81,7 @@ class Driver:
         slot = self.free_slots.pop()
         cached = list(cached_blocks or [])
         self.tokens[slot] = list(token_ids)
+        self.logits[slot] = []
         self.blocks[slot] = cached
         self.computed[slot] = len(cached) * self.block_size
         self.num_prompt[slot] = num_prompt_tokens or len(token_ids)
@@ -98,9 +121,12 @@ class Driver:
         self.worker.execute_model(SchedulerOutput(self.step_number, scheduled, self.new, self.freed))
         self.new, self.freed = [], []
         output = self.worker.sample_tokens(bitmask).result()
+        logits = list(self.spy.rows)
         for row, sampled in zip(scheduled, output.sampled_token_ids, strict=True):
             assert len(sampled) == row.samples
             self.tokens[row.slot] += sampled
+            if sampled:
+                self.logits[row.slot].append(logits.pop(0))
         return output
 
     def left(self, slot: int) -> int:

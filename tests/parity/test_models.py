@@ -1,0 +1,97 @@
+"""Every model file gives transformers' logits and greedy tokens, however its tokens are spread over steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from servd import plugins
+from tests.parity.families import CASES, greedy, logits_of, make_checkpoint
+from tests.worker.driver import Driver, config_for
+
+MODELS = plugins.names("servd.worker.models")
+ALL = [(model_type, variant) for model_type, variants in CASES.items() for variant in variants]
+NUM_OUTPUTS = 10
+TOLERANCE = 1e-4
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(199) for _ in range(length)] for length in lengths]
+
+
+def check(driver: Driver, folder: Path, slot: int, prompt: list[int]) -> None:
+    """The slot's outputs are transformers' greedy ones, drawn from transformers' logits."""
+    tokens = driver.tokens[slot]
+    assert tokens == greedy(folder, prompt, len(tokens) - len(prompt))
+    expected = logits_of(folder, tokens)[len(prompt) - 1 : -1]
+    got = torch.stack(driver.logits[slot])
+    torch.testing.assert_close(got, expected[-len(got) :], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_model_file_has_a_case(model_type: str):
+    assert model_type in CASES, f"add a tiny config of {model_type} to tests/parity/families.py"
+
+
+@pytest.mark.parametrize(("model_type", "variant"), ALL)
+def test_chunked_prefill_in_mixed_batches(checkpoints, model_type: str, variant: str):
+    folder = checkpoints(model_type, variant)
+    driver = Driver(config_for(folder))
+    long, short, one = prompts(37, 11, 1)
+    first = driver.add(long)
+    driver.step({first: 13})
+    second = driver.add(short)
+    driver.step({first: 5, second: 3})
+    third = driver.add(one)
+    driver.generate([second, first, third], NUM_OUTPUTS, chunk=7)
+    for slot, prompt in ((first, long), (second, short), (third, one)):
+        check(driver, folder, slot, prompt)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_prefix_cache_hit(checkpoints, model_type: str):
+    folder = checkpoints(model_type, next(iter(CASES[model_type])))
+    driver = Driver(config_for(folder))
+    shared, tail, other_tail = prompts(24, 6, 3)
+    first = driver.add(shared + tail)
+    driver.generate([first], 3)
+    second = driver.add(shared + other_tail, cached_blocks=driver.blocks[first][: 24 // driver.block_size])
+    driver.generate([first, second], NUM_OUTPUTS)
+    check(driver, folder, first, shared + tail)
+    check(driver, folder, second, shared + other_tail)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_preemption_by_recompute(checkpoints, model_type: str):
+    folder = checkpoints(model_type, next(iter(CASES[model_type])))
+    driver = Driver(config_for(folder))
+    prompt, other = prompts(19, 30)
+    victim, stays = driver.add(prompt), driver.add(other)
+    driver.generate([victim, stays], 4, chunk=8)
+    tokens = driver.free(victim)
+    driver.generate([stays], 7)
+    back = driver.add(tokens, num_prompt_tokens=len(prompt))
+    assert back != victim
+    driver.generate([back, stays], NUM_OUTPUTS, chunk=9)
+    check(driver, folder, back, prompt)
+    check(driver, folder, stays, other)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_full_size_gpt2(tmp_path: Path):
+    folder = make_checkpoint(tmp_path, "gpt2", {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.05})
+    driver = Driver(config_for(str(folder), block_size=16, max_model_len=1024, kv_cache_memory=1 << 28))
+    longer, shorter = prompts(300, 40)
+    slots = [driver.add(longer), driver.add(shorter)]
+    driver.generate(slots, 24, chunk=129)
+    # 12 layers of sums over 768 and 3072 float32 numbers, in another order: rounding is larger than in tiny models.
+    for slot, prompt in zip(slots, (longer, shorter), strict=True):
+        tokens = driver.tokens[slot]
+        assert tokens == greedy(folder, prompt, 24)
+        expected = logits_of(folder, tokens)[len(prompt) - 1 : -1]
+        torch.testing.assert_close(torch.stack(driver.logits[slot]), expected, atol=5e-4, rtol=0)
