@@ -185,7 +185,6 @@ def read_generation_defaults(spec: ModelSpec, source: str) -> dict[str, Any]:
             raise ConfigError(f"--generation-config {source}: {error}") from None
     known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     defaults = {name: generation[name] for name in known if generation.get(name) is not None}
-    # In transformers, do_sample false (its default) means greedy, whatever the temperature says.
     if "max_new_tokens" in generation:
         defaults["max_tokens"] = generation["max_new_tokens"]
     return defaults

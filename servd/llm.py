@@ -136,7 +136,7 @@ class LLMEngine:
     def __init__(self, config: Config, separate_process: bool = False, use_tqdm: bool = False) -> None:
         config, spec = launch.find_and_resolve(config)
         assert config.model.max_model_len is not None
-        tokenizer = Tokenizer.load(config.model.tokenizer or spec.folder) if spec.folder else Tokenizer.bytes()
+        tokenizer = Tokenizer.of_model(config, spec)
         self.processor = Processor(config, spec, tokenizer, config.model.max_model_len)
         self.output_processor = OutputProcessor(tokenizer)
         self.requests: dict[str, RequestOutput] = {}

@@ -104,6 +104,7 @@ async def serve(start: Start) -> int:
     )
     server = Server(settings, async_llm, start)
     await server.serve(sockets=[listener])
+    async_llm.close()
     client.close()
     return 1 if isinstance(async_llm.status, EngineDead) else 0
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import tokenizers
 
+from servd.config import Config
 from servd.errors import InvalidRequest, ModelNotFound
-from servd.hf import read_json
+from servd.hf import ModelSpec, find_model, read_json
 
 # Any of these can be converted to tokenizer.json by transformers.
 CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -55,6 +56,18 @@ class Tokenizer:
         self._bytes_without_special = _Table(lambda i: b"" if i in self.special_ids else self._bytes[i])
         first = self._context[:1]
         self.strips_leading_space = backend.decode(first) != "".join(self.token_string(i) for i in first)
+
+    @classmethod
+    def of_model(cls, config: Config, spec: ModelSpec) -> Tokenizer:
+        """The tokenizer that the options name: --tokenizer, the model's own, or bytes for the fake model.
+
+        Raises:
+            ModelNotFound: see `load`.
+        """
+        if config.model.tokenizer is not None:
+            folder = str(find_model(config.model.tokenizer, download_dir=config.model.download_dir))
+            return cls.load(folder, config.model.trust_remote_code)
+        return cls.load(spec.folder, config.model.trust_remote_code) if spec.folder else cls.bytes()
 
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:

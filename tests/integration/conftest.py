@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -19,7 +22,7 @@ import pytest
 class Server:
     """A `servd serve` that a test started. Its log is in `lines`."""
 
-    def __init__(self, *args: str, wait: bool = True) -> None:
+    def __init__(self, *args: str) -> None:
         listen = () if "--uds" in args or "--headless" in args else ("--port", "0")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "servd", "serve", *args, *listen],
@@ -31,8 +34,6 @@ class Server:
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self.read_log, daemon=True)
         self.reader.start()
-        if wait:
-            self.wait_ready()
 
     def read_log(self) -> None:
         assert self.process.stderr is not None
@@ -91,17 +92,49 @@ class Server:
         return code
 
 
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    """Starts servers that are stopped at the end of the test."""
+    servers: list[Server] = []
+
+    def start_server(*args: str, wait: bool = True) -> Server:
+        servers.append(Server(*args))
+        if wait:
+            servers[-1].wait_ready()
+        return servers[-1]
+
+    yield start_server
+    for server in servers:
+        server.stop()
+
+
 @pytest.fixture(scope="module")
 def fake_server() -> Iterator[Server]:
     """A server with the fake executor, shared by the tests of a module that leave it as it was."""
     server = Server("--executor", "fake")
-    yield server
-    server.stop()
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="module")
-def llama_server(tiny_llama: object) -> Iterator[Server]:
+def llama_server(tiny_llama: Path) -> Iterator[Server]:
     """A server with a small real model."""
     server = Server(str(tiny_llama), "--device", "cpu", "--served-model-name", "tiny")
-    yield server
-    server.stop()
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def long_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small Llama with a context of 8192 tokens: its streams last for many seconds."""
+    folder = tmp_path_factory.mktemp("long-llama")
+    shutil.copytree(tiny_llama, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    return folder

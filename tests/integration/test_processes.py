@@ -50,8 +50,8 @@ def socket_folder(server: Server) -> Path:
     return next(Path(c.laddr).parent for c in connections if c.laddr.endswith("/engine"))
 
 
-async def test_killed_engine_answers_every_stream_and_ends_the_tree():
-    server = Server("--executor", "fake")
+async def test_killed_engine_answers_every_stream_and_ends_the_tree(start, long_llama):
+    server = start(str(long_llama), "--device", "cpu")
     client, streams = await open_streams(server, 16)
     killed_at = time.monotonic()
     server.children()["engine"].kill()
@@ -68,12 +68,11 @@ async def test_killed_engine_answers_every_stream_and_ends_the_tree():
     assert time.monotonic() - killed_at < 2
     assert code not in (0, 2)
     await client.close()
-    server.stop()
 
 
 @pytest.mark.parametrize("victim", ["api", "parent"])
-def test_any_death_ends_all(victim: str):
-    server = Server("--executor", "fake")
+def test_any_death_ends_all(start, victim: str):
+    server = start("--executor", "fake")
     children = server.children()
     if victim == "parent":
         server.process.kill()
@@ -81,24 +80,22 @@ def test_any_death_ends_all(victim: str):
         children[victim].kill()
     assert server.process.wait(5) != 0
     wait_until(lambda: not any(c.is_running() for c in children.values()), 5, "orphans")
-    server.stop()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_signal_leaves_nothing(signum: signal.Signals):
-    server = Server("--executor", "fake")
+def test_signal_leaves_nothing(start, signum: signal.Signals):
+    server = start("--executor", "fake")
     folder, children = socket_folder(server), server.children()
     assert folder.stat().st_mode & 0o777 == 0o700
     server.process.send_signal(signum)
     assert server.process.wait(5) == 0
     assert not any(c.is_running() for c in children.values())
     assert not folder.exists()
-    server.stop()
 
 
-async def test_sigterm_lets_open_requests_finish():
-    server = Server("--executor", "fake")
-    client, (stream,) = await open_streams(server, 1, max_tokens=3000)
+async def test_sigterm_lets_open_requests_finish(start, long_llama):
+    server = start(str(long_llama), "--device", "cpu")
+    client, (stream,) = await open_streams(server, 1, max_tokens=500)
     server.process.send_signal(signal.SIGTERM)
     reasons = [chunk.choices[0].finish_reason async for chunk in stream]
     assert reasons[-1] == "length"
@@ -106,8 +103,8 @@ async def test_sigterm_lets_open_requests_finish():
     assert server.stop() == 0
 
 
-async def test_drain_is_cut_with_an_error_when_time_is_up():
-    server = Server("--executor", "fake", "--shutdown-timeout", "0")
+async def test_drain_is_cut_with_an_error_when_time_is_up(start, long_llama):
+    server = start(str(long_llama), "--device", "cpu", "--shutdown-timeout", "0")
     client, streams = await open_streams(server, 8)
     server.process.send_signal(signal.SIGTERM)
     for stream in streams:
@@ -118,30 +115,30 @@ async def test_drain_is_cut_with_an_error_when_time_is_up():
     assert server.stop(5) == 0
 
 
-async def test_100_clients_that_leave_free_all_blocks(fake_server: Server):
-    client, streams = await open_streams(fake_server, 100)
-    assert fake_server.metric("vllm:num_requests_running") > 0
+async def test_100_clients_that_leave_free_all_blocks(start, long_llama):
+    server = start(str(long_llama), "--device", "cpu", "--max-num-seqs", "128")
+    client, streams = await open_streams(server, 100)
+    assert server.metric("vllm:num_requests_running") > 0
     await asyncio.gather(*(stream.close() for stream in streams))
     await client.close()
     # Gauges follow the engine's steps: one small request makes it report.
     deadline = time.monotonic() + 10
     while True:
-        httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).raise_for_status()
-        if not fake_server.metric("vllm:num_requests_running"):
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).raise_for_status()
+        if not server.metric("vllm:num_requests_running"):
             break
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
-    assert fake_server.metric("vllm:kv_cache_usage_perc") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
-def test_port_opens_before_the_model_is_ready(tiny_llama):
-    server = Server(str(tiny_llama), "--device", "cpu", wait=False)
+def test_port_opens_before_the_model_is_ready(start, tiny_llama):
+    server = start(str(tiny_llama), "--device", "cpu", wait=False)
     response = httpx.get(f"{server.url}/health", timeout=10)
     assert response.status_code == 503
     assert response.json()["phase"]
     server.wait_ready()
     assert httpx.get(f"{server.url}/health").status_code == 200
-    server.stop()
 
 
 def test_api_process_is_small_and_without_torch(llama_server: Server):
@@ -160,8 +157,8 @@ def test_idle_costs_no_cpu(llama_server: Server):
     assert after["api"] - before["api"] <= 0.06
 
 
-def test_two_api_servers_share_port_and_metrics():
-    server = Server("--executor", "fake", "--api-server-count", "2")
+def test_two_api_servers_share_port_and_metrics(start):
+    server = start("--executor", "fake", "--api-server-count", "2")
     for i in range(20):  # new connections, so that both servers get some
         httpx.post(f"{server.url}/v1/completions", json={"prompt": f"{i}", "max_tokens": 4}).raise_for_status()
     assert server.metric("vllm:request_success_total") == 20
@@ -169,21 +166,20 @@ def test_two_api_servers_share_port_and_metrics():
     assert server.stop() == 0
 
 
-def test_headless_engine_serves_attached_api_servers(tmp_path: Path):
+def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
     folder = tmp_path / "ipc"
-    engine = Server("--executor", "fake", "--headless", "--ipc-dir", str(folder))
-    front = Server("--executor", "fake", "--attach", str(folder))
+    engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
+    front = start("--executor", "fake", "--attach", str(folder))
     response = httpx.post(f"{front.url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
     assert response.json()["usage"]["completion_tokens"] == 3
     engine.children()["engine"].kill()
     assert front.process.wait(5) != 0
     assert engine.stop() != 0
-    front.stop()
 
 
-def test_unix_socket(tmp_path: Path):
+def test_unix_socket(start, tmp_path: Path):
     path = tmp_path / "servd.sock"
-    server = Server("--executor", "fake", "--uds", str(path))
+    server = start("--executor", "fake", "--uds", str(path))
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://servd") as client:
         assert client.get("/v1/models").json()["data"][0]["id"] == "fake"
     assert server.stop() == 0

@@ -78,8 +78,8 @@ async def test_prefix_cache_is_reported_and_changes_nothing(llama_server: Server
 
 
 @pytest.mark.parametrize("options", [["--async-scheduling"], ["--executor", "multiproc"], ["--dtype", "bfloat16"]])
-def test_other_ways_to_run(tiny_llama, options: list[str]):
-    server = Server(str(tiny_llama), "--device", "cpu", *options)
+def test_other_ways_to_run(start, tiny_llama, options: list[str]):
+    server = start(str(tiny_llama), "--device", "cpu", *options)
     body = {"prompt": "the licence", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()
     assert response["usage"]["completion_tokens"] == 8
