@@ -101,6 +101,7 @@ COMPLETION_PROBLEMS = [
     ({"prompt": [1.0]}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
     ({"prompt": ["a"] * 1025}, "prompt"),
+    ({"prompt": ["a"] * 10, "n": 103}, "n"),
     ({"prompt": [257]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [2**70]}, "prompt"),

@@ -15,6 +15,7 @@ from servd.messages import FinishReason
 from servd.params import MAX_LOGPROBS, SamplingParams
 
 MAX_PROMPTS = 1024
+MAX_CHOICES = 1024  # over all prompts: each is a request to the engine
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
@@ -44,6 +45,8 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
+        if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
+            raise InvalidRequest(f"prompts times `n` may be at most {MAX_CHOICES}", param="n")
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("`best_of` is not supported: ask for `n` and choose", param="best_of")
         if self.suffix:

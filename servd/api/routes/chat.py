@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from fastapi import APIRouter
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,6 +22,7 @@ from servd.api.protocol.chat import (
     TokenLogprob,
     TopLogprob,
 )
+from servd.api.protocol.generation import Usage
 from servd.api.routes._answer import MIN_LOGPROB, Answer
 from servd.api.routes._context import context_of, read_body, start_timeline
 from servd.api.tokenizer import Tokenizer
@@ -70,7 +71,9 @@ class ChatAnswer(Answer):
         chunks: list[ChatCompletionChunk] = []
         if not self.has_begun[output.index]:
             self.has_begun[output.index] = True
-            chunks.append(self._chunk([ChunkChoice(output.index, Delta(role="assistant", content=""))]))
+            chunks.append(
+                self._chunk([ChunkChoice(output.index, Delta(role="assistant", content=""))], self.chunk_usage())
+            )
             chunks[0].prompt_token_ids, self.prompt_token_ids = self.prompt_token_ids, UNSET
         if self.has_news(output):
             choice = ChunkChoice(
@@ -81,17 +84,15 @@ class ChatAnswer(Answer):
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if self.body.return_token_ids else UNSET,
             )
-            chunks.append(self._chunk([choice]))
+            chunks.append(self._chunk([choice], self.chunk_usage()))
         return chunks
-
-    def _chunk(self, choices: list[ChunkChoice]) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            self.id, self.created, self.model, self.context.fingerprint, choices, usage=self.chunk_usage()
-        )
 
     def last_chunk(self) -> ChatCompletionChunk:
         """Usage, no choices."""
-        return ChatCompletionChunk(self.id, self.created, self.model, self.context.fingerprint, [], usage=self.usage())
+        return self._chunk([], self.usage())
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None | UnsetType) -> ChatCompletionChunk:
+        return ChatCompletionChunk(self.id, self.created, self.model, self.context.fingerprint, choices, usage)
 
     def whole(self, choices: list[CompletionOutput]) -> ChatCompletion:
         """The body of an answer that is not streamed."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import codecs
 
 from fastapi import APIRouter
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.processor import Prepared
 from servd.api.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from servd.api.protocol.generation import Usage
 from servd.api.routes._answer import MIN_LOGPROB, Answer
 from servd.api.routes._context import context_of, read_body, start_timeline
 from servd.api.tokenizer import Tokenizer
@@ -64,19 +65,18 @@ class CompletionAnswer(Answer):
         if not self.has_news(output) and not (is_first and self.echo):
             return []
         self.has_begun[output.index] = True
-        choice = self._choice(output, is_first)
-        return [
-            Completion(self.id, self.created, self.model, self.context.fingerprint, [choice], usage=self.chunk_usage())
-        ]
+        return [self._completion([self._choice(output, is_first)], self.chunk_usage())]
 
     def last_chunk(self) -> Completion:
         """Usage, no choices."""
-        return Completion(self.id, self.created, self.model, self.context.fingerprint, [], usage=self.usage())
+        return self._completion([], self.usage())
 
     def whole(self, choices: list[CompletionOutput]) -> Completion:
         """The body of an answer that is not streamed."""
-        parts = [self._choice(choice, is_first=True) for choice in choices]
-        return Completion(self.id, self.created, self.model, self.context.fingerprint, parts, usage=self.usage())
+        return self._completion([self._choice(choice, is_first=True) for choice in choices], self.usage())
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | None | UnsetType) -> Completion:
+        return Completion(self.id, self.created, self.model, self.context.fingerprint, choices, usage)
 
     def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionChoice:
         prepared = self.prepared[output.index // self.n]
