@@ -106,6 +106,8 @@ def argument_style(kind: Any, name: str) -> dict[str, Any]:
     if typing.get_origin(kind) is Literal:
         return {"choices": typing.get_args(kind)}
     metavar = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
+    if name == "api_key":  # one at a time: "--api-key KEY MODEL" must not take MODEL for a second key
+        return {"action": "append", "metavar": metavar}
     if typing.get_origin(kind) is list:
         return {"nargs": "+", "action": "extend", "metavar": metavar}
     return {"metavar": "SIZE" if name == "kv_cache_memory" else metavar}

@@ -18,7 +18,7 @@ from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.core.engine_core import EngineCore
 from servd.core.engine_core_proc import start_executor
-from servd.errors import ConfigError, EngineDead, EngineError
+from servd.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreOutputs, EngineReady, EngineStatus, ToEngine
 from servd.messages import EngineDead as EngineDeadMessage
@@ -151,6 +151,8 @@ class LLMEngine:
         Raises:
             InvalidRequest: prompt or parameters are not acceptable, or the id is in use.
         """
+        if request_id in self.requests:
+            raise InvalidRequest(f"a request with the id {request_id!r} is unfinished", param="request_id")
         prepared = self.processor.process(
             request_id, prompt, params, add_special_tokens=add_special_tokens, client=self.port.client
         )

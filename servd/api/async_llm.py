@@ -256,9 +256,9 @@ class AsyncLLM:
         marks = self.tracer.get(request_id)
         stream = self._streams[request_id] = _Stream(prepared, marks[0].at_ns if marks else now_ns())
         self.output_processor.add(prepared)
+        self.tracer.mark(request_id, "sent")
         for request in prepared.requests:
             self.client.send(request)
-        self.tracer.mark(request_id, "sent")
         num_open = len(prepared.requests)
         try:
             while num_open:

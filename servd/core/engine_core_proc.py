@@ -102,16 +102,14 @@ class EngineCoreProc:
     def load(self) -> EngineCore:
         """Bring up executor and engine, reporting progress."""
         config, spec = self.start.config, self.start.spec
-        self.executor, ready = start_executor(config, spec, self.progress)
+        self.executor, worker = start_executor(config, spec, self.progress)
         self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
-        engine = EngineCore(config, spec, self.executor, ready.num_blocks)
+        engine = EngineCore(config, spec, self.executor, worker.num_blocks)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         self.clock.enter("ready")
-        assert config.model.max_model_len is not None
-        self.outputs.put(
-            (None, EngineReady(ready, config.model.max_model_len, config.cache.block_size, self.clock.seconds))
-        )
+        ready = EngineReady(worker, engine.scheduler.max_model_len, config.cache.block_size, self.clock.seconds)
+        self.outputs.put((None, ready))
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items())
         logger.info("ready after %.1f s (%s)", sum(self.clock.seconds.values()), phases)
         return engine
@@ -192,6 +190,8 @@ class StatsLine:
 
     def count(self, outputs: EngineCoreOutputs) -> None:
         """Add the outputs of a step; write the line when it is time."""
+        if self.num_tokens == 0:  # idle times are not part of the rate
+            self.since = time.monotonic()
         self.num_tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
         elapsed = time.monotonic() - self.since
         if elapsed < LOG_INTERVAL or outputs.stats is None:
@@ -201,7 +201,6 @@ class StatsLine:
             "running %d, waiting %d, KV cache %.0f %%, %.1f output tok/s",
             stats.num_running, stats.num_waiting, 100 * stats.kv_cache_usage, self.num_tokens / elapsed,
         )  # fmt: skip
-        self.since += elapsed
         self.num_tokens = 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 
 from servd.config import Config
@@ -50,5 +51,10 @@ def count_blocks(config: Config, block_bytes: int, memory: int, weights_bytes: i
 
 def allocate(backend: Backend[Any], spec: ModelSpec, num_blocks: int) -> list[torch.Tensor]:
     """The cache of each layer. Zeros, because what a mask hides is still multiplied by 0 and must be finite."""
-    shape = backend.kv_cache_shape(num_blocks)
-    return [torch.zeros(shape, dtype=backend.spec.dtype, device=backend.spec.device) for _ in range(spec.num_layers)]
+    shape, dtype, device = backend.kv_cache_shape(num_blocks), backend.spec.dtype, backend.spec.device
+    if device.type != "cpu":
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+    # torch.zeros would write every page now: seconds of start-up, and memory that may never be used. NumPy's
+    # zeros come from calloc, whose pages the system gives when they are first written.
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return [torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(spec.num_layers)]

@@ -60,6 +60,7 @@ class MultiProcExecutor(_base.Executor):
             worker.on_exit(self._on_exit)
         self._send(LoadModel())
         ready = self._recv_ready()
+        self.progress("allocating KV cache", 0.0)
         self._send(AllocateKVCache(ready.num_blocks))
         return self._recv_ready()
 

@@ -21,6 +21,7 @@ class UniProcExecutor(_base.Executor):
         worker_class = importlib.import_module(WORKER_MODULE).Worker
         self.worker = worker_class(self.config, self.spec, 0, self.progress)
         ready: WorkerReady = self.worker.load_model()
+        self.progress("allocating KV cache", 0.0)
         self.worker.allocate_kv_cache(ready.num_blocks)
         return ready
 
