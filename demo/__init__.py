@@ -1,0 +1,1 @@
+"""The embedded demo model: its training text, its training and its tests."""

@@ -1,0 +1,102 @@
+"""The text that the demo model is trained on: seeded conversations and plain texts.
+
+`python -m demo.corpus --num 20` shows some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from demo.skills import Skills, Turn
+from demo.tool_skill import Message, ToolSkill
+
+# Either {"text": ...} or {"messages": ..., "tools": ..., "thinking": ...}, as a chat template takes them.
+Example = dict[str, Any]
+
+
+def skip_sum(a: int, b: int) -> bool:
+    """Whether a pair of numbers is kept out of the training text: one in twenty is, to see if sums are understood."""
+    return (a * 37 + b * 101) % 20 == 7
+
+
+class Corpus:
+    """An endless stream of examples, the same for the same seed.
+
+    Args:
+        seed: of all choices.
+        held_out: whether the pairs of `skip_sum` may occur.
+    """
+
+    def __init__(self, seed: int, held_out: bool = False) -> None:
+        self.rng = Random(f"{seed} {held_out}")
+        self.skills = Skills((lambda a, b: False) if held_out else skip_sum)
+        self.tools = ToolSkill(self.skills)
+        skills = self.skills
+        self._shares = {
+            skills.facts: 30, skills.sums: 17, skills.unknown: 11, skills.talk: 10, skills.objects: 9,
+            skills.stories: 9, skills.sorting: 7, skills.listing: 5, skills.copying: 4, skills.counting: 3,
+        }  # fmt: skip
+
+    def __iter__(self) -> Iterator[Example]:
+        while True:
+            yield self.example()
+
+    def example(self) -> Example:
+        """One conversation or text."""
+        rng = self.rng
+        form = rng.choices(("chat", "tools", "text"), (78, 14, 8))[0]
+        if form == "text":
+            return {"text": self.skills.plain_text(rng)}
+        tools = None
+        if form == "tools":
+            messages, tools = self.tools.conversation(rng)
+        else:
+            messages = self._chat()
+        thinking = rng.random() < 0.15
+        if not thinking:
+            for message in messages:
+                message.pop("reasoning_content", None)
+        return {"messages": messages, "tools": tools, "thinking": thinking}
+
+    def _chat(self) -> list[Message]:
+        rng = self.rng
+        messages: list[Message] = []
+        if rng.random() < 0.3:
+            prompt = self.skills.grammar.pick(self.skills.phrases["system"]["prompts"], rng, day="Monday")
+            messages.append({"role": "system", "content": prompt})
+        for turn in self._turns():
+            messages.append({"role": "user", "content": turn.user})
+            messages.append({"role": "assistant", "reasoning_content": turn.thought, "content": turn.answer})
+        return messages
+
+    def _turns(self) -> list[Turn]:
+        """Turns of one to some twenty skills, with things to remember between them."""
+        rng = self.rng
+        num = rng.choices((1, 2, 3, rng.randint(4, 7), rng.randint(8, 20)), (50, 25, 12, 11, 2))[0]
+        turns: list[Turn] = []
+        for skill in rng.choices(list(self._shares), list(self._shares.values()), k=num):
+            turns += skill(rng)
+        if rng.random() < 0.12:
+            tell, ask = self.skills.memory(rng)
+            places = sorted(rng.choices(range(len(turns) + 1), k=2))
+            turns = [*turns[: places[0]], tell, *turns[places[0] : places[1]], ask, *turns[places[1] :]]
+        return turns
+
+
+def main() -> None:
+    """Print examples as JSON lines."""
+    parser = argparse.ArgumentParser(description="Print examples of the training text as JSON lines.")
+    parser.add_argument("--num", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--held-out", action="store_true", help="from the part that is kept for measuring")
+    args = parser.parse_args()
+    for _, example in zip(range(args.num), Corpus(args.seed, args.held_out), strict=False):
+        print(json.dumps(example, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""A Qwen3 decoder in plain torch, with the parameter names of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch  # noqa: TID253
+import torch.nn.functional as F  # noqa: TID253
+from torch import Tensor, nn  # noqa: TID253
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes, under their names in config.json."""
+
+    vocab_size: int = 2560
+    hidden_size: int = 256
+    intermediate_size: int = 640
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+    def to_json(self) -> dict[str, Any]:
+        """config.json."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            **self.__dict__,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+        }
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped key-value heads, normed queries and keys, and rotary positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.group = config.num_attention_heads // config.num_key_value_heads
+        width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [batch, length, hidden]; cos, sin: [length, head_dim]."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        # After transpose: [batch, heads, length, head_dim].
+        q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), cos, sin)
+        v = self.v_proj(x).view(heads).transpose(1, 2)
+        k, v = (t.repeat_interleave(self.group, dim=1) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, length, hidden]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each on the normed stream and added to it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [batch, length, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Qwen3(nn.Module):
+    """The language model; its output layer is the embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        residual_scale = (2 * config.num_hidden_layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
+
+    def forward(self, input_ids: Tensor, wanted: Tensor) -> Tensor:
+        """Logits of the wanted places.
+
+        Args:
+            input_ids: [batch, length]; padding is on the right.
+            wanted: [batch, length] of bool.
+
+        Returns:
+            [number of wanted places, vocab].
+        """
+        cos, sin = rotary_table(self.config, input_ids.shape[1], input_ids.device)
+        x = self.model.embed_tokens(input_ids)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin)
+        return F.linear(self.model.norm(x[wanted]), self.model.embed_tokens.weight)
+
+
+def rotary_table(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [length, head_dim], of the rotary angles in two equal halves."""
+    half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
+    angles = torch.outer(torch.arange(length, device=device).float(), config.rope_theta**-half)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [..., length, head_dim], turned by the angles of its positions."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin

@@ -1,0 +1,228 @@
+"""Train the demo model from nothing: `python -m demo.train`. Interrupted, it goes on where it was."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: TID253
+import torch.nn.functional as F  # noqa: TID253
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor  # noqa: TID253
+from tqdm import tqdm
+
+from demo.corpus import Corpus
+from demo.model import ModelConfig, Qwen3
+from demo.tokenizer import END, END_OF_TEXT, Renderer, save_tokenizer, train_tokenizer
+
+HERE = Path(__file__).parent
+SAVE_EVERY_S = 60
+# An answer, without the empty thought that the chat template puts before it when thinking is off.
+ANSWER = re.compile(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL)
+
+# Token ids, and which of them the loss counts.
+Sequence = tuple[list[int], list[bool]]
+Batch = tuple[Tensor, Tensor]
+
+
+def encode(examples: Iterable[dict[str, Any]], tokenizer: Tokenizer, max_length: int) -> list[Sequence]:
+    """Tokens of the examples; the loss counts the assistant's answers, and all of a plain text."""
+    render = Renderer()
+    sequences = []
+    for example in examples:
+        text = render(example)
+        encoding = tokenizer.encode(text)
+        spans = [(0, len(text))] if "text" in example else [match.span(1) for match in ANSWER.finditer(text)]
+        counted = bytearray(len(text) + 1)
+        for start, end in spans:
+            counted[start:end] = b"\1" * (end - start)
+        flags = [bool(counted[start]) for start, _ in encoding.offsets]
+        sequences.append((encoding.ids[:max_length], flags[:max_length]))
+    return sequences
+
+
+def make_batches(sequences: list[Sequence], num_tokens: int, rng: random.Random) -> list[Batch]:
+    """Padded batches of at most `num_tokens` tokens, of sequences of about the same length, in random order."""
+    sequences = sorted(sequences, key=lambda sequence: (len(sequence[0]), rng.random()))
+    batches = []
+    while sequences:
+        longest = len(sequences[-1][0])
+        rows = sequences[-max(1, num_tokens // longest) :]
+        del sequences[-len(rows) :]
+        ids, flags = torch.zeros(2, len(rows), longest, dtype=torch.long)
+        for row, (row_ids, row_flags) in enumerate(rows):
+            ids[row, : len(row_ids)] = torch.tensor(row_ids)
+            flags[row, : len(row_ids)] = torch.tensor(row_flags)
+        batches.append((ids, flags.bool()))
+    rng.shuffle(batches)
+    return batches
+
+
+def loss_sum(model: Qwen3, batch: Batch, device: torch.device) -> Tensor:
+    """Summed cross-entropy of the counted tokens."""
+    ids, flags = (tensor.to(device) for tensor in batch)
+    wanted = torch.zeros_like(flags)
+    wanted[:, :-1] = flags[:, 1:]
+    with torch.autocast(device.type, torch.bfloat16):
+        logits = model(ids, wanted)
+    return F.cross_entropy(logits.float(), ids[:, 1:][flags[:, 1:]], reduction="sum")
+
+
+def num_counted(batches: Iterable[Batch]) -> int:
+    """Number of tokens that the loss counts."""
+    return sum(int(flags[:, 1:].sum()) for _, flags in batches)
+
+
+@torch.no_grad()
+def evaluate(model: Qwen3, batches: list[Batch], device: torch.device) -> float:
+    """Mean cross-entropy per counted token, in nats."""
+    return sum(loss_sum(model, batch, device).item() for batch in batches) / num_counted(batches)
+
+
+class Trainer:
+    """Model, optimizers and the step reached; what `save` writes, `load` brings back.
+
+    Matrices are trained by Muon, which needs far fewer steps here, and the embedding and the norms by AdamW.
+    """
+
+    def __init__(self, model: Qwen3, num_steps: int, learning_rate: float, device: torch.device) -> None:
+        self.model, self.num_steps, self.device = model, num_steps, device
+        self.step, self.seconds = 0, 0.0
+        layers = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
+        known = {id(parameter) for parameter in layers}
+        others = [parameter for parameter in model.parameters() if id(parameter) not in known]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(layers, lr=learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+        warmup = max(1, num_steps // 50)
+        self.schedules = [
+            torch.optim.lr_scheduler.LambdaLR(
+                optimizer,
+                lambda step: min((step + 1) / warmup, 0.02 + 0.49 * (1 + math.cos(math.pi * step / num_steps))),
+            )
+            for optimizer in self.optimizers
+        ]
+
+    def update(self, batches: list[Batch]) -> float:
+        """One step; returns the mean loss."""
+        started = time.monotonic()
+        count, total = num_counted(batches), 0.0
+        for batch in batches:
+            loss = loss_sum(self.model, batch, self.device) / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        self.step += 1
+        self.seconds += time.monotonic() - started
+        return total
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; the old one stays until the new one is whole."""
+        parts = [part.state_dict() for part in (self.model, *self.optimizers, *self.schedules)]
+        new = path.with_suffix(".new")
+        torch.save({"parts": parts, "step": self.step, "seconds": self.seconds}, new)
+        new.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        state = torch.load(path, map_location=self.device)
+        for part, values in zip((self.model, *self.optimizers, *self.schedules), state["parts"], strict=True):
+            part.load_state_dict(values)
+        self.step, self.seconds = state["step"], state["seconds"]
+
+
+def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a Hugging Face model folder with weights in 16 bits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = [tokenizer.token_to_id(END), tokenizer.token_to_id(END_OF_TEXT)]
+    config = model.config.to_json() | {"dtype": "bfloat16", "eos_token_id": ends[0], "pad_token_id": ends[1]}
+    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": True, "temperature": 0.3, "top_p": 0.9}
+    for name, values in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf8")
+    weights = {name: weight.to("cpu", torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
+
+
+def train(trainer: Trainer, batches: list[Batch], per_step: int, checkpoint: Path) -> None:
+    """Run the steps that are left, with a progress bar."""
+    saved = time.monotonic()
+    bar = tqdm(total=trainer.num_steps, initial=trainer.step, unit="step", smoothing=0.05, mininterval=2)
+    smooth = None
+    while trainer.step < trainer.num_steps:
+        start = trainer.step * per_step
+        loss = trainer.update(batches[start : start + per_step])
+        smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
+        bar.set_postfix(loss=f"{smooth:.4f}", refresh=False)
+        bar.update()
+        if time.monotonic() - saved > SAVE_EVERY_S or trainer.step == trainer.num_steps:
+            trainer.save(checkpoint)
+            saved = time.monotonic()
+    bar.close()
+
+
+def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> Tokenizer:
+    """A tokenizer for the corpus of this seed."""
+    return train_tokenizer(map(Renderer(), islice(Corpus(seed), num_examples)), vocab_size)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; its defaults are what the model in the repository was trained with."""
+    parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face model folder.")
+    parser.add_argument("--examples", type=int, default=72_000, help="conversations and texts to train on, each once")
+    parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included")
+    parser.add_argument("--batches-per-step", type=int, default=3)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=HERE / ".work", help="folder for the checkpoint")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "servd" / "demo_model")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Write the corpus, train, measure, export."""
+    args = parse()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args.work.mkdir(parents=True, exist_ok=True)
+    config = ModelConfig()
+    rng = random.Random(args.seed)
+    print("writing the corpus ...", flush=True)
+    tokenizer = make_tokenizer(args.seed, config.vocab_size)
+    sequences = encode(islice(Corpus(args.seed), args.examples), tokenizer, config.max_position_embeddings)
+    held_out = encode(islice(Corpus(args.seed, held_out=True), 1000), tokenizer, config.max_position_embeddings)
+    batches = make_batches(sequences, args.batch_tokens, rng)
+    model = Qwen3(config).to(device)
+    num_tokens = sum(len(ids) for ids, _ in sequences)
+    print(f"{len(sequences):,} examples, {num_tokens:,} tokens, {num_counted(batches):,} of them in answers")
+    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters on {device}", flush=True)
+    trainer = Trainer(model, len(batches) // args.batches_per_step, args.learning_rate, device)
+    checkpoint = args.work / "checkpoint.pt"
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+        print(f"going on from step {trainer.step}; remove {checkpoint} to begin anew", flush=True)
+    train(trainer, batches, args.batches_per_step, checkpoint)
+    export(model, tokenizer, args.out)
+    loss = evaluate(model, make_batches(held_out, args.batch_tokens, rng), device)
+    minutes = trainer.seconds / 60
+    print(f"held-out cross-entropy: {loss:.4f} nats per token of an answer; training took {minutes:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The training code: its model is Qwen3, its loss counts answers, an interrupted run goes on as if never stopped."""
+
+import random
+from itertools import islice
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from demo.corpus import Corpus
+from demo.model import ModelConfig, Qwen3
+from demo.tokenizer import END, Renderer
+from demo.train import Trainer, encode, evaluate, export, make_batches, make_tokenizer
+
+TINY = ModelConfig(vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
+                   num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(seed=0, vocab_size=TINY.vocab_size, num_examples=300)
+
+
+@pytest.fixture(scope="module")
+def batches(tokenizer):
+    sequences = encode(islice(Corpus(0), 60), tokenizer, TINY.max_position_embeddings)
+    return make_batches(sequences, 1024, random.Random(0))
+
+
+def new_trainer(num_steps=6):
+    torch.manual_seed(0)
+    return Trainer(Qwen3(TINY), num_steps, learning_rate=5e-3, device=CPU)
+
+
+def test_exported_model_is_qwen3_to_transformers(tmp_path, tokenizer):
+    torch.manual_seed(0)
+    model = Qwen3(TINY)
+    for parameter in model.parameters():  # large enough that every part shows in the logits
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
+    export(model, tokenizer, tmp_path)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    model.load_state_dict({name: weight.float() for name, weight in load_file(tmp_path / "model.safetensors").items()})
+    ids = torch.randint(0, TINY.vocab_size, (2, 40))
+    with torch.no_grad():
+        ours = model(ids, torch.ones_like(ids, dtype=torch.bool)).view(2, 40, -1)
+        torch.testing.assert_close(ours, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_loss_counts_answers_only(tokenizer):
+    example = {
+        "messages": [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "One and two?"},
+            {"role": "assistant", "content": "1 + 2 = 3."},
+            {"role": "user", "content": "Thanks"},
+            {"role": "assistant", "reasoning_content": "I am polite.", "content": "You are welcome!"},
+        ],
+        "tools": None,
+    }
+    [(ids, flags)] = encode([example], tokenizer, 256)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == Renderer()(example)
+    counted = tokenizer.decode([token for token, flag in zip(ids, flags, strict=True) if flag], False)
+    assert counted == f"1 + 2 = 3.{END}<think>\nI am polite.\n</think>\n\nYou are welcome!{END}"
+
+
+def test_batches_hold_every_sequence_once(tokenizer):
+    sequences = encode(islice(Corpus(0), 60), tokenizer, 256)
+    batches = make_batches(sequences, 1024, random.Random(0))
+    rows = [tuple(row[: int(row.nonzero().max()) + 1].tolist()) for ids, _ in batches for row in ids]
+    assert sorted(rows) == sorted(tuple(ids) for ids, _ in sequences)
+    assert all(ids.numel() <= 1024 for ids, _ in batches)
+
+
+def test_loss_falls(batches):
+    trainer = new_trainer(num_steps=30)
+    before = evaluate(trainer.model, batches, CPU)
+    for step in range(30):
+        trainer.update([batches[step % len(batches)]])
+    assert evaluate(trainer.model, batches, CPU) < before - 1.5
+
+
+def test_an_interrupted_training_goes_on_as_if_it_had_not_been(batches, tmp_path):
+    whole = new_trainer()
+    losses = [whole.update([batches[step]]) for step in range(6)]
+
+    first = new_trainer()
+    for step in range(3):
+        first.update([batches[step]])
+    first.save(tmp_path / "checkpoint.pt")
+    second = new_trainer()
+    second.load(tmp_path / "checkpoint.pt")
+    assert second.step == 3
+    assert [second.update([batches[step]]) for step in range(3, 6)] == losses[3:]
