@@ -14,16 +14,17 @@ import msgspec
 
 from servd import __version__
 from servd.config import Config, read_config_file
-from servd.errors import ConfigError
+from servd.errors import ServdError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 after a clean stop, 1 when a process died, 2 for a configuration error."""
+    """Run a command and exit: 0 after a clean stop, 1 when a process died, 2 for an error that names its
+    remedy."""
     arguments = vars(make_parser().parse_args(argv))
     command = arguments.pop("command")
     try:
         sys.exit(command(arguments))
-    except ConfigError as error:
+    except ServdError as error:
         print(f"servd: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -35,6 +36,26 @@ def serve(arguments: dict[str, Any]) -> int:
     import servd.launch  # zmq and the rest are not needed for --help
 
     return servd.launch.serve(load_config(arguments))
+
+
+def chat(arguments: dict[str, Any]) -> int:
+    """`servd chat`: talk until the end of input."""
+    import servd.chat
+
+    return servd.chat.chat(**client_arguments(arguments))
+
+
+def complete(arguments: dict[str, Any]) -> int:
+    """`servd complete`: print one continuation."""
+    import servd.chat
+
+    return servd.chat.complete(**client_arguments(arguments))
+
+
+def client_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters that were given go into `options`, which are sent as they are."""
+    sampling = {name: arguments.pop(name) for name in ("temperature", "max_tokens", "seed")}
+    return {**arguments, "options": {name: value for name, value in sampling.items() if value is not None}}
 
 
 def load_config(arguments: dict[str, Any]) -> Config:
@@ -61,7 +82,27 @@ def make_parser() -> argparse.ArgumentParser:
     )
     serve_parser.set_defaults(command=serve)
     add_config_options(serve_parser)
+
+    chat_parser = commands.add_parser("chat", help="talk to a running server in the terminal")
+    chat_parser.set_defaults(command=chat)
+    chat_parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_client_options(chat_parser)
+    complete_parser = commands.add_parser("complete", help="have a running server continue a text")
+    complete_parser.set_defaults(command=complete)
+    complete_parser.add_argument("prompt", metavar="PROMPT")
+    add_client_options(complete_parser)
     return parser
+
+
+def add_client_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of the commands that speak to a running server."""
+    key = os.environ.get("SERVD_API_KEY")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="any OpenAI-compatible server [%(default)s]")
+    parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $SERVD_API_KEY")
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--temperature", type=float, metavar="X")
+    parser.add_argument("--max-tokens", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, metavar="N")
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
