@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -12,6 +13,14 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP = 16
 INT64_MAX = 2**63 - 1
+
+
+class StructuredOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+    """What an output must look like, in a form that the engine can follow token by token."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar"]
+    value: str = ""  # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
+    starts_after: list[int] = []  # the form holds after the first of these tokens, e.g. </think>; empty: at once
 
 
 class SamplingParams(
@@ -42,6 +51,7 @@ class SamplingParams(
     stop: list[str] = []
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
 
     def verify(self, vocab_size: int) -> None:
         """Check every bound once, before the engine sees the request.
