@@ -31,7 +31,7 @@ class ModelConfig(Section, frozen=True):
 
     model: Annotated[
         str | None,
-        Meta(description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: the demo model."),
+        Meta(description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, the model inside servd."),
     ] = None
     served_model_name: Annotated[
         list[str], Meta(description="Names that clients may use for the model; the first is shown. Default: MODEL.")

@@ -14,6 +14,8 @@ from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
 
 log = logging.getLogger("servd.hf")
 
+DEMO_MODEL = "demo"  # what is served without MODEL
+DEMO_FOLDER = Path(__file__).with_name("demo_model")
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
 
@@ -107,14 +109,27 @@ def read_spec(folder: Path | str) -> ModelSpec:
     )
 
 
+def local_folder(model: str) -> Path | None:
+    """The folder that `model` names, or that of the demo model inside the package; None: it is on the hub.
+
+    Raises:
+        ModelNotFound: this installation lacks the demo model.
+    """
+    if model == DEMO_MODEL:  # a folder of this name is ./demo
+        if not DEMO_FOLDER.exists():
+            raise ModelNotFound("this installation has no demo model: name another, e.g. `servd serve gpt2`")
+        return DEMO_FOLDER
+    return Path(model).resolve() if os.path.isdir(model) else None
+
+
 def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Folder that holds config.json and the tokenizer of `model`, downloading these few small files if needed.
 
     Raises:
         ModelNotFound: no such folder, no such repository, or the hub cannot be reached.
     """
-    if os.path.isdir(model):
-        return Path(model).resolve()
+    if (folder := local_folder(model)) is not None:
+        return folder
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelNotFound(f"there is no folder {model}")
     return _download(model, revision, download_dir, METADATA_FILES)
@@ -122,8 +137,8 @@ def find_model(model: str, revision: str | None = None, download_dir: str | None
 
 def download_weights(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Like `find_model`, for the weights too; shows a progress bar. A local folder is returned as it is."""
-    if os.path.isdir(model):
-        return Path(model).resolve()
+    if (folder := local_folder(model)) is not None:
+        return folder
     return _download(model, revision, download_dir, METADATA_FILES + WEIGHT_FILES)
 
 

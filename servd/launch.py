@@ -58,16 +58,13 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
     Raises:
         ConfigError: no such model, an architecture that servd does not have, options that do not fit.
     """
-    model = config.model
-    if model.model is not None:
-        spec = hf.read_spec(hf.find_model(model.model, model.revision, model.download_dir))
-    elif config.parallel.executor == "fake":
+    if config.model.model is None and config.parallel.executor == "fake":
         spec = hf.FAKE_SPEC
     else:
-        raise ConfigError(
-            "no MODEL given, and the embedded demo model is not part of this version: "
-            "name one, e.g. `servd serve gpt2` or `servd serve ./folder`"
-        )
+        config = config.replace(model=config.model.model or hf.DEMO_MODEL)
+        model = config.model
+        assert model.model is not None
+        spec = hf.read_spec(hf.find_model(model.model, model.revision, model.download_dir))
     supported = plugins.names("servd.worker.models")
     if config.parallel.executor != "fake" and spec.model_type not in supported:
         raise UnsupportedModel(f"model_type {spec.model_type!r} is not supported; servd has: {', '.join(supported)}")
