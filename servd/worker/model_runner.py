@@ -97,7 +97,7 @@ class ModelRunner(ABC):
         """
         self.model = weights.build_model(self.spec, self.dtype, self.device, self.parallel)
         if self.config.model.load_format == "dummy":
-            weights.init_dummy_weights(self.model, self.config.model.seed + self.parallel.rank)
+            weights.init_dummy_weights(self.model, self.config.model.seed)
         else:
             weights.load_weights(self.model, self.spec.folder, progress)
         self.weights_bytes = weights.count_bytes(self.model)

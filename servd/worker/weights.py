@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from servd import plugins
 from servd.errors import ModelNotFound, UnsupportedModel
@@ -104,7 +104,7 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
                     yield name, file.get_tensor(name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ModelNotFound(f"{path} cannot be read: {error}") from None
 
 
@@ -127,7 +127,7 @@ def _target(model: Model, weights: dict[str, Weight], name: str) -> tuple[Weight
 
 
 def init_dummy_weights(model: Model, seed: int) -> None:
-    """Fill the model with small random numbers, the same for the same seed; norms are 1."""
+    """Fill the model with small random numbers, the same for the same seed and on every rank; vectors are 1."""
     for index, (_, weight) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=weight.device).manual_seed(seed + index)
         if weight.dim() == 1:

@@ -1,0 +1,95 @@
+"""Through EngineCore and the uniproc executor: greedy tokens are transformers', whatever the scheduler had to do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from servd.core.engine_core import EngineCore
+from servd.core.executor.uniproc import Executor
+from servd.hf import read_spec
+from servd.messages import EngineCoreRequest
+from servd.params import SamplingParams
+from tests.core.engines import Log
+from tests.parity.families import CASES, greedy
+from tests.worker.driver import config_for
+
+BLOCK_SIZE = 4
+NUM_OUTPUTS = 20
+
+
+def make_engine(folder, num_blocks: int, depth: int, **options: object) -> EngineCore:
+    spec = read_spec(folder)
+    config = config_for(
+        folder,
+        kv_cache_memory=num_blocks * BLOCK_SIZE * spec.kv_bytes_per_token(4),
+        async_scheduling=depth == 2,
+        **({"max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 64} | options),
+    )
+    executor = Executor(config, spec, lambda phase, fraction: None)
+    return EngineCore(config, spec, executor, executor.start().num_blocks)
+
+
+def make_requests(params: list[SamplingParams]) -> list[EngineCoreRequest]:
+    """Prompts of odd lengths, every second one with the same beginning."""
+    draw = random.Random(5)
+    shared = [draw.randrange(199) for _ in range(18)]
+    return [
+        EngineCoreRequest(
+            str(i), shared[: 18 * (i % 2)] + [draw.randrange(199) for _ in range(draw.randint(1, 17))], one
+        )
+        for i, one in enumerate(params)
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral"])
+def test_tiny_cache_with_preemption(checkpoints, model_type: str, depth: int):
+    folder = checkpoints(model_type, next(iter(CASES[model_type])))
+    engine = make_engine(folder, num_blocks=26, depth=depth)
+    log = Log()
+    requests = make_requests([SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS)] * 8)
+    for request in requests[:5]:
+        engine.handle(request)
+    for _ in range(7):
+        log.step(engine)
+    for request in requests[5:]:
+        engine.handle(request)
+    log.run(engine)
+    assert log.total("num_preemptions") > 0
+    assert log.total("prefix_cache_hits") > 0
+    for request in requests:
+        prompt = request.prompt_token_ids
+        assert prompt + log.token_ids(request.request_id) == greedy(folder, prompt, NUM_OUTPUTS)
+
+
+def test_random_sampling_is_the_same_for_any_depth_and_cache(checkpoints):
+    folder = checkpoints("llama", "untied")
+    params = [
+        SamplingParams(
+            temperature=1.3, top_p=0.9, top_k=40, seed=i, max_tokens=15, repetition_penalty=1.2, min_tokens=3
+        )
+        for i in range(6)
+    ]
+    results = []
+    for num_blocks, depth in ((200, 1), (200, 2), (24, 1), (24, 2)):
+        engine = make_engine(folder, num_blocks, depth)
+        log = Log()
+        requests = make_requests(params)
+        for request in requests:
+            engine.handle(request)
+        log.run(engine)
+        assert (log.total("num_preemptions") > 0) == (num_blocks == 24)
+        results.append([log.token_ids(request.request_id) for request in requests])
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_up_to_the_last_position(checkpoints, depth: int):
+    folder = checkpoints("gpt2", "tied")
+    engine = make_engine(folder, num_blocks=40, depth=depth, max_model_len=32)
+    request = EngineCoreRequest("full", [7] * 20, SamplingParams(temperature=0.0, max_tokens=None))
+    engine.handle(request)
+    log = Log().run(engine)
+    assert [7] * 20 + log.token_ids("full") == greedy(folder, [7] * 20, 12)

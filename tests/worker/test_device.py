@@ -1,0 +1,56 @@
+"""Limits of the machine, read from files of both cgroup versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from servd.worker.device import available_memory, cpu_quota, set_num_threads
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "250000 100000"}, 2.5),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
+    ],
+)
+def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None):
+    assert cpu_quota(write(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 1000 * 1024),
+        ({"memory.max": "max", "memory.current": "10"}, 1000 * 1024),
+        ({"memory.max": "5000", "memory.current": "2000"}, 3000),
+        ({"memory.max": "5000", "memory.current": "6000"}, 0),
+        ({"memory/memory.limit_in_bytes": "9000", "memory/memory.usage_in_bytes": "1000"}, 8000),
+    ],
+)
+def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int):
+    meminfo = write(tmp_path, {"meminfo": "MemTotal: 4000 kB\nMemAvailable:    1000 kB"}) / "meminfo"
+    assert available_memory(write(tmp_path, files), meminfo) == expected
+
+
+def test_threads_are_divided_over_the_workers(tmp_path: Path):
+    before = torch.get_num_threads()
+    try:
+        assert set_num_threads(1, write(tmp_path, {"cpu.max": "50000 100000"})) == 1
+        assert torch.get_num_threads() == 1
+        assert set_num_threads(10**6, tmp_path / "none") == 1
+    finally:
+        torch.set_num_threads(before)
