@@ -38,7 +38,7 @@ class Corpus:
         skills = self.skills
         self._shares = {
             skills.facts: 30, skills.sums: 17, skills.unknown: 11, skills.talk: 10, skills.objects: 9,
-            skills.stories: 9, skills.sorting: 7, skills.listing: 5, skills.copying: 4, skills.counting: 3,
+            skills.stories: 9, skills.sorting: 7, skills.listing: 5, skills.copying: 7, skills.counting: 3,
         }  # fmt: skip
 
     def __iter__(self) -> Iterator[Example]:
@@ -48,7 +48,7 @@ class Corpus:
     def example(self) -> Example:
         """One conversation or text."""
         rng = self.rng
-        form = rng.choices(("chat", "tools", "text"), (78, 14, 8))[0]
+        form = rng.choices(("chat", "tools", "text"), (76, 13, 11))[0]
         if form == "text":
             return {"text": self.skills.plain_text(rng)}
         tools = None
@@ -74,9 +74,9 @@ class Corpus:
         return messages
 
     def _turns(self) -> list[Turn]:
-        """Turns of one to some twenty skills, with things to remember between them."""
+        """Turns of one to some thirty skills, with things to remember between them."""
         rng = self.rng
-        num = rng.choices((1, 2, 3, rng.randint(4, 7), rng.randint(8, 20)), (50, 25, 12, 11, 2))[0]
+        num = rng.choices((1, 2, 3, rng.randint(4, 7), rng.randint(8, 30)), (50, 25, 12, 11, 2))[0]
         turns: list[Turn] = []
         for skill in rng.choices(list(self._shares), list(self._shares.values()), k=num):
             turns += skill(rng)

@@ -60,8 +60,8 @@ class Attention(nn.Module):
         """x: [batch, length, hidden]; cos, sin: [length, head_dim]."""
         heads = (*x.shape[:2], -1, self.head_dim)
         # After transpose: [batch, heads, length, head_dim].
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), cos, sin)
+        q = rotate(self.q_norm(self.q_proj(x).view(heads).float()).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(heads).float()).transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         k, v = (t.repeat_interleave(self.group, dim=1) for t in (k, v))
         mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)

@@ -124,7 +124,7 @@ class Skills:
         lists = self.grammar.lists
         text = " ".join(
             self.grammar.name(rng) if rng.random() < 0.4 else rng.choice(lists[rng.choice(list(lists))])
-            for _ in range(rng.randint(1, 7))
+            for _ in range(rng.choice((1, 2, 3, 4, 5, 6, 8, 10, 12)))
         )
         if rng.random() < 0.1:
             text += " " + "".join(chr(rng.choice((rng.randint(0xC0, 0x17F), rng.randint(0x391, 0x3C9)))) for _ in "abc")
@@ -214,12 +214,12 @@ class Skills:
 
     def plain_text(self, rng: Random) -> str:
         """Text without a chat, for the completions endpoint."""
-        form = rng.choices(("story", "facts", "scenes", "sums"), (4, 3, 2, 4))[0]
+        form = rng.choices(("story", "facts", "scenes", "sums"), (4, 3, 2, 7))[0]
         if form == "story":
             return self.story(rng, self.cast(rng), rng.random() < 0.2)
         if form == "sums":
             lines = []
-            for _ in range(rng.randint(3, 16)):
+            for _ in range(rng.randint(3, 24)):
                 a, b, sign = self.sum_pair(rng)
                 lines.append(f"{a} {sign} {b} = {a + b if sign == '+' else a - b}")
             return "\n".join(lines)

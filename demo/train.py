@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from demo.tokenizer import END, END_OF_TEXT, Renderer, save_tokenizer, train_tok
 
 HERE = Path(__file__).parent
 SAVE_EVERY_S = 60
+EXAMPLES_PER_PART = 2000
+WARMUP_EXAMPLES = 1000
 # An answer, without the empty thought that the chat template puts before it when thinking is off.
 ANSWER = re.compile(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL)
 
@@ -67,6 +68,19 @@ def make_batches(sequences: list[Sequence], num_tokens: int, rng: random.Random)
     return batches
 
 
+def steps(corpus: Corpus, tokenizer: Tokenizer, args: argparse.Namespace, max_length: int) -> Iterator[list[Batch]]:
+    """The batches of each training step.
+
+    They are made part by part, so that a longer training begins with the same steps as a shorter one.
+    """
+    rng = random.Random(args.seed)
+    for start in range(0, args.examples, EXAMPLES_PER_PART):
+        examples = islice(corpus, min(EXAMPLES_PER_PART, args.examples - start))
+        batches = make_batches(encode(examples, tokenizer, max_length), args.batch_tokens, rng)
+        for first in range(0, len(batches), args.batches_per_step):
+            yield batches[first : first + args.batches_per_step]
+
+
 def loss_sum(model: Qwen3, batch: Batch, device: torch.device) -> Tensor:
     """Summed cross-entropy of the counted tokens."""
     ids, flags = (tensor.to(device) for tensor in batch)
@@ -89,28 +103,21 @@ def evaluate(model: Qwen3, batches: list[Batch], device: torch.device) -> float:
 
 
 class Trainer:
-    """Model, optimizers and the step reached; what `save` writes, `load` brings back.
+    """Model, optimizers and the place reached; what `save` writes, `load` brings back.
 
     Matrices are trained by Muon, which needs far fewer steps here, and the embedding and the norms by AdamW.
     """
 
-    def __init__(self, model: Qwen3, num_steps: int, learning_rate: float, device: torch.device) -> None:
-        self.model, self.num_steps, self.device = model, num_steps, device
-        self.step, self.seconds = 0, 0.0
+    def __init__(self, model: Qwen3, num_examples: int, learning_rate: float, device: torch.device) -> None:
+        self.model, self.num_examples, self.device = model, num_examples, device
+        self.learning_rate = learning_rate
+        self.step, self.examples, self.seconds = 0, 0, 0.0
         layers = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
         known = {id(parameter) for parameter in layers}
         others = [parameter for parameter in model.parameters() if id(parameter) not in known]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(layers, lr=learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
-        ]
-        warmup = max(1, num_steps // 50)
-        self.schedules = [
-            torch.optim.lr_scheduler.LambdaLR(
-                optimizer,
-                lambda step: min((step + 1) / warmup, 0.02 + 0.49 * (1 + math.cos(math.pi * step / num_steps))),
-            )
-            for optimizer in self.optimizers
+            torch.optim.Muon(layers, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
         ]
 
     def update(self, batches: list[Batch]) -> float:
@@ -122,27 +129,32 @@ class Trainer:
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
         self.step += 1
+        self.examples += sum(len(ids) for ids, _ in batches)
+        # Up over the first examples, level, and down to nothing over the last two fifths.
+        left = 1 - self.examples / self.num_examples
+        scale = min(1.0, self.examples / WARMUP_EXAMPLES, left / 0.4)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate * scale
+            optimizer.step()
+            optimizer.zero_grad()
         self.seconds += time.monotonic() - started
         return total
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; the old one stays until the new one is whole."""
-        parts = [part.state_dict() for part in (self.model, *self.optimizers, *self.schedules)]
+        parts = [part.state_dict() for part in (self.model, *self.optimizers)]
         new = path.with_suffix(".new")
-        torch.save({"parts": parts, "step": self.step, "seconds": self.seconds}, new)
+        torch.save({"parts": parts, "place": (self.step, self.examples, self.seconds)}, new)
         new.replace(path)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint."""
         state = torch.load(path, map_location=self.device)
-        for part, values in zip((self.model, *self.optimizers, *self.schedules), state["parts"], strict=True):
+        for part, values in zip((self.model, *self.optimizers), state["parts"], strict=True):
             part.load_state_dict(values)
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.examples, self.seconds = state["place"]
 
 
 def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
@@ -158,20 +170,20 @@ def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
     save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
 
 
-def train(trainer: Trainer, batches: list[Batch], per_step: int, checkpoint: Path) -> None:
-    """Run the steps that are left, with a progress bar."""
+def train(trainer: Trainer, batches_of_steps: Iterable[list[Batch]], checkpoint: Path) -> None:
+    """Run the steps after those done, with a progress bar."""
     saved = time.monotonic()
-    bar = tqdm(total=trainer.num_steps, initial=trainer.step, unit="step", smoothing=0.05, mininterval=2)
+    bar = tqdm(total=trainer.num_examples, initial=trainer.examples, unit="example", smoothing=0.05, mininterval=2)
     smooth = None
-    while trainer.step < trainer.num_steps:
-        start = trainer.step * per_step
-        loss = trainer.update(batches[start : start + per_step])
+    for batches in islice(batches_of_steps, trainer.step, None):
+        loss = trainer.update(batches)
         smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
         bar.set_postfix(loss=f"{smooth:.4f}", refresh=False)
-        bar.update()
-        if time.monotonic() - saved > SAVE_EVERY_S or trainer.step == trainer.num_steps:
+        bar.update(trainer.examples - bar.n)
+        if time.monotonic() - saved > SAVE_EVERY_S:
             trainer.save(checkpoint)
             saved = time.monotonic()
+    trainer.save(checkpoint)
     bar.close()
 
 
@@ -183,7 +195,7 @@ def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> To
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; its defaults are what the model in the repository was trained with."""
     parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face model folder.")
-    parser.add_argument("--examples", type=int, default=72_000, help="conversations and texts to train on, each once")
+    parser.add_argument("--examples", type=int, default=48_000, help="conversations and texts to train on, each once")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included")
     parser.add_argument("--batches-per-step", type=int, default=3)
@@ -202,24 +214,18 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.work.mkdir(parents=True, exist_ok=True)
     config = ModelConfig()
-    rng = random.Random(args.seed)
-    print("writing the corpus ...", flush=True)
     tokenizer = make_tokenizer(args.seed, config.vocab_size)
-    sequences = encode(islice(Corpus(args.seed), args.examples), tokenizer, config.max_position_embeddings)
-    held_out = encode(islice(Corpus(args.seed, held_out=True), 1000), tokenizer, config.max_position_embeddings)
-    batches = make_batches(sequences, args.batch_tokens, rng)
     model = Qwen3(config).to(device)
-    num_tokens = sum(len(ids) for ids, _ in sequences)
-    print(f"{len(sequences):,} examples, {num_tokens:,} tokens, {num_counted(batches):,} of them in answers")
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters on {device}", flush=True)
-    trainer = Trainer(model, len(batches) // args.batches_per_step, args.learning_rate, device)
+    trainer = Trainer(model, args.examples, args.learning_rate, device)
     checkpoint = args.work / "checkpoint.pt"
     if checkpoint.exists():
         trainer.load(checkpoint)
         print(f"going on from step {trainer.step}; remove {checkpoint} to begin anew", flush=True)
-    train(trainer, batches, args.batches_per_step, checkpoint)
+    train(trainer, steps(Corpus(args.seed), tokenizer, args, config.max_position_embeddings), checkpoint)
     export(model, tokenizer, args.out)
-    loss = evaluate(model, make_batches(held_out, args.batch_tokens, rng), device)
+    held_out = encode(islice(Corpus(args.seed, held_out=True), 1000), tokenizer, config.max_position_embeddings)
+    loss = evaluate(model, make_batches(held_out, args.batch_tokens, random.Random(args.seed)), device)
     minutes = trainer.seconds / 60
     print(f"held-out cross-entropy: {loss:.4f} nats per token of an answer; training took {minutes:.1f} minutes")
 
