@@ -15,15 +15,17 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
-    """Give torch the CPUs that this process may use, divided over the workers of this host; returns the number."""
-    allowed = len(os.sched_getaffinity(0))
-    quota = cpu_quota(cgroup)
+    """Give torch the CPUs that this process may use, divided over the workers of this host; returns the number.
+
+    OMP_NUM_THREADS, where the user has set it, is the number for each worker.
+    """
+    allowed, quota, wanted = len(os.sched_getaffinity(0)), cpu_quota(cgroup), os.environ.get("OMP_NUM_THREADS", "")
     cpus = allowed if quota is None else min(allowed, max(1, int(quota)))
-    num_threads = max(1, cpus // num_workers)
+    num_threads = max(1, int(wanted) if wanted.isdigit() else cpus // num_workers)
     torch.set_num_threads(num_threads)
     log.info(
-        "%d threads for this worker (%d CPUs by affinity, %s by cgroup quota, %d workers)",
-        num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers,
+        "%d threads for this worker (%d CPUs by affinity, %s by cgroup quota, %d workers, OMP_NUM_THREADS %s)",
+        num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers, wanted or "not set",
     )  # fmt: skip
     return num_threads
 

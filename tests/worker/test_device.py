@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,14 @@ def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int):
     assert available_memory(write(tmp_path, files), meminfo) == expected
 
 
-def test_threads_are_divided_over_the_workers(tmp_path: Path):
+def test_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
+        assert set_num_threads(1, tmp_path) == len(os.sched_getaffinity(0))
+        assert set_num_threads(10**6, tmp_path) == 1
         assert set_num_threads(1, write(tmp_path, {"cpu.max": "50000 100000"})) == 1
-        assert torch.get_num_threads() == 1
-        assert set_num_threads(10**6, tmp_path / "none") == 1
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert set_num_threads(1, tmp_path) == torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
