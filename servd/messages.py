@@ -109,6 +109,13 @@ class TokenLogprobs(Message):
     rank: int  # of the sampled token in the vocabulary, from 1
 
 
+class PromptLogprobs(Message):
+    """Log-probabilities of a part of a prompt; the first token of a prompt has none."""
+
+    start: int  # index in the prompt of the first token of the part, from 1
+    positions: list[TokenLogprobs]  # the token of the prompt first, then the most likely ones
+
+
 class EngineCoreOutput(Message):
     """What one step added to one request."""
 
@@ -120,6 +127,8 @@ class EngineCoreOutput(Message):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, at first scheduling
     marks: list[Mark] = []  # on the first and on the last output
     error: str | None = None  # with finish_reason error
+    prompt_logprobs: list[TokenLogprobs] | None = None  # on the first output; one per prompt token but the first
+    pooled: bytes | None = None  # float32, little-endian: the vector of a request with PoolingParams
 
 
 class SchedulerStats(Message):
@@ -247,6 +256,8 @@ class ModelRunnerOutput(Message, tag=True):
 
     sampled_token_ids: list[list[int]]  # empty for a request that does not sample in this step
     logprobs: dict[int, list[TokenLogprobs]] = {}  # index in `scheduled` -> one per sampled token
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # index in `scheduled` -> those of the tokens computed
+    pooled: dict[int, bytes] = {}  # index in `scheduled` -> vector, float32
 
 
 class WorkerFailed(Message, tag=True):

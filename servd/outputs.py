@@ -18,6 +18,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None  # with finish_reason error
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first
+    pooled: bytes | None = None  # float32, little-endian: the vector that was asked for instead of text
 
     def add(self, later: CompletionOutput) -> None:
         """Append a later delta of the same choice."""
@@ -30,6 +32,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         self.stop_reason = later.stop_reason
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
         self.error = later.error
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.pooled = self.pooled or later.pooled
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

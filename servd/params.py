@@ -12,6 +12,8 @@ from servd.errors import InvalidRequest
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP = 16
+MAX_BAD_WORDS = 512  # token sequences
+MAX_BAD_WORD_TOKENS = 32
 INT64_MAX = 2**63 - 1
 
 
@@ -28,8 +30,8 @@ class SamplingParams(
 ):
     """How tokens are chosen and when generation ends. Defaults are neutral, as in vLLM.
 
-    `stop`, `include_stop_str_in_output`, `skip_special_tokens` and `n` concern text and are used by the API
-    room alone; the rest is used by the engine.
+    `stop`, `include_stop_str_in_output`, `skip_special_tokens`, `bad_words` and `n` concern text and are used by
+    the API room alone; the rest is used by the engine.
     """
 
     n: int = 1
@@ -41,7 +43,7 @@ class SamplingParams(
     frequency_penalty: float = 0.0  # over output tokens
     repetition_penalty: float = 1.0  # over prompt and output tokens
     seed: int | None = None
-    max_tokens: int | None = 16  # None: up to the end of the context
+    max_tokens: int | None = 16  # None: up to the end of the context; 0: only the prompt is computed
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
@@ -52,6 +54,9 @@ class SamplingParams(
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_output: StructuredOutput | None = None
+    prompt_logprobs: int | None = None  # None: none; k: every prompt token but the first, and the k most likely
+    bad_words: list[str] = []  # text that may not be written
+    bad_words_token_ids: list[list[int]] = []  # the same as tokens: the last one may not follow the others
 
     def verify(self, vocab_size: int) -> None:
         """Check every bound once, before the engine sees the request.
@@ -77,13 +82,18 @@ class SamplingParams(
         need(0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0 and at most 100",
              self.repetition_penalty)  # fmt: skip
         need(self.seed is None or -INT64_MAX - 1 <= self.seed <= INT64_MAX, "seed", "a 64-bit integer", self.seed)
-        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        need(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0", self.max_tokens)
         need(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         need(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
              f"at most max_tokens ({self.max_tokens})", self.min_tokens)  # fmt: skip
-        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs",
-             f"between 0 and {MAX_LOGPROBS}", self.logprobs)  # fmt: skip
+        for name in ("logprobs", "prompt_logprobs"):
+            k = getattr(self, name)
+            need(k is None or 0 <= k <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}", k)
         need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} non-empty strings", self.stop)
+        need(len(self.bad_words) <= MAX_BAD_WORDS and all(self.bad_words), "bad_words",
+             f"at most {MAX_BAD_WORDS} non-empty strings", self.bad_words)  # fmt: skip
+        need(all(1 <= len(ids) <= MAX_BAD_WORD_TOKENS for ids in self.bad_words_token_ids), "bad_words",
+             f"at most {MAX_BAD_WORD_TOKENS} tokens each", self.bad_words)  # fmt: skip
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             ids: list[int] = list(getattr(self, name) or ())
             bad = next((i for i in ids if not 0 <= i < vocab_size), None)
@@ -106,4 +116,19 @@ class PoolingParams(
 
     pooling: str = "last"  # last | mean
     normalize: bool = True
-    dimensions: int | None = None
+    dimensions: int | None = None  # keep only the first ones
+
+    def verify(self, hidden_size: int) -> None:
+        """Check every bound once, before the engine sees the request.
+
+        Raises:
+            InvalidRequest: with the field in `param`.
+        """
+        if self.pooling not in ("last", "mean"):
+            raise InvalidRequest(f'pooling must be "last" or "mean", got {self.pooling[:32]!r}', param="pooling")
+        if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
+            raise InvalidRequest(
+                f"dimensions must be between 1 and {hidden_size}, the size of this model's vectors, "
+                f"got {self.dimensions}",
+                param="dimensions",
+            )

@@ -4,7 +4,15 @@ import msgspec
 import pytest
 
 from servd.errors import InvalidRequest
-from servd.params import MAX_LOGPROBS, MAX_N, MAX_STOP, SamplingParams
+from servd.params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP,
+    PoolingParams,
+    SamplingParams,
+)
 
 VOCAB = 100
 
@@ -19,9 +27,11 @@ BOUNDS = [
     ("frequency_penalty", [-2.0, 2.0], [-2.01, 2.01, float("-inf")]),
     ("repetition_penalty", [1e-3, 100.0], [0.0, -1.0, 100.01, float("inf")]),
     ("seed", [None, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1]),
-    ("max_tokens", [None, 16], [0, -1]),
+    ("max_tokens", [None, 0, 16], [-1]),
     ("min_tokens", [0, 16], [-1, 17]),
     ("logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+    ("prompt_logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+    ("bad_words", [[], ["x"] * MAX_BAD_WORDS], [[""], ["x"] * (MAX_BAD_WORDS + 1)]),
     ("stop", [[], ["x"] * MAX_STOP], [[""], ["x"] * (MAX_STOP + 1)]),
     ("stop_token_ids", [[], [0, VOCAB - 1]], [[-1], [VOCAB]]),
     ("allowed_token_ids", [None, [0, VOCAB - 1]], [[], [VOCAB]]),
@@ -46,6 +56,7 @@ def test_every_field_with_a_bound_is_in_the_table():
     fields = {f.name for f in msgspec.structs.fields(SamplingParams)}
     free = {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}  # booleans
     free |= {"structured_output"}  # compiled instead
+    free |= {"bad_words_token_ids"}  # made of bad_words
     assert fields - free == {name for name, _, _ in BOUNDS}
 
 
@@ -56,3 +67,22 @@ def test_min_tokens_is_free_when_max_tokens_is_not_set():
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (1e-5, False), (1.0, False)])
 def test_is_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).is_greedy is greedy
+
+
+def test_a_bad_word_has_a_limited_number_of_tokens():
+    SamplingParams(bad_words=["x"], bad_words_token_ids=[[1] * MAX_BAD_WORD_TOKENS]).verify(VOCAB)
+    with pytest.raises(InvalidRequest, match="tokens each"):
+        SamplingParams(bad_words=["x"], bad_words_token_ids=[[1] * (MAX_BAD_WORD_TOKENS + 1)]).verify(VOCAB)
+
+
+@pytest.mark.parametrize(("field", "inside", "outside"), [
+    ("pooling", ["last", "mean"], ["cls", ""]),
+    ("dimensions", [None, 1, 64], [0, 65]),
+])  # fmt: skip
+def test_bounds_of_pooling_params(field, inside, outside):
+    for value in inside:
+        PoolingParams(**{field: value}).verify(hidden_size=64)
+    for value in outside:
+        with pytest.raises(InvalidRequest, match=field) as error:
+            PoolingParams(**{field: value}).verify(hidden_size=64)
+        assert error.value.param == field

@@ -6,9 +6,13 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
+from servd.api.message_parser import ToolUse
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Prepared, Processor
@@ -19,7 +23,7 @@ from servd.hf import ModelSpec
 from servd.messages import AbortRequests, EngineCoreOutputs, EngineReady, EngineStatus, FinishReason, SchedulerStats
 from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput
-from servd.params import SamplingParams
+from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Tracer, now_ns
 
 log = logging.getLogger("servd.api")
@@ -139,6 +143,7 @@ class AsyncLLM:
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         param: str = "prompt",
     ) -> Prepared:
         """`Processor.process`, in a thread if the prompt is long.
@@ -154,6 +159,7 @@ class AsyncLLM:
             add_special_tokens=add_special_tokens,
             priority=priority,
             cache_salt=cache_salt,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             client=self.client.client,
             param=param,
         )
@@ -173,6 +179,7 @@ class AsyncLLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> Prepared:
         """Render a chat and prepare it, in a thread if it is long.
 
@@ -194,6 +201,7 @@ class AsyncLLM:
         )
 
     async def render_chat(
+            truncate_prompt_tokens=truncate_prompt_tokens,
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,

@@ -100,6 +100,8 @@ def _delta(choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
         stop_reason=output.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
         error=output.error,
+        prompt_logprobs=output.prompt_logprobs,
+        pooled=output.pooled,
     )
     ended_by_token = output.finish_reason is FinishReason.STOP and not choice.include_stop
     num_before = detokenizer.num_tokens

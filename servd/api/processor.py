@@ -15,7 +15,7 @@ from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest
-from servd.params import INT64_MAX, SamplingParams
+from servd.params import INT64_MAX, PoolingParams, SamplingParams
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -24,7 +24,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     request_id: str
     prompt: str | None  # None if given as token ids
     prompt_token_ids: list[int]
-    params: SamplingParams  # as asked, with seed and max_tokens filled in
+    params: SamplingParams  # as asked, with seed and max_tokens filled in; without output for PoolingParams
     requests: list[EngineCoreRequest]
 
 
@@ -81,6 +81,7 @@ class Processor:
         client: int = 0,
         param: str = "prompt",
     ) -> Prepared:
+        truncate_prompt_tokens: int | None = None,
         """Validate, tokenise and split into one engine request per choice.
 
         Args:
@@ -93,22 +94,21 @@ class Processor:
             client: number of this API server.
             param: the request field that holds the prompt, for errors: prompt or messages.
 
+            truncate_prompt_tokens: keep only so many tokens, the last ones; -1 for as many as fit.
         Raises:
             InvalidRequest: a parameter is out of bounds, or the prompt is empty or not in the vocabulary.
             ContextTooLong: prompt and max_tokens together exceed `max_model_len`.
         """
         params.verify(self.spec.vocab_size)
-        if isinstance(prompt, str):
-            prompt_token_ids = self.tokenizer.encode(prompt, add_special_tokens)
-        else:
-            prompt_token_ids = prompt
-        self.check_token_ids(prompt_token_ids, param)
-        if not prompt_token_ids:
-            raise InvalidRequest(f"{param} must not be empty", param=param)
+        if params.bad_words:
+            params = msgspec.structs.replace(params, bad_words_token_ids=self._encode_bad_words(params.bad_words))
+            params.verify(self.spec.vocab_size)
+        room = self.max_model_len - max(params.max_tokens or 1, 1)
+        prompt_token_ids, was_cut = self._encode(prompt, add_special_tokens, truncate_prompt_tokens, room, param)
         params = self._fill(params, len(prompt_token_ids), param, client)
         return Prepared(
             request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
+            prompt=prompt if isinstance(prompt, str) and not was_cut else None,
             prompt_token_ids=prompt_token_ids,
             params=params,
             requests=[
@@ -128,6 +128,31 @@ class Processor:
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
         """Check that all ids are in the model's vocabulary.
 
+    def process_pooling(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: PoolingParams,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        client: int = 0,
+        param: str = "input",
+    ) -> Prepared:
+        """Validate and tokenise a prompt that becomes a vector. Arguments and errors as of `process`."""
+        params.verify(self.spec.hidden_size)
+        room = self.max_model_len - 1
+        prompt_token_ids, _ = self._encode(prompt, add_special_tokens, truncate_prompt_tokens, room, param)
+        no_output = self._fill(SamplingParams(max_tokens=0, temperature=0.0), len(prompt_token_ids), param, client)
+        return Prepared(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=prompt_token_ids,
+            params=no_output,
+            requests=[EngineCoreRequest(request_id, prompt_token_ids, params, client, priority=priority)],
+        )
+
         Raises:
             InvalidRequest: one is not.
         """
@@ -141,14 +166,37 @@ class Processor:
     def _fill(self, params: SamplingParams, num_prompt_tokens: int, param: str, client: int) -> SamplingParams:
         """`params` with max_tokens and seed, after checking that the request fits into the context."""
         room = self.max_model_len - num_prompt_tokens
-        if room < (params.max_tokens or 1):
+    def _encode(
+        self, prompt: str | list[int], add_special_tokens: bool, keep: int | None, room: int, param: str
+    ) -> tuple[list[int], bool]:
+        """Checked token ids, and whether some were cut off."""
+        if keep is not None and (keep < -1 or keep == 0):
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1 or at least 1, got {keep}", param="truncate_prompt_tokens"
+            )
+        token_ids = self.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        self.check_token_ids(token_ids, param)
+        if not token_ids:
+            raise InvalidRequest(f"{param} must not be empty", param=param)
+        if keep is None:
+            return token_ids, False
+        kept = token_ids[-(max(room, 1) if keep == -1 else keep) :]
+        return kept, len(kept) < len(token_ids)
+
+    def _encode_bad_words(self, bad_words: list[str]) -> list[list[int]]:
+        """Each word as it is written after a space and without one."""
+        variants = [text for word in bad_words for text in (word, f" {word.lstrip()}")]
+        return list(map(list, dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants)))
+
+        least = max(params.max_tokens or 1, 1)  # the engine samples after every prompt, and may drop the token
+        if room < least:
             raise ContextTooLong(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{num_prompt_tokens + (params.max_tokens or 1)} tokens ({num_prompt_tokens} in the {param}, "
-                f"{params.max_tokens or 1} in the completion). Please reduce the length of the {param} or completion.",
+                f"{num_prompt_tokens + least} tokens ({num_prompt_tokens} in the {param}, "
+                f"{least} in the completion). Please reduce the length of the {param} or completion.",
                 param=param,
             )
-        max_tokens = params.max_tokens or min(room, self._default_max_tokens or room)
+        max_tokens = min(room, self._default_max_tokens or room) if params.max_tokens is None else params.max_tokens
         if params.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most {max_tokens}, the room for output, got {params.min_tokens}",
@@ -167,5 +215,12 @@ def _for_choice(params: SamplingParams, index: int) -> SamplingParams:
     if seed is not None:
         seed = (seed + index + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1  # wraps as int64 does
     return msgspec.structs.replace(
-        params, n=1, seed=seed, stop=[], include_stop_str_in_output=False, skip_special_tokens=True
+        params,
+        n=1,
+        seed=seed,
+        stop=[],
+        include_stop_str_in_output=False,
+        skip_special_tokens=True,
+        bad_words=[],
+        prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # the prompt is the same for all
     )

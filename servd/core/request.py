@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from servd.messages import EngineCoreRequest, FinishReason
-from servd.params import SamplingParams
+from servd.messages import EngineCoreRequest, FinishReason, PromptLogprobs, TokenLogprobs
+from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Mark, now_ns
 
 
@@ -30,12 +30,15 @@ class Request:
     client: int
     token_ids: list[int]
     num_prompt_tokens: int
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     eos_token_ids: list[int]
     cache_salt: str | None
     order: tuple[int, int]  # (priority, arrival): lower is served first and preempted last
     max_num_tokens: int  # prompt and output together
     stop_token_ids: frozenset[int]  # those of the model and those of the request
+    min_tokens: int
+    reads_prompt: bool  # something of every prompt token is asked for, so none may come from the prefix cache
+    is_prompt_only: bool  # ends when its prompt is computed; its sampled token is dropped
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0  # known tokens and placeholders
@@ -47,15 +50,20 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens
     num_registered_blocks: int = 0  # the first of block_ids, known to the prefix cache
     marks: list[Mark] = field(default_factory=list)  # not yet sent to the client
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens from the second on
 
     @classmethod
     def from_message(cls, message: EngineCoreRequest, order: tuple[int, int], max_model_len: int) -> Request:
         """Accept a request; `max_model_len` bounds its tokens besides its own max_tokens."""
         params = message.params
-        assert isinstance(params, SamplingParams)
         num_prompt_tokens = len(message.prompt_token_ids)
         assert num_prompt_tokens > 0
-        max_output = max_model_len if params.max_tokens is None else params.max_tokens
+        if isinstance(params, PoolingParams):
+            max_output, min_tokens, reads_prompt = 0, 0, params.pooling == "mean"
+        else:
+            max_output = max_model_len if params.max_tokens is None else params.max_tokens
+            min_tokens, reads_prompt = params.min_tokens, params.prompt_logprobs is not None
+        stop_token_ids = frozenset(params.stop_token_ids) if isinstance(params, SamplingParams) else frozenset()
         return cls(
             request_id=message.request_id,
             client=message.client,
@@ -66,8 +74,11 @@ class Request:
             eos_token_ids=message.eos_token_ids,
             cache_salt=message.cache_salt,
             order=order,
-            max_num_tokens=min(num_prompt_tokens + max_output, max_model_len),
-            stop_token_ids=frozenset(message.eos_token_ids).union(params.stop_token_ids),
+            max_num_tokens=min(num_prompt_tokens + max(max_output, 1), max_model_len),
+            stop_token_ids=stop_token_ids.union(message.eos_token_ids) if max_output else frozenset(),
+            min_tokens=min_tokens,
+            reads_prompt=reads_prompt,
+            is_prompt_only=max_output == 0,
             marks=[Mark("queued", now_ns())],
         )
 
@@ -86,10 +97,16 @@ class Request:
         """Whether its terminal output is made, or it was aborted."""
         return self.status is RequestStatus.FINISHED
 
+    def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Add a harvested part of the prompt; what is known already was computed again after a preemption."""
+        known = len(self.prompt_logprobs) + 1 - part.start
+        assert known >= 0, "parts come in order"
+        self.prompt_logprobs += part.positions[known:]
+
     def append(self, token_id: int) -> FinishReason | None:
         """Add a harvested token in place of its placeholder, and say whether and why it is the last."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
+        if token_id in self.stop_token_ids and self.num_output_tokens >= self.min_tokens:
             return FinishReason.STOP
         if len(self.token_ids) >= self.max_num_tokens:
             return FinishReason.LENGTH

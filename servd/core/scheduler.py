@@ -24,7 +24,6 @@ from servd.messages import (
     ScheduledRequest,
     SchedulerOutput,
     SchedulerStats,
-    TokenLogprobs,
 )
 from servd.tracing import Mark, now_ns
 
@@ -208,26 +207,31 @@ class Scheduler:
 
     # ---- harvest ----
 
-    def update_from_output(self, output: ModelRunnerOutput) -> None:
+    def update_from_output(self, result: ModelRunnerOutput) -> None:
         """Take in the sampled tokens of the oldest step in flight."""
         step = self._in_flight.popleft()
         now = now_ns()
-        for i, (request, token_ids) in enumerate(zip(step.requests, output.sampled_token_ids, strict=True)):
+        for i, (request, token_ids) in enumerate(zip(step.requests, result.sampled_token_ids, strict=True)):
             # A finished request's token was sampled by a step launched before its end was known.
-            if token_ids and not request.is_finished:
-                token_logprobs = output.logprobs.get(i) if output.logprobs else None
-                self._harvest(request, token_ids, token_logprobs, now, step.number)
+            if request.is_finished:
+                continue
+            if i in result.prompt_logprobs:
+                request.add_prompt_logprobs(result.prompt_logprobs[i])
+            if token_ids:
+                output = EngineCoreOutput(request.request_id, token_ids, logprobs=result.logprobs.get(i))
+                output.pooled = result.pooled.get(i)
+                self._harvest(request, output, now, step.number)
 
-    def _harvest(
-        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None, now: int, step: int
-    ) -> None:
-        [token_id] = token_ids
-        finish_reason = request.append(token_id)
-        output = EngineCoreOutput(request.request_id, token_ids, finish_reason, None, logprobs)
+    def _harvest(self, request: Request, output: EngineCoreOutput, now: int, step: int) -> None:
+        [token_id] = output.new_token_ids
+        finish_reason = output.finish_reason = request.append(token_id)
         if request.num_output_tokens == 1:
             output.num_cached_tokens = request.num_cached_tokens
+            output.prompt_logprobs = request.prompt_logprobs or None
             request.marks.append(Mark("first_token", now, step))
             output.marks, request.marks = request.marks, []
+        if request.is_prompt_only:
+            output.new_token_ids, output.logprobs = [], None
         if finish_reason is not None:
             if finish_reason is FinishReason.STOP and token_id not in request.eos_token_ids:
                 output.stop_reason = token_id

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from servd.worker.device import available_memory
-from servd.worker.model_runner import ModelRunner
-from servd.worker.sample.sampler import SamplerOutput
+from servd.worker.model_runner import ModelRunner, StepPart
 
 KV_CACHE_SHARE = 0.4  # of the available memory; a CPU's memory is not the server's alone
 MAX_KV_CACHE_BYTES = 4 << 30
@@ -19,6 +18,6 @@ class CPUModelRunner(ModelRunner):
         """A share of what is available, divided over the ranks of this host."""
         return min(int(available_memory() * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // self.parallel.size
 
-    def to_host(self, sampled: SamplerOutput) -> tuple[SamplerOutput, Callable[[], None]]:
+    def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
         """Everything is there already."""
-        return sampled, lambda: None
+        return parts, lambda: None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 
 from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.params import MAX_LOGPROBS, SamplingParams
-from servd.worker.model_runner import ModelRunner
-from servd.worker.sample.sampler import SamplerOutput
+from servd.worker.model_runner import ModelRunner, StepPart
 
 
 class GPUModelRunner(ModelRunner):
@@ -58,13 +56,9 @@ class GPUModelRunner(ModelRunner):
         self.kv_caches = []
         return num_blocks * self.bytes_per_block
 
-    def to_host(self, sampled: SamplerOutput) -> tuple[SamplerOutput, Callable[[], None]]:
+    def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
         """Copies run in the stream of the step; an event tells when they are done."""
-        copied = replace(
-            sampled,
-            token_ids=sampled.token_ids.to("cpu", non_blocking=True),
-            logprobs=sampled.logprobs and sampled.logprobs.to_host(),
-        )
+        copied = [part.to_host() for part in parts]
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         return copied, done.synchronize

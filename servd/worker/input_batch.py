@@ -20,6 +20,7 @@ class InputBatch:
     input_ids: torch.Tensor  # int64 [num_tokens]
     positions: torch.Tensor  # int64 [num_tokens]
     attention: AttentionBatch
+    host_slots: np.ndarray  # int64 [len(scheduled)], on the host
     sample_rows: np.ndarray  # int64 [n], on the host: indices in `scheduled` of the rows that sample
     sample_host_slots: np.ndarray  # int64 [n], on the host
     sample_tokens: torch.Tensor  # int64 [n]: index in the step of each one's last token
@@ -69,6 +70,7 @@ class InputBatch:
                 block_tables=tables.tables[slots_d, : tables.blocks_for(int(seq_lens.max()))],
                 slot_mapping=tables.slot_mapping(token_slots_d, positions_d),
             ),
+            host_slots=slots,
             sample_rows=sample_rows,
             sample_host_slots=slots[sample_rows],
             sample_tokens=sample_tokens,

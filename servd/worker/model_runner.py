@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,10 +25,59 @@ from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.parallel import Parallel
+from servd.worker.pooler import Pooler
 from servd.worker.request_states import RequestStates
+from servd.worker.sample.prompt_logprobs import PromptLogprobsReader
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 
 log = logging.getLogger("servd.worker")
+
+
+class StepPart(Protocol):
+    """Something that a step yields."""
+
+    def to_host(self) -> StepPart:
+        """Start the copy to the host."""
+        ...
+
+    def write(self, output: ModelRunnerOutput) -> None:
+        """Add it to the step's output; its tensors are on the host."""
+        ...
+
+
+class PromptReader(Protocol):
+    """Yields something of the hidden states of prompts, besides sampled tokens."""
+
+    def add(self, request: NewRequest) -> None:
+        """A request enters its slot."""
+        ...
+
+    def remove(self, slot: int) -> None:
+        """The request leaves its slot."""
+        ...
+
+    def read(self, hidden: torch.Tensor, batch: InputBatch) -> StepPart | None:
+        """Take what is wanted of a step's hidden states [num_tokens, hidden]."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """The StepPart of the rows that sampled."""
+
+    rows: Sequence[int]  # indices in `scheduled`
+    sampled: SamplerOutput
+
+    def to_host(self) -> SampledTokens:
+        return SampledTokens(self.rows, self.sampled.to_host())
+
+    def write(self, output: ModelRunnerOutput) -> None:
+        for row, token_id in zip(self.rows, self.sampled.token_ids.tolist(), strict=True):
+            output.sampled_token_ids[row] = [token_id]
+        if self.sampled.logprobs is not None:
+            for row, logprobs in zip(self.rows, self.sampled.logprobs.to_lists(), strict=True):
+                if logprobs is not None:
+                    output.logprobs[row] = [logprobs]
 
 
 @dataclass(frozen=True)
@@ -37,6 +86,7 @@ class LaunchedStep:
 
     num_scheduled: int
     sampling: tuple[InputBatch, torch.Tensor] | None = None  # hidden states [n, hidden] of the rows that sample
+    parts: Sequence[StepPart] = ()
 
 
 @dataclass(frozen=True)
@@ -44,22 +94,15 @@ class AsyncOutput:
     """The output of one step, on its way to the host."""
 
     num_scheduled: int
-    sample_rows: Sequence[int] = ()  # indices in `scheduled` of the rows that sampled
-    sampled: SamplerOutput | None = None  # on the host after `wait`
+    parts: Sequence[StepPart] = ()  # on the host after `wait`
     wait: Callable[[], None] = lambda: None
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step."""
         self.wait()
         output = ModelRunnerOutput(sampled_token_ids=[[] for _ in range(self.num_scheduled)])
-        if self.sampled is None:
-            return output
-        for row, token_id in zip(self.sample_rows, self.sampled.token_ids.tolist(), strict=True):
-            output.sampled_token_ids[row] = [token_id]
-        if self.sampled.logprobs is not None:
-            for row, logprobs in zip(self.sample_rows, self.sampled.logprobs.to_lists(), strict=True):
-                if logprobs is not None:
-                    output.logprobs[row] = [logprobs]
+        for part in self.parts:
+            part.write(output)
         return output
 
 
@@ -114,6 +157,10 @@ class ModelRunner(ABC):
         self.backend_name, self.backend = make_backend(self.config.parallel.attention_backend, attention)
         self.states = RequestStates(self.max_num_seqs, self.max_model_len, attention.block_size, self.device)
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
+        self.readers: list[PromptReader] = [
+            PromptLogprobsReader(self.model.compute_logits, self.states.token_ids, self.max_num_seqs),
+            Pooler(self.spec.hidden_size, self.max_num_seqs, self.device),
+        ]
 
     def count_blocks(self) -> int:
         """KV-cache blocks that fit.
@@ -148,8 +195,9 @@ class ModelRunner(ABC):
         batch = InputBatch.gather(scheduled.scheduled, self.states)
         ctx = ForwardContext(self.backend, self.backend.build_metadata(batch.attention), self.kv_caches)
         hidden = self.model(batch.input_ids, batch.positions, ctx)  # [num_tokens, hidden]
-        if len(batch.sample_rows):
-            self.launched = LaunchedStep(num_scheduled, (batch, hidden[batch.sample_tokens]))
+        parts = [part for reader in self.readers if (part := reader.read(hidden, batch)) is not None]
+        sampling = (batch, hidden[batch.sample_tokens]) if len(batch.sample_rows) else None
+        self.launched = LaunchedStep(num_scheduled, sampling, parts)
 
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
@@ -157,9 +205,12 @@ class ModelRunner(ABC):
         if self.launched is None:
             raise RuntimeError("sample_tokens was called before execute_model")
         launched, self.launched = self.launched, None
-        if launched.sampling is None:
-            return AsyncOutput(launched.num_scheduled)
-        batch, hidden = launched.sampling
+        parts = [*launched.parts]
+        if launched.sampling is not None:
+            parts.append(self._sample(*launched.sampling, bitmask))
+        return AsyncOutput(launched.num_scheduled, *self.to_host(parts))
+
+    def _sample(self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None) -> SampledTokens:
         logits = self.model.compute_logits(hidden).float()  # [n, vocab]
         sampled = self.sampler(
             logits,
@@ -169,11 +220,13 @@ class ModelRunner(ABC):
             self._unpack(bitmask, batch) if bitmask else None,
         )
         self.states.write_sampled(batch.sample_slots, batch.sample_positions, sampled.token_ids)
-        return AsyncOutput(launched.num_scheduled, batch.sample_rows.tolist(), *self.to_host(sampled))
+        return SampledTokens(batch.sample_rows.tolist(), sampled)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for slot in scheduled.freed_slots:
             self.sampler.remove(slot)
+            for reader in self.readers:
+                reader.remove(slot)
         for request in scheduled.new_requests:
             self._add(request)
         for row in scheduled.scheduled:
@@ -182,8 +235,11 @@ class ModelRunner(ABC):
         self.states.block_tables.commit()
 
     def _add(self, request: NewRequest) -> None:
-        assert isinstance(request.params, SamplingParams), "pooling is refused by the API"
         self.states.add(request)
+        for reader in self.readers:
+            reader.add(request)
+        if not isinstance(request.params, SamplingParams):
+            return
         prompt_len = request.num_prompt_tokens
         self.sampler.add(
             request.slot,
@@ -211,5 +267,5 @@ class ModelRunner(ABC):
         """Bytes that the KV cache may take; called after load_model."""
 
     @abstractmethod
-    def to_host(self, sampled: SamplerOutput) -> tuple[SamplerOutput, Callable[[], None]]:
+    def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
         """Start copying a step's output to the host; returns the host's tensors and what waits for them."""

@@ -107,10 +107,9 @@ COMPLETION_PROBLEMS = [
     ({"prompt": [2**70]}, "prompt"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"echo": True, "logprobs": 1}, "echo"),
     ({"best_of": 3}, "best_of"),
     ({"suffix": "x"}, "suffix"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
 ]
 SHARED_PROBLEMS = [
     ({"model": 5}, "model"),
@@ -143,8 +142,11 @@ SHARED_PROBLEMS = [
     ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"priority": 2**40}, "priority"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs"),
-    ({"use_beam_search": True}, "use_beam_search"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["x" * 40]}, "bad_words"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
 ]
 
@@ -170,6 +172,14 @@ async def test_null_and_empty_fields_are_as_good_as_absent(http):
     answer = await http.post(CHAT, json={**body, "response_format": {"type": "text"}, "modalities": ["text"]})
     assert answer.status_code == 200, answer.text
     assert "x-servd-ignored" not in answer.headers
+
+
+async def test_scores_of_a_prompt_are_not_streamed(http):
+    check(await http.post(CHAT, json={"messages": user("hi"), "prompt_logprobs": 0, "stream": True}), 400,
+          "prompt_logprobs")  # fmt: skip
+    body = {"prompt": "a", "echo": True, "logprobs": 0}
+    check(await http.post(COMPLETIONS, json={**body, "stream": True}), 400, "echo")
+    assert (await http.post(COMPLETIONS, json=body)).status_code == 200
 
 
 async def test_stream_options_need_a_stream(http):

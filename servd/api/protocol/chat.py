@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.generation import GenerationRequest, Usage
+from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Usage
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
 from servd.params import MAX_LOGPROBS, SamplingParams
@@ -115,6 +115,8 @@ class ChatCompletionRequest(GenerationRequest):
     def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens")
         if self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest('`tool_choice` may be "none" or "auto"', param="tool_choice")
         return self
@@ -180,6 +182,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from servd.api.protocol.generation import GenerationRequest, Usage
+from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Usage
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
 from servd.params import MAX_LOGPROBS, SamplingParams
@@ -50,24 +50,28 @@ class CompletionRequest(GenerationRequest):
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("`best_of` is not supported: ask for `n` and choose", param="best_of")
         if self.suffix:
-            raise InvalidRequest("`suffix` is not supported; leave it out", param="suffix")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("`echo` with `logprobs` is not supported; ask for one of them", param="echo")
+            raise InvalidRequest(
+                "`suffix` is not supported: write the model's own fill-in-the-middle tokens in `prompt`", param="suffix"
+            )
+        if self.echo and self.logprobs is not None and self.stream:
+            raise InvalidRequest("`echo` with `logprobs` cannot be streamed: leave out `stream`", param="echo")
         return self
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The request's sampling parameters over the model's `defaults`."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        own = {"max_tokens": max_tokens, "logprobs": self.logprobs}
+        own: dict[str, int | None] = {"max_tokens": max_tokens, "logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return SamplingParams(**{**defaults, **self.shared_params(), **own})
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry per token in each list."""
+    """One entry per token in each list; with `echo`, the prompt's tokens too."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]  # of the token's first character in the choice's text
 
 
@@ -81,6 +85,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -17,10 +17,10 @@ from servd.params import SamplingParams
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one must be told.
 # All other unknown fields are accepted and named in the header X-Servd-Ignored.
 UNSUPPORTED = (
-    "audio", "bad_words", "chat_template", "documents", "function_call", "functions", "guided_choice",
+    "audio", "chat_template", "documents", "function_call", "functions", "guided_choice",
     "guided_grammar", "guided_json", "guided_regex", "logprob_token_ids", "modalities", "prompt_embeds",
-    "prompt_logprobs", "repetition_detection", "response_format", "return_tokens_as_token_ids",
-    "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
+    "repetition_detection", "response_format", "return_tokens_as_token_ids",
+    "structured_outputs", "thinking_token_budget", "web_search_options",
 )  # fmt: skip
 NEUTRAL: dict[str, Any] = {"modalities": ["text"], "response_format": {"type": "text"}}
 
@@ -82,6 +82,12 @@ class GenerationRequest(RequestBody):
     skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias_by_id)] = None
     allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -104,6 +110,8 @@ class GenerationRequest(RequestBody):
                 raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("`prompt_logprobs` cannot be streamed: leave out `stream`", param="prompt_logprobs")
         return self
 
     def ignored(self) -> list[str]:
@@ -126,6 +134,17 @@ class GenerationRequest(RequestBody):
         """The given fields that have the name and meaning of a SamplingParams field."""
         names = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token at one position of a prompt."""
+
+    logprob: float
+    rank: int | None  # in the vocabulary, from 1
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # by token id; null for the prompt's first token
 
 
 class PromptTokensDetails(msgspec.Struct):

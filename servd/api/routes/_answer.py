@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
 from servd.api.processor import Prepared
-from servd.api.protocol.generation import GenerationRequest, PromptTokensDetails, Usage
+from servd.api.protocol.generation import GenerationRequest, PromptLogprob, PromptLogprobs, PromptTokensDetails, Usage
 from servd.api.routes._context import context_of, ignored_header
 from servd.api.streaming import EventStream, event, until_disconnect
 from servd.outputs import CompletionOutput
@@ -99,6 +99,22 @@ class Answer(ABC):
         """Whether a stream says something about a delta; text may be held back for a stop string."""
         asked_for_tokens = output.logprobs or self.body.return_token_ids or self.body.continuous_usage
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
+
+    def prompt_logprobs(self, output: CompletionOutput) -> PromptLogprobs | UnsetType:
+        """What `prompt_logprobs` asks for; `output` is the first choice of its prompt."""
+        k = self.body.prompt_logprobs
+        if k is None:
+            return UNSET
+        name = self.context.async_llm.processor.tokenizer.token_string
+        entries: PromptLogprobs = [None]
+        for position in output.prompt_logprobs or []:
+            likely = zip(position.token_ids[: 1 + k], position.logprobs, strict=False)
+            ranked = {i: PromptLogprob(max(logprob, MIN_LOGPROB), None, name(i)) for i, logprob in likely}
+            for rank, i in enumerate(position.token_ids[1 : 1 + k], 1):
+                ranked[i].rank = rank
+            ranked[position.token_ids[0]].rank = position.rank
+            entries.append(ranked)
+        return entries
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
         encode = msgspec.json.Encoder().encode

@@ -50,6 +50,7 @@ async def create_chat_completion(request: Request) -> Response:
         chat_template_kwargs=body.chat_template_kwargs,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     return await ChatAnswer(request, answer_id, model, body, [prepared]).respond()
 
@@ -114,6 +115,7 @@ class ChatAnswer(Answer):
             ],
             self.usage(),
             prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs(choices[0]),
         )
 
 

@@ -41,6 +41,7 @@ async def create_completion(request: Request) -> Response:
                 add_special_tokens=body.add_special_tokens,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
+                truncate_prompt_tokens=body.truncate_prompt_tokens,
             )
         )
     return await CompletionAnswer(request, answer_id, model, body, prepared).respond()
@@ -54,6 +55,7 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(request, answer_id, model, body, prepared)
         self.tokenizer = self.context.async_llm.processor.tokenizer
+        self.num_logprobs = body.logprobs
         self.echo = bool(body.echo)
         self.has_begun = [False] * self.num_choices
         skipped = self.tokenizer.special_ids if prepared[0].params.skip_special_tokens else frozenset()
@@ -73,7 +75,12 @@ class CompletionAnswer(Answer):
 
     def whole(self, choices: list[CompletionOutput]) -> Completion:
         """The body of an answer that is not streamed."""
-        return self._completion([self._choice(choice, is_first=True) for choice in choices], self.usage())
+        for choice in choices:  # only the first of n scores the prompt
+            choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
+        answers = [self._choice(choice, is_first=True) for choice in choices]
+        for answer, choice in zip(answers, choices, strict=True):
+            answer.prompt_logprobs = self.prompt_logprobs(choice)
+        return self._completion(answers, self.usage())
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None | UnsetType) -> Completion:
         return Completion(self.id, self.created, self.model, self.context.fingerprint, choices, usage)
@@ -86,7 +93,7 @@ class CompletionAnswer(Answer):
         return CompletionChoice(
             output.index,
             text,
-            self.offsets[output.index].logprobs(output.logprobs) if output.logprobs is not None else None,
+            self._logprobs(prepared, output),
             output.finish_reason,
             output.stop_reason,
             token_ids=output.token_ids if self.body.return_token_ids else UNSET,
@@ -97,6 +104,16 @@ class CompletionAnswer(Answer):
         if prepared.prompt is not None:
             return prepared.prompt
         return self.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)
+
+    def _logprobs(self, prepared: Prepared, output: CompletionOutput) -> CompletionLogprobs | None:
+        if self.num_logprobs is None:
+            return None
+        offsets = self.offsets[output.index]
+        if not self.echo:
+            return offsets.logprobs(output.logprobs) if output.logprobs is not None else None
+        scores = output.prompt_logprobs or []
+        result = offsets.prompt(self._prompt_text(prepared), prepared.prompt_token_ids, scores, self.num_logprobs)
+        return offsets.logprobs(output.logprobs or [], result)
 
 
 class TextOffsets:
@@ -111,18 +128,48 @@ class TextOffsets:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.offset = 0
 
-    def logprobs(self, positions: list[TokenLogprobs]) -> CompletionLogprobs:
-        """OpenAI's legacy shape for the next tokens."""
+    def prompt(
+        self, text: str, token_ids: list[int], positions: list[TokenLogprobs], num_logprobs: int
+    ) -> CompletionLogprobs:
+        """OpenAI's legacy shape for an echoed prompt, whose first token has no logprob."""
         result = CompletionLogprobs([], [], [], [])
+        is_beginning = True
+        for token_id, position in zip(token_ids, [None, *positions], strict=True):
+            self._add(result, token_id, position, num_logprobs)
+            piece = self.decoder.decode(self.tokenizer.token_bytes(token_id))
+            if is_beginning:  # what the tokenizer put there is not in the text
+                if token_id in self.tokenizer.special_ids and not text.startswith(piece):
+                    piece = ""
+                elif not text.startswith(" "):
+                    piece = piece.removeprefix(" ")
+                is_beginning = not piece
+            self.offset = min(self.offset + len(piece), len(text))
+        self.offset = len(text)
+        self.decoder.reset()
+        return result
+
+    def logprobs(self, positions: list[TokenLogprobs], result: CompletionLogprobs | None = None) -> CompletionLogprobs:
+        """The same for the next tokens of the output, after those in `result`."""
+        result = result or CompletionLogprobs([], [], [], [])
         for position in positions:
             token_id = position.token_ids[0]
-            result.tokens.append(self.tokenizer.token_string(token_id))
-            result.token_logprobs.append(max(position.logprobs[0], MIN_LOGPROB))
-            top: dict[str, float] = {}
-            for other_id, logprob in zip(position.token_ids, position.logprobs, strict=True):
-                top.setdefault(self.tokenizer.token_string(other_id), max(logprob, MIN_LOGPROB))
-            result.top_logprobs.append(top)
-            result.text_offset.append(self.offset)
+            self._add(result, token_id, position, len(position.token_ids))
             if token_id not in self.skipped:
                 self.offset += len(self.decoder.decode(self.tokenizer.token_bytes(token_id)))
         return result
+
+    def _add(
+        self, result: CompletionLogprobs, token_id: int, position: TokenLogprobs | None, num_logprobs: int
+    ) -> None:
+        name = self.tokenizer.token_string
+        result.tokens.append(name(token_id))
+        result.text_offset.append(self.offset)
+        if position is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            return
+        result.token_logprobs.append(max(position.logprobs[0], MIN_LOGPROB))
+        top: dict[str, float] = {}
+        for other_id, logprob in zip(position.token_ids[: 1 + num_logprobs], position.logprobs, strict=False):
+            top.setdefault(name(other_id), max(logprob, MIN_LOGPROB))
+        result.top_logprobs.append(top)

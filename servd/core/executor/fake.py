@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+import struct
 from array import array
 from dataclasses import dataclass
 
 from servd.config import Config
 from servd.core.executor import _base
 from servd.hf import ModelSpec
-from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput, TokenLogprobs, WorkerReady
-from servd.params import SamplingParams
+from servd.messages import (
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequest,
+    PromptLogprobs,
+    SchedulerOutput,
+    TokenLogprobs,
+    WorkerReady,
+)
+from servd.params import PoolingParams, SamplingParams
 
 BYTE_VOCAB = 257  # of hf.FAKE_SPEC
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32: five bits choose one
@@ -40,6 +49,14 @@ def expected_tokens(prompt_token_ids: list[int], num_tokens: int, vocab_size: in
     return output
 
 
+def vector(state: int, params: PoolingParams, size: int) -> bytes:
+    """An embedding that depends on every token: one number from each byte of hashes of the state."""
+    hashes = b"".join(next_state(state, i).to_bytes(8, "little") for i in range(-(-size // 8)))
+    numbers = [byte - 127.5 for byte in hashes[: params.dimensions or size]]
+    norm = math.sqrt(sum(x * x for x in numbers)) if params.normalize else 1.0
+    return struct.pack(f"<{len(numbers)}f", *[x / norm for x in numbers])
+
+
 @dataclass(slots=True)
 class Row:
     """A running request, as a worker keeps it."""
@@ -47,7 +64,8 @@ class Row:
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[int]
-    num_logprobs: int | None
+    num_prompt_tokens: int
+    params: SamplingParams | PoolingParams
     state: int = 0  # after the last computed token
 
 
@@ -116,6 +134,8 @@ class FakeExecutor(_base.Executor):
             raise RuntimeError("sample_tokens was called without execute_model")
         output = ModelRunnerOutput([])
         for i, item in enumerate(self.launched.scheduled):
+            if part := self._prompt_logprobs(self.rows[item.slot], item.num_tokens):
+                output.prompt_logprobs[i] = part
             if not item.samples:
                 output.sampled_token_ids.append([])
                 continue
@@ -123,8 +143,10 @@ class FakeExecutor(_base.Executor):
             token_id = sample(row.state, self.spec.vocab_size)
             row.token_ids.append(token_id)
             output.sampled_token_ids.append([token_id])
-            if row.num_logprobs is not None:
-                output.logprobs[i] = [self._logprobs(token_id, row.num_logprobs)]
+            if isinstance(row.params, PoolingParams):
+                output.pooled[i] = vector(row.state, row.params, self.spec.hidden_size)
+            elif row.params.logprobs is not None:
+                output.logprobs[i] = [self._logprobs(token_id, row.params.logprobs)]
         self.launched = None
         return Done(output)
 
@@ -132,8 +154,10 @@ class FakeExecutor(_base.Executor):
         """Nothing runs that would have to be stopped."""
 
     def _row(self, request: NewRequest) -> Row:
-        num_logprobs = request.params.logprobs if isinstance(request.params, SamplingParams) else None
-        return Row(request.token_ids.copy(), request.num_computed_tokens, request.block_ids.copy(), num_logprobs)
+        return Row(
+            request.token_ids.copy(), request.num_computed_tokens, request.block_ids.copy(),
+            request.num_prompt_tokens, request.params,
+        )  # fmt: skip
 
     def _compute(self, row: Row, num_tokens: int) -> None:
         first = row.num_computed_tokens
@@ -148,6 +172,15 @@ class FakeExecutor(_base.Executor):
     def _position(self, row: Row, token: int) -> int:
         """Where the cache keeps the row's token number `token`."""
         return row.block_ids[token // self.block_size] * self.block_size + token % self.block_size
+
+    def _prompt_logprobs(self, row: Row, num_tokens: int) -> PromptLogprobs | None:
+        """Those of the prompt tokens after the last `num_tokens` computed."""
+        k = row.params.prompt_logprobs if isinstance(row.params, SamplingParams) else None
+        start = row.num_computed_tokens - num_tokens + 1
+        token_ids = row.token_ids[start : min(row.num_computed_tokens + 1, row.num_prompt_tokens)]
+        if k is None or not token_ids:
+            return None
+        return PromptLogprobs(start, [self._logprobs(token_id, k) for token_id in token_ids])
 
     def _logprobs(self, token_id: int, num_logprobs: int) -> TokenLogprobs:
         """Probability 1/2 for the sampled token, 1/4 for its neighbour, and so on."""

@@ -32,7 +32,7 @@ class KVCacheManager:
 
         At least one token is left over, because only a computed token gets a successor.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.reads_prompt:
             return []
         self._extend_hashes(request)
         cached: list[int] = []

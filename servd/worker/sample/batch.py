@@ -30,6 +30,7 @@ class Feature(IntFlag):
     MIN_P = auto()
     TOP_K = auto()  # with or without top-p
     TOP_P = auto()  # alone
+    BAD_WORDS = auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@
     sampler.remove(slot)
 
 Order, equal in effect to vLLM's: log-probabilities of the raw logits; allowed_token_ids, grammar bitmask, logit_bias,
-min_tokens; penalties; temperature; min-p; top-k and top-p; draw. Which features a step needs is known on the host, and
-nothing on the device is waited for. A token depends only on its row's logits, parameters, earlier tokens, seed and
-position, never on the rest of the batch.
+min_tokens, bad_words; penalties; temperature; min-p; top-k and top-p; draw. Which features a step needs is known on the
+host, and nothing on the device is waited for. A token depends only on its row's logits, parameters, earlier tokens,
+seed and position, never on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from servd.params import SamplingParams
+from servd.worker.sample.bad_words import BadWords
 from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step
 from servd.worker.sample.bitmask import apply_bitmask
 from servd.worker.sample.logit_bias import AllowedTokens, LogitBias, MinTokens
@@ -40,6 +41,10 @@ class SamplerOutput:
     token_ids: Tensor  # [n] int64
     logprobs: LogprobsTensors | None  # None if no row asked
 
+    def to_host(self) -> SamplerOutput:
+        """Start the copy to the host."""
+        return SamplerOutput(self.token_ids.to("cpu", non_blocking=True), self.logprobs and self.logprobs.to_host())
+
 
 class Sampler:
     """Holds the sampling state of every slot and samples for any subset of the slots.
@@ -57,11 +62,13 @@ class Sampler:
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.penalties = Penalties(vocab_size, max_num_seqs, device)
+        self.bad_words = BadWords(max_num_seqs, device)
         # On logits, and they can change the most probable token; the narrowing steps work on weights, of random rows.
         self.shifting: list[Step] = [
             AllowedTokens(device),
             LogitBias(device),
             MinTokens(max_num_seqs, device),
+            self.bad_words,
             self.penalties,
         ]
         self.narrowing: list[Step] = [MinP(max_num_seqs, device), TopKTopP(vocab_size, max_num_seqs, device)]
@@ -134,6 +141,8 @@ class Sampler:
             token_ids = logits.argmax(dim=-1)
         if batch.uses(Feature.PENALTIES):
             self.penalties.update(token_ids, batch)
+        if batch.uses(Feature.BAD_WORDS):
+            self.bad_words.update(token_ids, batch)
         return SamplerOutput(token_ids, self._logprobs(raw_logprobs, token_ids, batch))
 
     def _sample(self, logits: Tensor, batch: Batch) -> Tensor:

@@ -1,0 +1,101 @@
+"""Log-probabilities of the tokens of prompts, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from servd.messages import ModelRunnerOutput, NewRequest, PromptLogprobs, TokenLogprobs
+from servd.params import SamplingParams
+from servd.worker.input_batch import InputBatch
+from servd.worker.sample.batch import upload
+from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
+
+
+class PromptLogprobsReader:
+    """Scores every prompt token by the logits of the token before it, a slice of logits at a time.
+
+    Args:
+        compute_logits: hidden states [n, hidden] to logits [n, vocab].
+        token_ids: of all slots, [max_num_seqs, max_model_len + 1].
+        max_rows: rows of logits that are in memory at once; as many as a step samples at most, for which the
+            memory is set aside.
+    """
+
+    def __init__(self, compute_logits: Callable[[Tensor], Tensor], token_ids: Tensor, max_rows: int) -> None:
+        self.compute_logits = compute_logits
+        self.token_ids = token_ids
+        self.max_rows = max_rows
+        self.asked: dict[int, tuple[int, int]] = {}  # slot -> (tokens in the prompt, k most likely)
+
+    def add(self, request: NewRequest) -> None:
+        """A request enters its slot."""
+        params = request.params
+        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            self.asked[request.slot] = (request.num_prompt_tokens, params.prompt_logprobs)
+
+    def remove(self, slot: int) -> None:
+        """The request leaves its slot."""
+        self.asked.pop(slot, None)
+
+    def read(self, hidden: Tensor, batch: InputBatch) -> PromptLogprobsPart | None:
+        """Score the prompt tokens that follow those computed in this step. `hidden`: [num_tokens, hidden]."""
+        if not self.asked:
+            return None
+        parts: list[tuple[int, int, int]] = []
+        tokens: list[np.ndarray] = []  # index in the step
+        targets: list[np.ndarray] = []  # index in the sequence of the token that follows
+        slots: list[np.ndarray] = []
+        num_logprobs: list[int | None] = []
+        lens = batch.attention.query_lens
+        starts = np.cumsum(lens) - lens
+        for row, slot in enumerate(batch.host_slots.tolist()):
+            num_prompt_tokens, k = self.asked.get(slot, (0, 0))
+            first = int(batch.attention.seq_lens[row] - lens[row])
+            count = min(int(lens[row]), num_prompt_tokens - 1 - first)
+            if count > 0:
+                parts.append((row, first + 1, count))
+                tokens.append(np.arange(starts[row], starts[row] + count))
+                targets.append(np.arange(first + 1, first + 1 + count))
+                slots.append(np.full(count, slot))
+                num_logprobs += [k] * count
+        if not parts:
+            return None
+        packed = upload(np.stack([np.concatenate(a) for a in (tokens, slots, targets)]), hidden.device)
+        target_ids = self.token_ids[packed[1], packed[2]].long()
+        return PromptLogprobsPart(parts, self._score(hidden, packed[0], target_ids, num_logprobs))
+
+    def _score(
+        self, hidden: Tensor, tokens: Tensor, target_ids: Tensor, num_logprobs: list[int | None]
+    ) -> list[LogprobsTensors]:
+        slices: list[LogprobsTensors] = []
+        for i in range(0, len(tokens), self.max_rows):
+            part = slice(i, i + self.max_rows)
+            logprobs = self.compute_logits(hidden[tokens[part]]).float().log_softmax(dim=-1)
+            slices.append(gather_logprobs(logprobs, target_ids[part], num_logprobs[part]))
+        return slices
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsPart:
+    """What one step adds to the prompts' scores."""
+
+    parts: list[tuple[int, int, int]]  # index in `scheduled`, index in the prompt of the first token, tokens
+    slices: list[LogprobsTensors]  # all tokens of all parts, in order
+
+    def to_host(self) -> PromptLogprobsPart:
+        """Start the copy to the host."""
+        return PromptLogprobsPart(self.parts, [tensors.to_host() for tensors in self.slices])
+
+    def write(self, output: ModelRunnerOutput) -> None:
+        """Add the scores to the step's output."""
+        positions: list[TokenLogprobs] = []
+        for tensors in self.slices:
+            positions += [p for p in tensors.to_lists() if p is not None]
+        begin = 0
+        for row, start, count in self.parts:
+            output.prompt_logprobs[row] = PromptLogprobs(start, positions[begin : begin + count])
+            begin += count
