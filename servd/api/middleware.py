@@ -61,7 +61,7 @@ class RequestContext:
         except ClientDisconnect:
             pass  # nobody is there to answer
         except Exception as error:
-            reply = error_reply(error, request_id)
+            reply = error_reply(error, request_id, scope["path"])
             if started:
                 raise  # the server cuts the connection: the client sees that the answer is not whole
             await send_error(reply, send_on)

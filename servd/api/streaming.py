@@ -53,9 +53,15 @@ class EventStream(Response):
 
     The status line goes out with the first frame, so what fails before it is still an HTTP error; what fails
     later becomes an error event.
+
+    Attributes:
+        pulse: what is sent while there is no frame.
+        end: what comes after the last frame.
     """
 
     media_type = "text/event-stream"
+    pulse: bytes = KEEP_ALIVE
+    end: bytes = DONE
 
     def __init__(
         self,
@@ -72,13 +78,17 @@ class EventStream(Response):
         self.background = None
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
+    def error_frame(self, error: Exception) -> bytes:
+        """What tells the client of an error after the beginning."""
+        return event(error_reply(error, self.request_id).body)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the response."""
         writer = _Writer(send, self.raw_headers)
         await until_disconnect(self._write_all(writer), receive)
 
     async def _write_all(self, writer: _Writer) -> None:
-        pulse = asyncio.create_task(writer.pulse(self.keep_alive))
+        pulse = asyncio.create_task(writer.repeat(self.pulse, self.keep_alive))
         try:
             async with aclosing(self.frames):
                 async for frame in self.frames:
@@ -86,11 +96,11 @@ class EventStream(Response):
         except Exception as error:
             if not writer.has_started:
                 raise
-            await writer.write(event(error_reply(error, self.request_id).body))
+            await writer.write(self.error_frame(error))
         finally:
             pulse.cancel()
             await asyncio.gather(pulse, return_exceptions=True)
-        await writer.write(DONE, more=False)
+        await writer.write(self.end, more=False)
 
 
 class _Writer:
@@ -112,8 +122,8 @@ class _Writer:
             await self.send({"type": "http.response.body", "body": frame, "more_body": more})
         self.last_write = self.now()
 
-    async def pulse(self, interval: float) -> None:
-        """Write a comment whenever nothing was written for `interval` seconds."""
+    async def repeat(self, pulse: bytes, interval: float) -> None:
+        """Write `pulse` whenever nothing was written for `interval` seconds."""
         while True:
             idle = self.now() - self.last_write
             if idle < interval:
@@ -121,4 +131,4 @@ class _Writer:
             elif self.lock.locked():  # the client does not read what is already there
                 await asyncio.sleep(interval)
             else:
-                await self.write(KEEP_ALIVE)
+                await self.write(pulse)

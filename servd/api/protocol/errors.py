@@ -1,4 +1,4 @@
-"""The error body that OpenAI clients read, for every exception."""
+"""The error body that OpenAI's clients read, and on Anthropic's routes theirs, for every exception."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from servd.errors import EngineDead, EngineError, Overloaded, RequestError, Unau
 log = logging.getLogger("servd.api")
 
 MAX_MESSAGE = 2000  # characters; a message may quote what the client sent
+ANTHROPIC_ROUTES = "/v1/messages"
 TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error"}
 
 
@@ -30,6 +31,20 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(msgspec.Struct):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
+    """`{"type": "error", "error": {...}}`."""
+
+    error: AnthropicErrorDetail
+    request_id: str
+
+
 class ErrorReply(msgspec.Struct):
     """A whole HTTP answer to an exception."""
 
@@ -38,8 +53,14 @@ class ErrorReply(msgspec.Struct):
     headers: dict[str, str]
 
 
-def error_reply(error: Exception, request_id: str) -> ErrorReply:
-    """The answer to `error`. One of the server's own is logged; an unexpected one is told to the client by id only."""
+def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply:
+    """The answer to `error`. One of the server's own is logged; an unexpected one is told to the client by id only.
+
+    Args:
+        error: what was raised.
+        request_id: of the request.
+        path: of its route, which decides the shape.
+    """
     headers: dict[str, str] = {}
     match error:
         case RequestError():
@@ -62,8 +83,18 @@ def error_reply(error: Exception, request_id: str) -> ErrorReply:
             status, detail = 500, ErrorDetail(message, "server_error", code="internal_error")
     if len(detail.message) > MAX_MESSAGE:
         detail.message = detail.message[:MAX_MESSAGE] + "..."
+    if path.startswith(ANTHROPIC_ROUTES):
+        return _anthropic(status, detail, headers, request_id)
     return ErrorReply(status, msgspec.json.encode(ErrorBody(detail)), headers)
 
 
 def _type_of(status: int) -> str:
     return TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def _anthropic(status: int, detail: ErrorDetail, headers: dict[str, str], request_id: str) -> ErrorReply:
+    if detail.type == Overloaded.type:
+        status = 529  # Anthropic's own status, which its clients retry
+    kind = {"server_error": "api_error"}.get(detail.type, detail.type) if status != 413 else "request_too_large"
+    body = AnthropicErrorBody(AnthropicErrorDetail(kind, detail.message), request_id)
+    return ErrorReply(status, msgspec.json.encode(body), {**headers, "request-id": request_id})

@@ -1,0 +1,318 @@
+"""Anthropic's Messages: the request, its translation into a chat, and the answer with its content blocks."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, NotRequired
+
+import msgspec
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from servd.api.protocol.chat import OPEN
+from servd.api.protocol.translation import TranslatedRequest
+from servd.errors import InvalidRequest
+
+# ---- request ----
+
+# Chat field -> the field of this API that it was made of, for errors.
+CHAT_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs": "thinking",
+}
+# Block type -> its required keys, by role.
+BLOCKS: dict[str, dict[str, dict[str, type]]] = {
+    "user": {"text": {"text": str}, "tool_result": {"tool_use_id": str}},
+    "assistant": {
+        "text": {"text": str},
+        "tool_use": {"id": str, "name": str, "input": dict},
+        "thinking": {"thinking": str},
+        "redacted_thinking": {},
+    },
+}
+JSON_TYPES = {str: "string", dict: "object"}
+
+
+def _check_blocks(content: Any, blocks: dict[str, dict[str, type]]) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise PydanticCustomError("content", "must be a string or a list of blocks")
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kind not in blocks:
+            context = {"kind": str(kind)[:64], "kinds": ", ".join(blocks)}
+            raise PydanticCustomError("content", "blocks of type {kind} are not supported here: send {kinds}", context)
+        for key, needed in blocks[kind].items():
+            if not isinstance(block.get(key), needed):
+                context = {"kind": kind, "key": key, "type": JSON_TYPES[needed]}
+                raise PydanticCustomError("content", "a {kind} block must have the {type} `{key}`", context)
+        if kind == "tool_result":
+            _check_blocks(block.get("content") or "", {"text": {"text": str}})
+    return content
+
+
+def _check_message(message: Any) -> Any:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in BLOCKS:
+        raise PydanticCustomError("message", 'must be an object with the role "user" or "assistant"')
+    _check_blocks(message.get("content"), BLOCKS[role])
+    return message
+
+
+def _check_system(system: Any) -> Any:
+    return None if system is None else _check_blocks(system, {"text": {"text": str}})
+
+
+def _check_tool(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind not in (None, "custom"):
+        message = "tools of type {kind} are not supported: servd runs no tools itself, send your own"
+        raise PydanticCustomError("tool", message, {"kind": str(kind)[:64]})
+    return tool
+
+
+class Tool(TypedDict):
+    """A tool that the client runs."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    input_schema: dict[str, Any]
+    description: NotRequired[str | None]
+    strict: NotRequired[bool | None]
+
+
+class ToolChoice(TypedDict):
+    """Whether, and which, tool is to be used."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: NotRequired[str]
+    disable_parallel_tool_use: NotRequired[bool | None]
+
+
+class Thinking(TypedDict):
+    """Whether the model thinks first."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputConfig(TypedDict, total=False):
+    """What the text must look like, and how much the model thinks."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    format: dict[str, Any] | None
+    effort: str | None
+
+
+class CountTokensRequest(TranslatedRequest):
+    """Body of POST /v1/messages/count_tokens."""
+
+    messages: Annotated[
+        list[Annotated[dict[str, Any], BeforeValidator(_check_message)]], Field(fail_fast=True, min_length=1)
+    ]
+    system: Annotated[Any, BeforeValidator(_check_system)] = None  # read as str | list[dict[str, Any]] | None
+    tools: Annotated[list[Annotated[Tool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> CountTokensRequest:
+        if self.tool_choice and self.tool_choice["type"] == "tool" and "name" not in self.tool_choice:
+            raise InvalidRequest("`tool_choice` of type tool needs a `name`", param="tool_choice")
+        return self
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model is to think first: only if asked to, as with Anthropic's models."""
+        return self.thinking is not None and self.thinking["type"] != "disabled"
+
+    def ignored(self) -> list[str]:
+        """Fields, and values of fields, that have no effect here."""
+        names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - {"type"}}
+        names |= {f"output_config.{name}" for name in (self.output_config or {}).keys() - {"format", "effort"}}
+        return sorted({*super().ignored(), *names})
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Fields of a chat request."""
+        messages = chat_messages(self.system, self.messages)
+        output = self.output_config or {}
+        fields = {
+            "messages": messages,
+            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": _chat_tool_choice(self.tool_choice),
+            "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
+            "response_format": _chat_format(output.get("format")),
+            "reasoning_effort": output.get("effort"),
+            "chat_template_kwargs": {"enable_thinking": self.thinks},
+        }
+        if messages[-1]["role"] == "assistant":  # the answer goes on with it
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    # For the client's own records; they never change an answer.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Fields of a chat request."""
+        fields = {
+            "max_completion_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        return super().chat_fields() | {name: value for name, value in fields.items() if value is not None}
+
+
+def _chat_tool(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: ToolChoice | None) -> Any:
+    match choice:
+        case None:
+            return None
+        case {"type": "any"}:
+            return "required"
+        case {"type": "tool", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case _:
+            return choice["type"]
+
+
+def _chat_format(output_format: dict[str, Any] | None) -> Any:
+    if output_format and output_format.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": output_format.get("schema")}}
+    return output_format
+
+
+def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a chat. Tool results, which are blocks of a user's message, become messages of their own."""
+    chat = [{"role": "system", "content": _text_parts(system)}] if system else []
+    for message in messages:
+        content = message["content"]
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        chat += [_assistant(blocks)] if message["role"] == "assistant" else _user(blocks)
+    return chat
+
+
+def _user(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for block in blocks:
+        if block["type"] == "tool_result":
+            content = _text_parts(block.get("content") or "")
+            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
+        else:
+            if not messages or messages[-1]["role"] != "user":
+                messages.append({"role": "user", "content": []})
+            messages[-1]["content"] += _text_parts([block])
+    return messages
+
+
+def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant"}
+    for block in blocks:
+        match block["type"]:
+            case "text":
+                message.setdefault("content", []).extend(_text_parts([block]))
+            case "thinking":
+                message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+            case "tool_use":
+                function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
+                message.setdefault("tool_calls", []).append(
+                    {"id": block["id"], "type": "function", "function": function}
+                )
+    return message
+
+
+def _text_parts(content: str | list[dict[str, Any]]) -> Any:
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": block["text"]} for block in content]
+
+
+# ---- answer ----
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    """What the model says."""
+
+    text: str = ""
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """What the model thinks; the signature is for models that cannot trust their clients."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A tool that the client is to run."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """What the output's tokens were for."""
+
+    thinking_tokens: int
+
+
+class MessageUsage(msgspec.Struct):
+    """Tokens of a message. The prompt's are `input_tokens` and `cache_read_input_tokens` together."""
+
+    input_tokens: int  # computed for this message
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    cache_creation_input_tokens: int = 0
+
+
+class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """The answer."""
+
+    id: str
+    role: str = "assistant"
+    model: str
+    content: list[Block]
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokensCount(msgspec.Struct):
+    """Answer of /v1/messages/count_tokens."""
+
+    input_tokens: int

@@ -1,0 +1,412 @@
+"""Responses: the request, its translation into a chat, and the answer with its output items."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+import msgspec
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from servd.api.protocol.chat import OPEN, Function
+from servd.api.protocol.translation import TranslatedRequest
+from servd.errors import InvalidRequest
+
+# ---- request ----
+
+# Chat field -> the field of this API that it was made of, for errors.
+CHAT_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def _check_content(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise PydanticCustomError("content", 'parts must be objects with a "type"')
+        if kind not in (*TEXT_PARTS, "refusal"):
+            raise PydanticCustomError(
+                "content", "parts of type {kind} are not supported: send input_text", {"kind": kind[:32]}
+            )
+        key = "refusal" if kind == "refusal" else "text"
+        if not isinstance(part.get(key), str):
+            raise PydanticCustomError("content", "a {kind} part must have a string `{key}`", {"kind": kind, "key": key})
+    return content
+
+
+Content = Annotated[Any, BeforeValidator(_check_content)]  # read as str | list[dict[str, Any]]
+
+
+class InputMessage(TypedDict):
+    """A message of the client, or one of an earlier answer."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: NotRequired[Literal["message"]]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class FunctionCall(TypedDict):
+    """A call of an earlier answer."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(TypedDict):
+    """What the client's function returned."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+class Reasoning(TypedDict):
+    """The thoughts of an earlier answer."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: Literal["reasoning"]
+    summary: NotRequired[Content]
+    content: NotRequired[Content | None]
+
+
+def _kind_of_item(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else None
+
+
+def _check_kind(item: Any) -> Any:
+    kind = _kind_of_item(item)
+    if not isinstance(kind, str):
+        raise PydanticCustomError("item", "must be an object")
+    if kind not in ("message", "function_call", "function_call_output", "reasoning"):
+        raise PydanticCustomError(
+            "item",
+            "items of type {kind} are not supported: send message, function_call, function_call_output or reasoning",
+            {"kind": kind[:64]},
+        )
+    return item
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")],
+    Discriminator(_kind_of_item),
+]
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _check_tool(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        message = "tools of type {kind} are not supported: servd runs no tools itself, send functions"
+        raise PydanticCustomError("tool", message, {"kind": str(kind)[:64]})
+    return tool
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    strict: NotRequired[bool | None]
+
+
+class ReasoningOptions(TypedDict, total=False):
+    """How much the model thinks."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    effort: str | None
+
+
+class TextOptions(TypedDict, total=False):
+    """What the text must look like: `format` is checked by the chat request."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    format: dict[str, Any] | None
+
+
+class ResponsesRequest(TranslatedRequest):
+    """Body of POST /v1/responses."""
+
+    input: Annotated[
+        list[Annotated[InputItem, BeforeValidator(_check_kind)]],
+        Field(fail_fast=True, min_length=1),
+        BeforeValidator(_as_items),
+    ]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+    # For the client's own records; they never change an answer.
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+
+    @model_validator(mode="after")
+    def _check_support(self) -> ResponsesRequest:
+        for name, remedy in (
+            ("conversation", "use `previous_response_id`"),
+            ("prompt", "send `instructions` and `input`"),
+            ("top_logprobs", "ask the chat route for log-probabilities"),
+        ):
+            if getattr(self, name):
+                raise InvalidRequest(f"`{name}` is not supported: {remedy}", param=name)
+        if self.background and self.stream:
+            raise InvalidRequest("a background response cannot be streamed: poll it by its id", param="background")
+        if self.background and not self.is_stored:
+            raise InvalidRequest("`background` needs `store`: true", param="background")
+        return self
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response can be had again by its id: unless told otherwise."""
+        return self.store is not False
+
+    def ignored(self) -> list[str]:
+        """Fields, and values of fields, that have no effect here."""
+        names = {f"include.{name}" for name in self.include or ()}
+        names |= {f"text.{name}" for name in (self.text or {}).keys() - {"format"}}
+        names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
+        if self.truncation == "auto":
+            names.add("truncation")  # nothing is ever cut off: what is too long is refused
+        return sorted({*super().ignored(), *names})
+
+    def chat_fields(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Fields of a chat request.
+
+        Args:
+            items: the whole conversation, `input` included.
+        """
+        fields = {
+            "messages": chat_messages(self.instructions, items),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": [{"type": "function", "function": _without_type(tool)} for tool in self.tools or ()] or None,
+            "tool_choice": _chat_tool_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": _chat_format((self.text or {}).get("format")),
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _without_type(value: Any) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if key != "type"}
+
+
+def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": _without_type(choice)}
+    return choice
+
+
+def _chat_format(text_format: dict[str, Any] | None) -> Any:
+    if text_format and text_format.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": _without_type(text_format)}
+    return text_format
+
+
+def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages of a chat: what the assistant thought, said and called in one turn is one message.
+
+    System and developer messages at the beginning become one, since most templates know but one, and no developer.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        last = messages[-1] if messages else {}
+        is_assistant = last.get("role") == "assistant"
+        match item.get("type", "message"):
+            case "function_call":
+                if not is_assistant:
+                    messages.append(last := {"role": "assistant"})
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                last.setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                content = _chat_content(item["output"])
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+            case "reasoning":
+                thoughts = _text(item.get("content") or item.get("summary") or "")
+                messages.append({"role": "assistant", "reasoning_content": thoughts})
+            case _ if item["role"] == "assistant":
+                if not is_assistant or last.keys() & {"content", "tool_calls"}:
+                    messages.append(last := {"role": "assistant"})
+                last["content"] = _chat_content(item["content"])
+            case _ if item["role"] == "user":
+                messages.append({"role": "user", "content": _chat_content(item["content"])})
+            case _:  # system or developer
+                if len(messages) == 1 and last["role"] == "system":
+                    last["content"] += "\n\n" + _text(item["content"])
+                else:
+                    messages.append({"role": "system", "content": _text(item["content"])})
+    return messages
+
+
+def _chat_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part.get("text", part.get("refusal"))} for part in content]
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    content = _chat_content(content)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+# ---- answer ----
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """Text of a message."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """Text of the thoughts."""
+
+    text: str = ""
+
+
+class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
+    """What the model says."""
+
+    id: str
+    status: Status = "in_progress"
+    role: str = "assistant"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """What the model thinks."""
+
+    id: str
+    status: Status = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A function that the client is to call."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: Status = "in_progress"
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+
+
+class InputTokensDetails(msgspec.Struct):
+    """Where the input's tokens came from."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """What the output's tokens were for."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of the response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+
+    message: str
+    code: str = "server_error"
+
+
+class Response(msgspec.Struct, kw_only=True, tag_field="object", tag="response"):
+    """The answer, and the settings that made it."""
+
+    id: str
+    created_at: int  # Unix time
+    completed_at: int | None = None  # Unix time
+    status: Status = "in_progress"
+    background: bool
+    error: ResponseError | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: str = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None
+
+
+class DeletedResponse(msgspec.Struct, tag_field="object", tag="response"):
+    """Answer of DELETE."""
+
+    id: str
+    deleted: bool = True

@@ -1,0 +1,52 @@
+"""What the Responses and Messages requests share: each becomes a chat request, and is told of errors in its own words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.validation import RequestBody, parse
+from servd.errors import RequestError
+
+# Fields of the chat route that keep their name and meaning in both other APIs, which do not have them of themselves.
+EXTENSIONS = frozenset({
+    "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "frequency_penalty", "ignore_eos",
+    "logit_bias", "min_p", "min_tokens", "presence_penalty", "priority", "repetition_penalty", "seed",
+    "skip_special_tokens", "stop", "stop_token_ids", "top_k",
+})  # fmt: skip
+
+
+class TranslatedRequest(RequestBody):
+    """Base of the bodies that become a chat request."""
+
+    stream: bool | None = None
+
+    def ignored(self) -> list[str]:
+        """Fields of the body that have no effect here."""
+        return sorted(set(super().ignored()) - EXTENSIONS)
+
+    def as_chat(self, fields: dict[str, Any]) -> ChatCompletionRequest:
+        """The chat request with these fields, and those that the body took over from the chat route.
+
+        Raises:
+            InvalidRequest: what the chat route would say.
+        """
+        extra = self.model_extra or {}
+        fields |= {name: extra[name] for name in EXTENSIONS & extra.keys()}
+        return parse(ChatCompletionRequest, msgspec.json.encode(fields))
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the fields as the client wrote them: chat field -> field of the body."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param and (root := re.match(r"\w+", error.param)):
+            error.param = names.get(root[0], error.param)
+        raise
