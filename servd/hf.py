@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ DEMO_MODEL = "demo"  # what is served without MODEL
 DEMO_FOLDER = Path(__file__).with_name("demo_model")
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
+# Any of these can be converted to tokenizer.json by transformers.
+CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,3 +209,44 @@ def read_generation_defaults(spec: ModelSpec, source: str) -> dict[str, Any]:
     if "max_new_tokens" in generation:
         defaults["max_tokens"] = generation["max_new_tokens"]
     return defaults
+
+
+def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
+    """The tokenizer.json of a model folder; without one, made of the slow tokenizer that is there, once.
+
+    Raises:
+        ModelNotFound: there is no tokenizer, or it cannot be converted.
+    """
+    file = Path(folder) / "tokenizer.json"
+    return file if file.exists() else _convert_tokenizer(Path(folder), trust_remote_code)
+
+
+def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
+    """Path of a tokenizer.json made of the slow tokenizer in `folder`, in a cache that all servers share.
+
+    transformers does it, in a process of its own: here it would cost seconds and hundreds of megabytes for good.
+    """
+    source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
+    if source is None and not trust_remote_code:
+        raise ModelNotFound(f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "servd" / "tokenizers"
+    stamp = (source or folder).stat().st_mtime_ns
+    target = cache / hashlib.sha256(f"{folder.resolve()} {stamp}".encode()).hexdigest()[:24]
+    if (target / "tokenizer.json").exists():
+        return target / "tokenizer.json"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch) / "made"
+        command = [sys.executable, "-m", "servd.worker.convert_tokenizer", str(folder), str(made)]
+        done = subprocess.run(
+            command + ["--trust-remote-code"] * trust_remote_code, capture_output=True, text=True, check=False
+        )
+        if done.returncode or not (made / "tokenizer.json").exists():
+            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise ModelNotFound(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}")
+        try:
+            made.rename(target)
+        except OSError:  # another server was faster
+            if not (target / "tokenizer.json").exists():
+                raise
+    return target / "tokenizer.json"

@@ -6,12 +6,7 @@ text, logprobs and whole-text decoding cannot disagree, whatever the tokenizer's
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +15,7 @@ import tokenizers
 
 from servd.config import Config
 from servd.errors import InvalidRequest, ModelNotFound
-from servd.hf import ModelSpec, find_model, read_json
-
-# Any of these can be converted to tokenizer.json by transformers.
-CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+from servd.hf import ModelSpec, find_model, find_tokenizer, read_json
 
 
 class Tokenizer:
@@ -53,7 +45,7 @@ class Tokenizer:
         self._context = self.encode(" a", add_special_tokens=False)
         self._context_text = backend.decode(self._context, skip_special_tokens=False)
         self._bytes = _Table(self._make_bytes)
-        self._bytes_without_special = _Table(lambda i: b"" if i in self.special_ids else self._bytes[i])
+        self._tables: dict[frozenset[int], _Table] = {}  # special tokens that are visible -> table without the others
         first = self._context[:1]
         self.strips_leading_space = backend.decode(first) != "".join(self.token_string(i) for i in first)
 
@@ -76,9 +68,7 @@ class Tokenizer:
         Raises:
             ModelNotFound: there is no tokenizer, or it is broken or cannot be converted.
         """
-        file = Path(folder) / "tokenizer.json"
-        if not file.exists():
-            file = _convert(Path(folder), trust_remote_code)
+        file = find_tokenizer(folder, trust_remote_code)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the Rust library raises bare Exception
@@ -141,9 +131,20 @@ class Tokenizer:
         text = b"".join([table[i] for i in token_ids]).decode("utf8", "replace")
         return text[1:] if self.strips_leading_space and text.startswith(" ") else text
 
-    def byte_table(self, skip_special_tokens: bool = True) -> Mapping[int, bytes]:
-        """Token id -> its bytes; empty for ids without a token and, if asked, for special tokens."""
-        return self._bytes_without_special if skip_special_tokens else self._bytes
+    def byte_table(
+        self, skip_special_tokens: bool = True, visible_ids: frozenset[int] = frozenset()
+    ) -> Mapping[int, bytes]:
+        """Token id -> its bytes; empty for ids without a token and, if asked, for special tokens but `visible_ids`."""
+        if not skip_special_tokens:
+            return self._bytes
+        if visible_ids not in self._tables:
+            skipped = self.special_ids - visible_ids
+            self._tables[visible_ids] = _Table(lambda i: b"" if i in skipped else self._bytes[i])
+        return self._tables[visible_ids]
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its text; None if there is no such token."""
+        return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to the text; may be a part of a character."""
@@ -199,34 +200,3 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             found[name] = text
     return found
-
-
-def _convert(folder: Path, trust_remote_code: bool) -> Path:
-    """Path of a tokenizer.json made of the slow tokenizer in `folder`, in a cache that all servers share.
-
-    transformers does it, in a process of its own: here it would cost seconds and hundreds of megabytes for good.
-    """
-    source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
-    if source is None and not trust_remote_code:
-        raise ModelNotFound(f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "servd" / "tokenizers"
-    stamp = (source or folder).stat().st_mtime_ns
-    target = cache / hashlib.sha256(f"{folder.resolve()} {stamp}".encode()).hexdigest()[:24]
-    if (target / "tokenizer.json").exists():
-        return target / "tokenizer.json"
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        made = Path(scratch) / "made"
-        command = [sys.executable, "-m", "servd.worker.convert_tokenizer", str(folder), str(made)]
-        done = subprocess.run(
-            command + ["--trust-remote-code"] * trust_remote_code, capture_output=True, text=True, check=False
-        )
-        if done.returncode or not (made / "tokenizer.json").exists():
-            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise ModelNotFound(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}")
-        try:
-            made.rename(target)
-        except OSError:  # another server was faster
-            if not (target / "tokenizer.json").exists():
-                raise
-    return target / "tokenizer.json"
