@@ -9,6 +9,8 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.async_llm import AsyncLLM
+from servd.api.async_llm import AsyncLLM
 from servd.api.processor import Prepared
 from servd.api.protocol.chat import (
     AssistantMessage,
@@ -40,19 +42,28 @@ async def create_chat_completion(request: Request) -> Response:
     model = context.model_name(body.model)
     answer_id = f"chatcmpl-{request.state.unique_id}"
     start_timeline(request, answer_id)
-    prepared = await context.async_llm.prepare_chat(
-        answer_id,
+    prepared = await prepare_chat(context.async_llm, answer_id, body)
+    return await ChatAnswer(request, answer_id, model, body, [prepared]).respond()
+
+
+async def prepare_chat(async_llm: AsyncLLM, request_id: str, body: ChatCompletionRequest) -> Prepared:
+    """Template, tokenise and validate a chat request.
+
+    Raises:
+        InvalidRequest: see `AsyncLLM.prepare_chat`.
+    """
+    return await async_llm.prepare_chat(
+        request_id,
         cast(list[dict[str, Any]], body.messages),
-        body.sampling_params(context.async_llm.processor.default_params),
-        tools=cast(list[dict[str, Any]] | None, body.tools),
+        body.sampling_params(async_llm.processor.default_params),
+        tool_use=body.tool_use(),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs=body.template_variables(),
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
-    return await ChatAnswer(request, answer_id, model, body, [prepared]).respond()
 
 
 class ChatAnswer(Answer):
