@@ -10,25 +10,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
-from servd.api.async_llm import AsyncLLM
+from servd.api.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.incremental import Delta as Part
 from servd.api.processor import Prepared
 from servd.api.protocol.chat import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
+    ChatFinishReason,
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
+    DeltaFunction,
+    DeltaToolCall,
+    MessageToolCall,
     TokenLogprob,
     TopLogprob,
 )
-from servd.api.protocol.generation import Usage
+from servd.api.protocol.generation import CompletionTokensDetails, Usage
 from servd.api.routes._answer import MIN_LOGPROB, Answer
 from servd.api.routes._context import context_of, read_body, start_timeline
 from servd.api.tokenizer import Tokenizer
-from servd.messages import TokenLogprobs
+from servd.messages import FinishReason, TokenLogprobs
 from servd.outputs import CompletionOutput
 
 router = APIRouter()
@@ -69,6 +75,8 @@ async def prepare_chat(async_llm: AsyncLLM, request_id: str, body: ChatCompletio
 class ChatAnswer(Answer):
     """Shapes of a chat completion."""
 
+    body: ChatCompletionRequest
+
     def __init__(
         self, request: Request, answer_id: str, model: str, body: ChatCompletionRequest, prepared: list[Prepared]
     ) -> None:
@@ -77,22 +85,27 @@ class ChatAnswer(Answer):
         self.has_begun = [False] * self.num_choices
         # The prompt's ids are told once: in the whole answer, or in the first chunk.
         self.prompt_token_ids = prepared[0].prompt_token_ids if body.return_token_ids else UNSET
+        reply = prepared[0].reply
+        self.parsers = [] if reply.is_plain else [reply.new_parser() for _ in range(self.num_choices)]
 
     def chunks(self, output: CompletionOutput) -> list[ChatCompletionChunk]:
         """A chunk with the role before a choice's first delta, then the delta."""
         chunks: list[ChatCompletionChunk] = []
+        delta = self._delta(output)
+        output.text = ""  # it is in the delta, as far as it is certain what it is
+        has_news = self.has_news(output) or delta != Delta()
         if not self.has_begun[output.index]:
             self.has_begun[output.index] = True
             chunks.append(
                 self._chunk([ChunkChoice(output.index, Delta(role="assistant", content=""))], self.chunk_usage())
             )
             chunks[0].prompt_token_ids, self.prompt_token_ids = self.prompt_token_ids, UNSET
-        if self.has_news(output):
+        if has_news:
             choice = ChunkChoice(
                 output.index,
-                Delta(content=output.text or None),
+                delta,
                 logprobs=_logprobs(self.tokenizer, output.logprobs),
-                finish_reason=output.finish_reason,
+                finish_reason=self._finish_reason(output),
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if self.body.return_token_ids else UNSET,
             )
@@ -102,9 +115,6 @@ class ChatAnswer(Answer):
     def last_chunk(self) -> ChatCompletionChunk:
         """Usage, no choices."""
         return self._chunk([], self.usage())
-
-    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None | UnsetType) -> ChatCompletionChunk:
-        return ChatCompletionChunk(self.id, self.created, self.model, self.context.fingerprint, choices, usage)
 
     def whole(self, choices: list[CompletionOutput]) -> ChatCompletion:
         """The body of an answer that is not streamed."""
@@ -116,9 +126,9 @@ class ChatAnswer(Answer):
             [
                 ChatChoice(
                     choice.index,
-                    AssistantMessage(choice.text),
+                    _message(self._delta(choice)),
                     _logprobs(self.tokenizer, choice.logprobs),
-                    choice.finish_reason,
+                    self._finish_reason(choice),
                     choice.stop_reason,
                     token_ids=choice.token_ids if self.body.return_token_ids else UNSET,
                 )
@@ -128,6 +138,67 @@ class ChatAnswer(Answer):
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs(choices[0]),
         )
+
+    def usage(self) -> Usage:
+        """Tokens so far; of a model that thinks, also those of its thoughts."""
+        usage = super().usage()
+        if self.context.async_llm.processor.message_format.reasoning_parser is not None:
+            num_tokens = sum(parser.num_reasoning_tokens for parser in self.parsers)
+            usage.completion_tokens_details = CompletionTokensDetails(num_tokens)
+        return usage
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None | UnsetType) -> ChatCompletionChunk:
+        return ChatCompletionChunk(self.id, self.created, self.model, self.context.fingerprint, choices, usage)
+
+    def _delta(self, output: CompletionOutput) -> Delta:
+        """What is certain now of an output's text and of what was held back before it."""
+        if not self.parsers:
+            return Delta(content=output.text or None)
+        parser = self.parsers[output.index]
+        parts = parser.feed(output.text, output.token_ids)
+        if output.finish_reason is not None:
+            parts += parser.finish()
+        if self.body.include_reasoning is False:
+            parts = [part for part in parts if not isinstance(part, Reasoning)]
+        return _joined(parts)
+
+    def _finish_reason(self, output: CompletionOutput) -> ChatFinishReason | None:
+        # OpenAI says "stop" where the request named the function: the call is all that was asked for.
+        has_chosen = self.parsers and self.parsers[output.index].num_calls and self.body.named_tool is None
+        return "tool_calls" if has_chosen and output.finish_reason is FinishReason.STOP else output.finish_reason
+
+
+def _joined(parts: list[Part]) -> Delta:
+    """One delta of several parts of a message."""
+    delta = Delta()
+    calls: dict[int, DeltaToolCall] = {}
+    for part in parts:
+        match part:
+            case Content(text=text):
+                delta.content = (delta.content or "") + text
+            case Reasoning(text=text):
+                delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
+            case ToolCallStart(index=index, id=call_id, name=name):
+                calls[index] = DeltaToolCall(index, DeltaFunction(name, ""), call_id, "function")
+            case ToolCallArguments(index=index, text=text):
+                function = calls.setdefault(index, DeltaToolCall(index, DeltaFunction())).function
+                function.arguments = (function.arguments or "") + text
+    delta.tool_calls = list(calls.values()) or None
+    return delta
+
+
+def _message(delta: Delta) -> AssistantMessage:
+    """The message of which `delta` is the whole."""
+    calls = [
+        MessageToolCall(call.id or "", CalledFunction(call.function.name or "", call.function.arguments or ""))
+        for call in delta.tool_calls or []
+    ]
+    return AssistantMessage(
+        delta.content if calls or delta.reasoning else delta.content or "",
+        reasoning=delta.reasoning or UNSET,
+        reasoning_content=delta.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
 
 
 def _logprobs(tokenizer: Tokenizer, positions: list[TokenLogprobs] | None) -> ChoiceLogprobs | None:
