@@ -31,7 +31,9 @@ class ModelConfig(Section, frozen=True):
 
     model: Annotated[
         str | None,
-        Meta(description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, the model inside servd."),
+        Meta(
+            description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, the model inside servd."
+        ),
     ] = None
     served_model_name: Annotated[
         list[str], Meta(description="Names that clients may use for the model; the first is shown. Default: MODEL.")
@@ -127,6 +129,9 @@ class ServerConfig(Section, frozen=True):
 
     host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 picks a free one.")] = 8000
+    strict_fields: Annotated[
+        bool, Meta(description="Refuse request fields that have no effect (400), instead of naming them in a header.")
+    ] = False
     uds: Annotated[str | None, Meta(description="Listen on this Unix socket instead of host and port.")] = None
     api_key: Annotated[
         list[str],
@@ -135,6 +140,23 @@ class ServerConfig(Section, frozen=True):
     chat_template: Annotated[
         str | None, Meta(description="Jinja chat template (file or text) to use instead of the model's.")
     ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Meta(
+            description="How the model writes tool calls: a file of servd/api/tool_parsers/, or `none`. Default: what "
+            "the chat template shows."
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Meta(
+            description="How the model marks its thoughts: a file of servd/api/reasoning_parsers/, or `none`. Default: "
+            "what the chat template shows."
+        ),
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description='Find tool calls in replies where `tool_choice` is "auto".')
+    ] = True
     api_server_count: Annotated[int, Meta(ge=1, le=64, description="API server processes that share the port.")] = 1
     headless: Annotated[
         bool, Meta(description="Run the engine only; API servers elsewhere on this host join it with --attach.")
@@ -146,7 +168,7 @@ class ServerConfig(Section, frozen=True):
         str | None, Meta(description="Folder of the sockets between the processes. Default: a new private one.")
     ] = None
     shutdown_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that open requests get to finish after SIGTERM or Ctrl-C.")
+        float, Meta(ge=0, le=86400, description="Seconds that open requests get to finish after SIGTERM or Ctrl-C.")
     ] = 15.0
 
 
@@ -190,7 +212,7 @@ class Config(Section, frozen=True):
             # "Expected `int` >= 1 - at `$.cache.block_size`"
             rule, _, path = str(error).partition(" - at `$.")
             name = path.rstrip("`").rpartition(".")[2].partition("[")[0]
-            value = nested[sections[name]][name]
+            value = "..." if name == "api_key" else nested[sections[name]][name]
             raise ConfigError(f"--{name.replace('_', '-')} {value}: {rule[0].lower()}{rule[1:]}") from None
 
     def replace(self, **options: Any) -> Config:
@@ -248,7 +270,7 @@ def read_config_file(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (ValueError, msgspec.DecodeError) as error:
-        raise ConfigError(f"--config {path}: {error}") from None
+        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(options, dict):
         raise ConfigError(f"--config {path}: must be a table of options")
     return {str(name).replace("-", "_"): value for name, value in options.items()}

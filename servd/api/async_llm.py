@@ -173,7 +173,7 @@ class AsyncLLM:
         messages: list[dict[str, Any]],
         params: SamplingParams,
         *,
-        tools: list[dict[str, Any]] | None = None,
+        tool_use: ToolUse | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -181,27 +181,70 @@ class AsyncLLM:
         cache_salt: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> Prepared:
-        """Render a chat and prepare it, in a thread if it is long.
+        """Render a chat and prepare it, in a thread if it is long. `reply` of the result tells how to read the answer.
 
         Raises:
-            InvalidRequest: see `Processor.render_chat` and `Processor.process`.
+            InvalidRequest: see `Processor.render_chat`, `Processor.process` and `MessageFormat.reply`.
         """
+        tools = tool_use.tools if tool_use else None
         prompt = await self.render_chat(
             messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs
         )
         self.tracer.mark(request_id, "templated")
-        return await self.prepare(
+        reply = self.processor.message_format.reply(
+            prompt, tool_use, params.structured_output, params.skip_special_tokens
+        )
+        if reply.structured_output is not params.structured_output:
+            params = msgspec.structs.replace(params, structured_output=reply.structured_output)
+        prepared = await self.prepare(
             request_id,
             prompt,
             params,
             add_special_tokens=False,
             priority=priority,
             cache_salt=cache_salt,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             param="messages",
         )
+        prepared.reply = reply
+        return prepared
+
+    async def prepare_pooling(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+    ) -> Prepared:
+        """`Processor.process_pooling`, in a thread if the prompt is long.
+
+        Raises:
+            InvalidRequest: see `Processor.process_pooling`.
+        """
+        process = partial(
+            self.processor.process_pooling,
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            client=self.client.client,
+        )
+        prepared = await self._run(len(prompt) if isinstance(prompt, str) else 0, process)
+        self.tracer.mark(request_id, "tokenised")
+        return prepared
+
+    async def embed(self, prepared: Prepared) -> bytes:
+        """Run a request made by `prepare_pooling`: its vector, float32 little-endian. Errors as of `generate`."""
+        async with aclosing(self.generate(prepared)) as outputs:
+            async for output in outputs:
+                assert output.pooled is not None
+                return output.pooled
+        raise AssertionError("a request ends with an output")
 
     async def render_chat(
-            truncate_prompt_tokens=truncate_prompt_tokens,
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,

@@ -58,6 +58,7 @@ class ChatTemplate:
         self, template: str, tool_template: str | None = None, special_tokens: dict[str, str] | None = None
     ) -> None:
         self.source = template
+        self.tool_source = template if tool_template is None else tool_template
         self.special_tokens = special_tokens or {}
         self._template = _Compiled(template)
         self._tool_template = self._template if tool_template is None else _Compiled(tool_template)
@@ -204,6 +205,8 @@ def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[s
         message["content"] = [{"type": "text", "text": text} for text in texts]
     else:
         message["content"] = "\n".join(texts)
+    if thoughts := message.get("reasoning_content") or message.get("reasoning"):  # templates read either name
+        message |= {"reasoning_content": thoughts, "reasoning": thoughts}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
     return message

@@ -24,12 +24,19 @@ class Detokenizer:
         tokenizer: gives the bytes of tokens.
         params: stop, include_stop_str_in_output, skip_special_tokens, min_tokens.
         prompt_token_ids: decides whether the text is at the very beginning, where some tokenizers drop a space.
+        visible_ids: special tokens that are text even under skip_special_tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        visible_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.stop_reason: str | None = None
         self.num_tokens = 0
-        self._table = tokenizer.byte_table(params.skip_special_tokens)
+        self._table = tokenizer.byte_table(params.skip_special_tokens, visible_ids)
         self._utf8 = codecs.getincrementaldecoder("utf8")("replace")
         self._drops_space = tokenizer.strips_leading_space and not any(self._table[i] for i in prompt_token_ids)
         self._stop = params.stop

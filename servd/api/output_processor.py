@@ -40,7 +40,7 @@ class OutputProcessor:
             self._choices[request.request_id] = _Choice(
                 prepared.request_id,
                 index,
-                Detokenizer(self.tokenizer, params, prepared.prompt_token_ids),
+                Detokenizer(self.tokenizer, params, prepared.prompt_token_ids, prepared.reply.visible_ids),
                 params.include_stop_str_in_output,
             )
 

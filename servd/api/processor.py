@@ -10,6 +10,7 @@ import msgspec
 
 from servd import hf
 from servd.api.chat_template import ChatTemplate
+from servd.api.message_parser import MessageFormat, ReplyFormat
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
@@ -26,6 +27,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     params: SamplingParams  # as asked, with seed and max_tokens filled in; without output for PoolingParams
     requests: list[EngineCoreRequest]
+    reply: ReplyFormat = ReplyFormat()  # of a chat
 
 
 class Processor:
@@ -44,6 +46,7 @@ class Processor:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.chat_template = ChatTemplate.load(tokenizer, config.server.chat_template)
+        self.message_format = MessageFormat.choose(config, self.chat_template, tokenizer)
         # Sampling defaults of the model for fields that a request leaves out. max_tokens is not among them: where a
         # request has none, `process` takes the smaller of the model's default and the room in the context.
         self.default_params = hf.read_generation_defaults(spec, config.model.generation_config)
@@ -78,10 +81,10 @@ class Processor:
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         client: int = 0,
         param: str = "prompt",
     ) -> Prepared:
-        truncate_prompt_tokens: int | None = None,
         """Validate, tokenise and split into one engine request per choice.
 
         Args:
@@ -91,10 +94,10 @@ class Processor:
             add_special_tokens: let the tokenizer add e.g. BOS to a text.
             priority: lower runs first, under --scheduling-policy priority.
             cache_salt: requests share cached prompt beginnings only with the same salt.
+            truncate_prompt_tokens: keep only so many tokens, the last ones; -1 for as many as fit.
             client: number of this API server.
             param: the request field that holds the prompt, for errors: prompt or messages.
 
-            truncate_prompt_tokens: keep only so many tokens, the last ones; -1 for as many as fit.
         Raises:
             InvalidRequest: a parameter is out of bounds, or the prompt is empty or not in the vocabulary.
             ContextTooLong: prompt and max_tokens together exceed `max_model_len`.
@@ -125,9 +128,6 @@ class Processor:
             ],
         )
 
-    def check_token_ids(self, token_ids: list[int], param: str) -> None:
-        """Check that all ids are in the model's vocabulary.
-
     def process_pooling(
         self,
         request_id: str,
@@ -153,6 +153,9 @@ class Processor:
             requests=[EngineCoreRequest(request_id, prompt_token_ids, params, client, priority=priority)],
         )
 
+    def check_token_ids(self, token_ids: list[int], param: str) -> None:
+        """Check that all ids are in the model's vocabulary.
+
         Raises:
             InvalidRequest: one is not.
         """
@@ -163,9 +166,6 @@ class Processor:
                 param=param,
             )
 
-    def _fill(self, params: SamplingParams, num_prompt_tokens: int, param: str, client: int) -> SamplingParams:
-        """`params` with max_tokens and seed, after checking that the request fits into the context."""
-        room = self.max_model_len - num_prompt_tokens
     def _encode(
         self, prompt: str | list[int], add_special_tokens: bool, keep: int | None, room: int, param: str
     ) -> tuple[list[int], bool]:
@@ -188,6 +188,9 @@ class Processor:
         variants = [text for word in bad_words for text in (word, f" {word.lstrip()}")]
         return list(map(list, dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants)))
 
+    def _fill(self, params: SamplingParams, num_prompt_tokens: int, param: str, client: int) -> SamplingParams:
+        """`params` with max_tokens and seed, after checking that the request fits into the context."""
+        room = self.max_model_len - num_prompt_tokens
         least = max(params.max_tokens or 1, 1)  # the engine samples after every prompt, and may drop the token
         if room < least:
             raise ContextTooLong(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -10,7 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from servd.api.message_parser import ToolUse
 from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Usage
+from servd.api.protocol.validation import RequestBody
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
 from servd.params import MAX_LOGPROBS, SamplingParams
@@ -67,6 +69,8 @@ class ChatMessage(TypedDict):
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
     tool_calls: NotRequired[Annotated[list[ToolCall], Field(fail_fast=True)] | None]
+    reasoning: NotRequired[str | None]  # of an earlier answer, under either name
+    reasoning_content: NotRequired[str | None]
 
 
 def _check_message(message: ChatMessage) -> ChatMessage:
@@ -75,14 +79,21 @@ def _check_message(message: ChatMessage) -> ChatMessage:
     return message
 
 
+def _check_parameters(parameters: Any) -> Any:
+    # Templates and grammars need an object; an empty schema means one without properties.
+    if isinstance(parameters, dict) and parameters and parameters.get("type") != "object":
+        raise PydanticCustomError("parameters", 'must be a JSON schema with "type": "object"')
+    return parameters
+
+
 class Function(TypedDict):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     __pydantic_config__ = OPEN  # type: ignore[misc]
 
-    name: Annotated[str, Field(min_length=1, max_length=128)]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any] | None]
+    parameters: NotRequired[Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)]]
 
 
 class Tool(TypedDict):
@@ -94,22 +105,94 @@ class Tool(TypedDict):
     function: Function
 
 
+def _check_tools(tools: list[Tool]) -> list[Tool]:
+    names: set[str] = set()
+    for tool in tools:
+        name = tool["function"]["name"]
+        if name in names:
+            raise PydanticCustomError("tools", "two functions have the name {name}", {"name": name})
+        names.add(name)
+    return tools
+
+
+class FunctionName(TypedDict):
+    """Names a function of `tools`."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    name: str
+
+
+class NamedTool(TypedDict):
+    """The function that has to be called."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: NotRequired[Literal["function"]]
+    function: FunctionName
+
+
 Messages = Annotated[list[Annotated[ChatMessage, AfterValidator(_check_message)]], Field(fail_fast=True, min_length=1)]
-Tools = Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=1024)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=1024), AfterValidator(_check_tools)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatPrompt(RequestBody):
+    """The fields of a chat request that make its prompt."""
+
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def named_tool(self) -> str | None:
+        """The function that `tool_choice` names."""
+        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
+
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the model sees; None if it has none or may not call any."""
+        name = self.named_tool
+        if self.tools is None or self.tool_choice == "none":
+            return None
+        tools = cast(list[dict[str, Any]], self.tools)
+        if name is not None:
+            return ToolUse(tools, [tool for tool in tools if tool["function"]["name"] == name], parallel=False)
+        forced = tools if self.tool_choice == "required" else []
+        return ToolUse(tools, forced, self.parallel_tool_calls is not False)
+
+    def template_variables(self) -> dict[str, Any]:
+        """`chat_template_kwargs`, and what `reasoning_effort` means to templates."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort == "none":
+            variables = {"enable_thinking": False, "thinking": False}
+        elif self.reasoning_effort is not None:
+            variables = {"reasoning_effort": self.reasoning_effort}
+        return variables | (self.chat_template_kwargs or {})
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> ChatPrompt:
+        if self.tool_choice in (None, "none", "auto"):
+            return self
+        if self.tools is None:
+            raise InvalidRequest("`tool_choice` needs `tools`", param="tool_choice")
+        name = self.named_tool
+        if name is not None and all(tool["function"]["name"] != name for tool in self.tools):
+            raise InvalidRequest(f"`tool_choice` names {name[:128]!r}, which is not in `tools`", param="tool_choice")
+        return self
+
+
+class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Tools | None = None
-    tool_choice: Any = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -117,8 +200,6 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequest("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest('`tool_choice` may be "none" or "auto"', param="tool_choice")
         return self
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
@@ -129,6 +210,8 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 # ---- response ----
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class TopLogprob(msgspec.Struct):
@@ -154,11 +237,29 @@ class ChoiceLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
-class AssistantMessage(msgspec.Struct):
-    """The model's message."""
+class CalledFunction(msgspec.Struct):
+    """The function of a call, and its arguments as JSON text."""
 
-    content: str
+    name: str
+    arguments: str = ""
+
+
+class MessageToolCall(msgspec.Struct):
+    """A call that the model makes."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class AssistantMessage(msgspec.Struct):
+    """The model's message. Clients are divided over the name of the thoughts, so they come under both."""
+
+    content: str | None
     role: str = "assistant"
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -167,7 +268,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AssistantMessage
     logprobs: ChoiceLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -185,11 +286,30 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class DeltaFunction(msgspec.Struct, omit_defaults=True):
+    """The name comes once, the arguments in pieces."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class DeltaToolCall(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to a call; the first one of a call brings its id, type and name."""
+
+    index: int
+    function: DeltaFunction
+    id: str | None = None
+    type: str | None = None
+
+
 class Delta(msgspec.Struct, omit_defaults=True):
     """What a chunk adds to the message."""
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -198,7 +318,7 @@ class ChunkChoice(msgspec.Struct):
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 

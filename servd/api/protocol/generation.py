@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.validation import RequestBody
 from servd.errors import InvalidRequest
-from servd.params import SamplingParams
+from servd.params import MAX_BEAMS, SamplingParams
 
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one must be told.
 # All other unknown fields are accepted and named in the header X-Servd-Ignored.
@@ -22,6 +24,12 @@ UNSUPPORTED = (
     "repetition_detection", "response_format", "return_tokens_as_token_ids",
     "structured_outputs", "thinking_token_budget", "web_search_options",
 )  # fmt: skip
+# What beam search does not look at, though it would change the answer.
+NOT_WITH_BEAMS = (
+    "allowed_token_ids", "bad_words", "logit_bias", "logprobs", "min_tokens", "prompt_logprobs", "stop",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 NEUTRAL: dict[str, Any] = {"modalities": ["text"], "response_format": {"type": "text"}}
 
 
@@ -114,10 +122,26 @@ class GenerationRequest(RequestBody):
             raise InvalidRequest("`prompt_logprobs` cannot be streamed: leave out `stream`", param="prompt_logprobs")
         return self
 
+    @model_validator(mode="after")
+    def _check_beam_search(self) -> GenerationRequest:
+        if not self.use_beam_search:
+            return self
+        for name in NOT_WITH_BEAMS:
+            value = getattr(self, name, None)
+            if not _is_neutral(name, value):
+                raise InvalidRequest(f"`{name}` is not supported with `use_beam_search`: leave it out", param=name)
+        if (self.n or 1) > MAX_BEAMS:
+            raise InvalidRequest(f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n")
+        if not math.isfinite(self.length_penalty or 0) or abs(self.length_penalty or 0) > 10:
+            raise InvalidRequest("`length_penalty` must be between -10 and 10", param="length_penalty")
+        return self
+
     def ignored(self) -> list[str]:
         """Fields of the body, and of its stream options, that have no effect here."""
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
         names = set(super().ignored()) - set(UNSUPPORTED)  # those are neutral here
+        idle = ("temperature", "top_p", "top_k", "min_p", "seed") if self.use_beam_search else ONLY_WITH_BEAMS
+        names |= {name for name in idle if getattr(self, name) is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})
 
     @property
@@ -153,6 +177,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """What the output's tokens were for."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Tokens of all choices; a prompt counts once, however many choices it has."""
 
@@ -160,3 +190,4 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models that think

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from pydantic import model_validator
 
-from servd.api.protocol.chat import Messages, Tools
+from servd.api.protocol.chat import ChatPrompt, Messages
 from servd.api.protocol.generation import TokenIds
 from servd.api.protocol.validation import RequestBody
 from servd.errors import InvalidRequest
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(ChatPrompt):
     """Body of POST /tokenize: a text as for completions, or messages as for chat."""
 
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True  # of `prompt`; a chat template writes its own
     return_token_strs: bool | None = None
-    tools: Tools | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_tokenize(self) -> TokenizeRequest:

@@ -34,12 +34,13 @@ async def tokenize(request: Request) -> Response:
 
 
 async def _render(async_llm: AsyncLLM, body: TokenizeRequest) -> str:
+    tool_use = body.tool_use()
     return await async_llm.render_chat(
         cast(list[dict[str, Any]], body.messages),
-        cast(list[dict[str, Any]] | None, body.tools),
+        tool_use.tools if tool_use else None,
         body.add_generation_prompt,
         body.continue_final_message,
-        body.chat_template_kwargs,
+        body.template_variables(),
     )
 
 

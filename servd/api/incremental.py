@@ -1,0 +1,275 @@
+"""Parsers of a reply's text that take it in pieces: what they have read so far never has to be read again.
+
+A parser is a generator that reads like the grammar of its format and yields where it needs more text. How the text
+was cut into pieces has no influence on what is read, so the same parser serves streams and whole answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Reads a part of the text, yielding where the text that has come does not suffice."""
+
+
+class Content(msgspec.Struct):
+    """More of the answer's text."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct):
+    """More of the model's thoughts."""
+
+    text: str
+
+
+class ToolCallStart(msgspec.Struct):
+    """A call begins; its arguments follow."""
+
+    index: int  # of the call in the message
+    id: str
+    name: str
+
+
+class ToolCallArguments(msgspec.Struct):
+    """More of a call's arguments; all pieces together are the JSON text."""
+
+    index: int
+    text: str
+
+
+Delta = Content | Reasoning | ToolCallStart | ToolCallArguments
+
+_SPACE = re.compile(r"\s*")
+_JSON_MARKS = re.compile(r'["\\{}\[\]]')
+_JSON_SCALAR = re.compile(r"[\w.+-]*")
+_STRING_MARKS = re.compile(r'["\\]')
+
+
+class Reader:
+    """Text that arrives in pieces.
+
+    Attributes:
+        num_taken: characters consumed in all.
+        ended: no more text will come.
+    """
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self.ended = False
+        self._text = ""
+        self._at = 0  # what is before is consumed
+        self._taken: list[str] = []
+
+    @property
+    def taken(self) -> str:
+        """Text that was consumed and that no delta tells of yet; what is malformed is given back from here."""
+        return "".join(self._taken)
+
+    def forget(self) -> None:
+        """Empty `taken`."""
+        self._taken.clear()
+
+    def push(self, text: str) -> None:
+        """More text has come."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def take(self, end: int) -> str:
+        """Consume text that has come, up to position `end` of it."""
+        text = self._text[self._at : end]
+        self._at = end
+        self.num_taken += len(text)
+        self._taken.append(text)
+        return text
+
+    def peek(self) -> Steps[str]:
+        """The next character; "" at the end."""
+        while self._at == len(self._text) and not self.ended:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def next(self) -> Steps[str]:
+        """Consume a character; "" at the end."""
+        yield from self.peek()
+        return self.take(min(self._at + 1, len(self._text)))
+
+    def accept(self, literal: str) -> Steps[bool]:
+        """Consume `literal` if the text goes on with it. A beginning of it that the end cuts off is consumed too."""
+        while True:
+            text = self._text[self._at : self._at + len(literal)]
+            if not literal.startswith(text):
+                return False
+            if text == literal or self.ended:
+                self.take(self._at + len(text))
+                return text == literal
+            yield
+
+    def run(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Consume all characters up to the first one that `pattern`, a repeated set of characters, does not match."""
+        pieces: list[str] = []
+        while True:
+            match = pattern.match(self._text, self._at)
+            assert match is not None
+            pieces.append(self.take(match.end()))
+            if self._at < len(self._text) or self.ended:
+                return "".join(pieces)
+            yield
+
+    def space(self) -> Steps[str]:
+        """Consume white space."""
+        return (yield from self.run(_SPACE))
+
+    def piece(self, *markers: str) -> Steps[tuple[str, str]]:
+        """Consume text before the next marker as soon as it is certain, or that marker.
+
+        Returns:
+            (text, "") or ("", marker); ("", "") at the end.
+        """
+        while True:
+            found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
+            end, marker = min(found, default=(len(self._text), ""))
+            if marker and end == self._at:
+                self.take(end + len(marker))
+                return "", marker
+            if not marker and not self.ended:
+                end -= max((self._overlap(marker) for marker in markers), default=0)
+            if end > self._at or self.ended:
+                return self.take(end), ""
+            yield
+
+    def _overlap(self, marker: str) -> int:
+        """Length of the longest end of the text that is a beginning of `marker`."""
+        longest = min(len(self._text) - self._at, len(marker) - 1)
+        return next((n for n in range(longest, 0, -1) if self._text.endswith(marker[:n])), 0)
+
+    def until(self, marker: str) -> Steps[str | None]:
+        """Consume text and the marker that ends it; None if the end comes first."""
+        pieces: list[str] = []
+        while True:
+            text, found = yield from self.piece(marker)
+            if found:
+                return "".join(pieces)
+            if not text:
+                return None
+            pieces.append(text)
+
+    def json_string(self) -> Steps[str | None]:
+        """Consume a JSON string and decode it; None if there is none."""
+        if not (yield from self.accept('"')):
+            return None
+        raw = ['"']
+        while True:
+            match = _STRING_MARKS.search(self._text, self._at)
+            if match is None:
+                raw.append(self.take(len(self._text)))
+            elif match[0] == '"':
+                raw.append(self.take(match.end()))
+                return _decode("".join(raw))
+            elif match.end() < len(self._text):
+                raw.append(self.take(match.end() + 1))
+                continue
+            if self.ended:
+                return None
+            yield
+
+    def json_value(self, emit: Callable[[str], None]) -> Steps[bool]:
+        """Consume a JSON value and give its text to `emit` piece by piece, as it is written.
+
+        Objects and arrays end where their brackets are balanced; what is inside is not checked.
+
+        Returns:
+            False if there is no value here, or the end comes before its end.
+        """
+        first = yield from self.peek()
+        if first == '"':
+            text = yield from self.json_string()
+            emit("" if text is None else json.dumps(text, ensure_ascii=False))
+            return text is not None
+        if first not in ("{", "["):
+            text = yield from self.run(_JSON_SCALAR)
+            emit(text)
+            return bool(text)
+        brackets = _Brackets()
+        while True:
+            end = brackets.end(self._text, self._at)
+            emit(self.take(end or len(self._text)))
+            if end or self.ended:
+                return bool(end)
+            yield
+
+
+class _Brackets:
+    """Finds where a JSON object or array ends, in text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_string = False
+        self.is_escaped = False  # the text broke off after a backslash
+
+    def end(self, text: str, start: int) -> int:
+        """Position after the last bracket in `text`, read from `start` to its end; 0 if it is not there."""
+        escaped = start if self.is_escaped else -1
+        for match in _JSON_MARKS.finditer(text, start):
+            char, at = match[0], match.start()
+            if at == escaped:
+                continue
+            if self.in_string:
+                if char == "\\":
+                    escaped = at + 1
+                elif char == '"':
+                    self.in_string = False
+            elif char == '"':
+                self.in_string = True
+            elif char in "{[":
+                self.depth += 1
+            elif char in "}]":
+                self.depth -= 1
+                if self.depth == 0:
+                    return match.end()
+        self.is_escaped = escaped == len(text) or (self.is_escaped and start == len(text))
+        return 0
+
+
+class Parser(ABC):
+    """Splits a reply into deltas, whatever the pieces in which it comes."""
+
+    def __init__(self) -> None:
+        self.reader = Reader()
+        self.deltas: list[Delta] = []  # since the last call
+        self._steps: Steps[None] = self.parse()
+        next(self._steps, None)
+
+    @abstractmethod
+    def parse(self) -> Steps[None]:
+        """Read the whole reply and append to `deltas`."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text; return what is certain now."""
+        self.reader.push(text)
+        return self._advance()
+
+    def finish(self) -> list[Delta]:
+        """The rest, after the last text."""
+        self.reader.ended = True
+        return self._advance()
+
+    def _advance(self) -> list[Delta]:
+        next(self._steps, None)
+        deltas, self.deltas = self.deltas, []
+        return deltas
+
+
+def _decode(raw: str) -> str | None:
+    try:
+        return json.loads(raw, strict=False)  # models write line breaks in strings
+    except ValueError:
+        return None

@@ -1,0 +1,253 @@
+"""MessageFormat: how the served model writes thoughts and tool calls; MessageParser: one reply, taken apart."""
+
+from __future__ import annotations
+
+import codecs
+import logging
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from servd import plugins
+from servd.api.chat_template import ChatTemplate
+from servd.api.incremental import Content, Delta, ToolCallArguments, ToolCallStart
+from servd.api.reasoning_parsers._think import ThinkParser
+from servd.api.tokenizer import Tokenizer
+from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parsers._forced import ForcedCallsParser, calls_schema
+from servd.config import Config
+from servd.errors import InvalidRequest
+from servd.params import StructuredOutput
+
+log = logging.getLogger("servd.api")
+
+TOOL_PARSERS = "servd.api.tool_parsers"
+REASONING_PARSERS = "servd.api.reasoning_parsers"
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """The tools of a request, in OpenAI's form."""
+
+    tools: list[dict[str, Any]]  # shown to the model
+    forced: list[dict[str, Any]] = []  # one of these must be called
+    parallel: bool = True  # else only the first call counts
+
+
+class MessageParser:
+    """Splits one reply into thoughts, content and tool calls, whole or piece by piece.
+
+    Attributes:
+        num_calls: tool calls told so far.
+
+    Args:
+        reasoning: finds thoughts.
+        tools: finds calls in the rest.
+        only_first: drop all calls after the first.
+        table: the bytes of tokens, for counting those of the thoughts.
+    """
+
+    def __init__(
+        self, reasoning: ThinkParser | None, tools: ToolParser | None, only_first: bool, table: Mapping[int, bytes]
+    ) -> None:
+        self.num_calls = 0
+        self._reasoning = reasoning
+        self._tools = tools
+        self._only_first = only_first
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf8")("replace")
+        self._num_chars = 0
+        self._token_starts: list[int] = []  # where tokens begin in the text, in characters, until the thoughts end
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
+        """Take more text; return what is certain now.
+
+        Args:
+            text: from the detokenizer, which may hold some of the tokens' text back.
+            token_ids: all tokens that came since the last call.
+        """
+        if self._reasoning is None:
+            return self._split(text)
+        if self._reasoning.end is None:
+            for token_id in token_ids:
+                self._token_starts.append(self._num_chars)
+                self._num_chars += len(self._decoder.decode(self._table[token_id]))
+        return self._sort(self._reasoning.feed(text))
+
+    def finish(self) -> list[Delta]:
+        """The rest, after the last text."""
+        deltas = self._sort(self._reasoning.finish()) if self._reasoning else []
+        return deltas + (self._select(self._tools.finish()) if self._tools else [])
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the thoughts so far, without their tags."""
+        if self._reasoning is None or self._reasoning.begin is None:
+            return 0
+        end = self._reasoning.end
+        num_before_end = len(self._token_starts) if end is None else bisect_left(self._token_starts, end)
+        return num_before_end - bisect_left(self._token_starts, self._reasoning.begin)
+
+    def _sort(self, deltas: list[Delta]) -> list[Delta]:
+        """Look for calls in what is no thought."""
+        if self._tools is None:
+            return deltas
+        parts = [self._split(delta.text) if isinstance(delta, Content) else [delta] for delta in deltas]
+        return [delta for part in parts for delta in part]
+
+    def _split(self, text: str) -> list[Delta]:
+        if self._tools is None:
+            return [Content(text)] if text else []
+        return self._select(self._tools.feed(text))
+
+    def _select(self, deltas: list[Delta]) -> list[Delta]:
+        if self._only_first:
+            deltas = [d for d in deltas if not (isinstance(d, ToolCallStart | ToolCallArguments) and d.index > 0)]
+        self.num_calls += sum(isinstance(delta, ToolCallStart) for delta in deltas)
+        return deltas
+
+
+class ReplyFormat(msgspec.Struct, frozen=True):
+    """What one chat request expects of its reply."""
+
+    structured_output: StructuredOutput | None = None
+    reasoning_parser: type[ThinkParser] | None = None
+    is_thinking: bool = False  # the reply begins inside the thoughts
+    tool_parser: type[ToolParser] | None = None
+    tool_use: ToolUse | None = None
+    visible_ids: frozenset[int] = frozenset()  # special tokens that the parsers need to see as text
+    table: Mapping[int, bytes] = {}  # the bytes of tokens, as the detokenizer sees them
+
+    @property
+    def is_plain(self) -> bool:
+        """The whole reply is content."""
+        return self.tool_parser is None and self.reasoning_parser is None
+
+    def new_parser(self) -> MessageParser:
+        """A parser for one choice."""
+        use = self.tool_use
+        return MessageParser(
+            self.reasoning_parser(self.is_thinking) if self.reasoning_parser else None,
+            self.tool_parser(use.tools) if self.tool_parser and use else None,
+            only_first=use is not None and not use.parallel,
+            table=self.table,
+        )
+
+
+class MessageFormat:
+    """How the served model writes thoughts and tool calls.
+
+    Args:
+        tokenizer: of the model.
+        tool_parser: None if the model has no known format; required and named calls work all the same.
+        reasoning_parser: None if the model does not think.
+        thinks_unasked: the model opens the thoughts by itself where the prompt neither opens nor closes them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tool_parser: type[ToolParser] | None,
+        reasoning_parser: type[ThinkParser] | None,
+        thinks_unasked: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self.thinks_unasked = thinks_unasked
+
+    @classmethod
+    def choose(cls, config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> MessageFormat:
+        """What the options name, else what the chat template shows.
+
+        Raises:
+            ConfigError: no such parser.
+        """
+        tools = _choose(TOOL_PARSERS, config.server.tool_call_parser, template.tool_source)
+        reasoning = _choose(REASONING_PARSERS, config.server.reasoning_parser, template.source)
+        is_asserted = config.server.reasoning_parser is not None or "enable_thinking" in template.source
+        return cls(tokenizer, tools if config.server.enable_auto_tool_choice else None, reasoning, is_asserted)
+
+    def reply(
+        self,
+        prompt: str,
+        tool_use: ToolUse | None = None,
+        structured_output: StructuredOutput | None = None,
+        skip_special_tokens: bool = True,
+    ) -> ReplyFormat:
+        """What to expect after `prompt`.
+
+        Args:
+            prompt: as rendered: its end tells whether the reply begins with thoughts.
+            tool_use: None where the model may not call tools.
+            structured_output: what the content must look like; forced calls take its place.
+            skip_special_tokens: as of the detokenizer.
+
+        Raises:
+            InvalidRequest: the form of the reply cannot be held to begin after the thoughts.
+        """
+        tool_parser: type[ToolParser] | None = None
+        if tool_use is not None and tool_use.forced:
+            tool_parser = ForcedCallsParser
+            structured_output = StructuredOutput("json", calls_schema(tool_use.forced, tool_use.parallel))
+        elif tool_use is not None:
+            tool_parser = self.tool_parser
+        reasoning_parser, is_thinking = self._reasoning(prompt)
+        if reasoning_parser is not None and structured_output is not None:
+            if is_thinking or self.thinks_unasked:
+                structured_output = self._after_thoughts(structured_output, reasoning_parser.end_tag)
+            else:
+                reasoning_parser = None  # the form holds from the first token on
+        if tool_parser is None and reasoning_parser is None:
+            return ReplyFormat(structured_output)
+        markers = [*(tool_parser.markers if tool_parser else ())]
+        if reasoning_parser is not None:
+            markers += [reasoning_parser.start_tag, reasoning_parser.end_tag]
+        ids = {self.tokenizer.token_id(marker) for marker in markers}
+        visible_ids = frozenset(i for i in ids if i in self.tokenizer.special_ids)
+        return ReplyFormat(
+            structured_output,
+            reasoning_parser,
+            is_thinking,
+            tool_parser,
+            tool_use,
+            visible_ids,
+            self.tokenizer.byte_table(skip_special_tokens, visible_ids),
+        )
+
+    def _reasoning(self, prompt: str) -> tuple[type[ThinkParser] | None, bool]:
+        """The parser, if the reply can have thoughts; and whether it begins inside them."""
+        parser = self.reasoning_parser
+        if parser is None:
+            return None, False
+        end = prompt.rstrip()
+        if end.endswith(parser.end_tag):
+            return None, False
+        return parser, parser.always or end.endswith(parser.start_tag)
+
+    def _after_thoughts(self, structured_output: StructuredOutput, end_tag: str) -> StructuredOutput:
+        end_id = self.tokenizer.token_id(end_tag)
+        if end_id is None:
+            raise InvalidRequest(
+                f"this model thinks before it answers, and its {end_tag} is not one token, so the form of the answer "
+                'cannot be held: switch thinking off with "reasoning_effort": "none"',
+                param="response_format",
+            )
+        return msgspec.structs.replace(structured_output, starts_after=[end_id])
+
+
+def _choose(package: str, name: str | None, template: str) -> Any:
+    """The parser with this name, or the first one that fits the template; None if there is none."""
+    kind = package.rpartition(".")[2].replace("_", " ").removesuffix("s")
+    if name == "none":
+        return None
+    if name is not None:
+        return plugins.load(package, name, "Parser")
+    for name in plugins.names(package):
+        parser = plugins.load(package, name, "Parser")
+        if parser.matches(template):
+            log.info("%s: %s, by the chat template", kind, name)
+            return parser
+    log.info("%s: none, the chat template shows no known format", kind)
+    return None

@@ -1,0 +1,191 @@
+"""What all tool parsers share: emitting calls, giving malformed ones back as content, and calls written in JSON."""
+
+from __future__ import annotations
+
+import uuid
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from servd.api.incremental import Content, Parser, Steps, ToolCallArguments, ToolCallStart
+
+
+class ToolParser(Parser):
+    """Finds tool calls in a reply; everything else is content.
+
+    A call is told as soon as its name is certain, and its arguments as they come, in the model's own words. What
+    looked like a call and is none comes out as content. White space around calls is dropped.
+
+    Attributes:
+        markers: text that may be a special token and that the parser needs to see.
+
+    Args:
+        tools: of the request.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        self.functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+        self.num_calls = 0
+        self._space = ""  # at the end of the content; dropped if a call follows
+        super().__init__()
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, template: str) -> bool:
+        """Whether a chat template teaches the model this format."""
+
+    @abstractmethod
+    def body(self) -> Steps[None]:
+        """Read the whole reply, with `content`, `begin_call` and `arguments`."""
+
+    def parse(self) -> Steps[None]:
+        """Read the whole reply."""
+        yield from self.body()
+        if self._space and not self.num_calls:
+            self.deltas.append(Content(self._space))
+
+    def new_id(self) -> str:
+        """An id for a call."""
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def content(self, text: str) -> None:
+        """Tell of text that is no part of a call."""
+        self.reader.forget()
+        text = self._space + text
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        if visible:
+            self.deltas.append(Content(visible))
+
+    def rest(self) -> Steps[None]:
+        """All that follows is content."""
+        while (piece := (yield from self.reader.piece()))[0]:
+            self.content(piece[0])
+
+    def begin_call(self, name: str) -> None:
+        """Tell of a call."""
+        self.reader.forget()
+        self._space = ""
+        self.deltas.append(ToolCallStart(self.num_calls, self.new_id(), name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Tell of more arguments of the last call."""
+        self.reader.forget()
+        last = self.deltas[-1] if self.deltas else None
+        if isinstance(last, ToolCallArguments):
+            last.text += text
+        elif text:
+            self.deltas.append(ToolCallArguments(self.num_calls - 1, text))
+
+    def attempt(self, call: Steps[bool]) -> Steps[bool]:
+        """Read what may be a call; what is none becomes content, also a rest that does not belong to the call.
+
+        Returns:
+            Whether all of it was well formed.
+        """
+        num_calls = self.num_calls
+        is_call = yield from call
+        cut_off = self.num_calls > num_calls and self.reader.ended and not (yield from self.reader.peek())
+        if not is_call and not cut_off:
+            self.content(self.reader.taken)
+        self.reader.forget()
+        return is_call
+
+    def json_call(self, needs_arguments: bool = False) -> Steps[bool]:
+        """Read `{"name": ..., "arguments": {...}}`, also with the key `parameters`, in any order.
+
+        Args:
+            needs_arguments: an object without arguments is no call.
+        """
+        reader = self.reader
+        if not (yield from reader.accept("{")):
+            return False
+        call = _JsonCall(self)
+        yield from reader.space()
+        while not (yield from reader.accept("}")):
+            yield from reader.space()
+            key = yield from reader.json_string()
+            yield from reader.space()
+            if key is None or not (yield from reader.accept(":")):
+                return False
+            yield from reader.space()
+            if not (yield from call.take(key)):
+                return False
+            yield from reader.space()
+            if not (yield from reader.accept(",")) and (yield from reader.peek()) != "}":
+                return False
+        return call.end(needs_arguments)
+
+    def json_calls(self, needs_arguments: bool = False) -> Steps[bool]:
+        """Read a JSON array of calls."""
+        reader = self.reader
+        if not (yield from reader.accept("[")):
+            return False
+        while True:
+            yield from reader.space()
+            if not (yield from self.json_call(needs_arguments)):
+                return False
+            yield from reader.space()
+            if (yield from reader.accept("]")):
+                return True
+            if not (yield from reader.accept(",")):
+                return False
+
+    def json_arguments(self) -> Steps[bool]:
+        """Read the arguments of the call that has begun: an object, or JSON text in a string, or null."""
+        first = yield from self.reader.peek()
+        if first in ("{", "["):
+            return (yield from self.reader.json_value(self.arguments))
+        if first == '"':
+            text = yield from self.reader.json_string()
+            self.arguments(text or "{}")
+            return text is not None
+        pieces: list[str] = []
+        found = yield from self.reader.json_value(pieces.append)
+        text = "".join(pieces)
+        self.arguments("{}" if text == "null" else text)
+        return found
+
+
+class _JsonCall:
+    """A call of which the keys are being read."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self.parser = parser
+        self.name: str | None = None
+        self.has_begun = False
+        self.early: str | None = None  # arguments that came before the name
+
+    def take(self, key: str) -> Steps[bool]:
+        """Read the value of `key`."""
+        if key == "name" and self.name is None:
+            self.name = yield from self.parser.reader.json_string()
+            if self.name and self.early is not None:
+                self._begin(self.name)
+                self.parser.arguments(self.early)
+            return bool(self.name)
+        is_arguments = key in ("arguments", "parameters") and not self.has_begun and self.early is None
+        if is_arguments and self.name is not None:
+            self._begin(self.name)
+            return (yield from self.parser.json_arguments())
+        pieces: list[str] = []
+        found = yield from self.parser.reader.json_value(pieces.append)
+        if is_arguments:
+            self.early = "".join(pieces)
+        return found
+
+    def end(self, needs_arguments: bool) -> bool:
+        """The closing bracket was read; False if this is no call."""
+        if self.name is None or (needs_arguments and not self.has_begun):
+            return False
+        if not self.has_begun:
+            self._begin(self.name)
+            self.parser.arguments("{}")
+        return True
+
+    def _begin(self, name: str) -> None:
+        self.has_begun = True
+        self.parser.begin_call(name)

@@ -1,0 +1,57 @@
+"""Calls that the model had to make: a JSON array of `{"name": ..., "arguments": {...}}`, held to the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from servd.api.incremental import Steps
+from servd.api.tool_parsers._base import ToolParser
+
+
+class ForcedCallsParser(ToolParser):
+    """Reads what `calls_schema` allows."""
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """No model writes this by itself."""
+        return False
+
+    def body(self) -> Steps[None]:
+        """Read the whole reply."""
+        yield from self.reader.space()
+        yield from self.attempt(self.json_calls())
+        yield from self.rest()
+
+
+def calls_schema(tools: Sequence[dict[str, Any]], parallel: bool) -> str:
+    """JSON schema, as text, of one or more calls of these tools (exactly one unless `parallel`)."""
+    definitions: dict[str, Any] = {}
+    calls: list[Any] = []
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        place = f"tool{number}"
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        definitions[place] = _moved(parameters, f"#/$defs/{place}")
+        calls.append({
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{place}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        })  # fmt: skip
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
+    return json.dumps(schema if parallel else {**schema, "maxItems": 1})
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema with its references to itself, which is now at `place` of another one."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved

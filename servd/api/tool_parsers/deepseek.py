@@ -1,0 +1,63 @@
+"""DeepSeek V3, R1 and V3.1: calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`."""
+
+from __future__ import annotations
+
+from servd.api.incremental import Steps
+from servd.api.tool_parsers._base import ToolParser
+
+CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+CALLS_END = "<｜tool▁calls▁end｜>"
+CALL_BEGIN = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+FENCE = "```"
+
+
+class Parser(ToolParser):
+    """V3 and R1 write `function`, the separator, the name and fenced JSON; V3.1 the name, the separator and JSON."""
+
+    markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """The marker of a call."""
+        return CALL_BEGIN in template
+
+    def body(self) -> Steps[None]:
+        """Read the whole reply."""
+        while True:
+            text, marker = yield from self.reader.piece(CALLS_BEGIN)
+            if marker:
+                yield from self.attempt(self._calls())
+            elif text:
+                self.content(text)
+            else:
+                return
+
+    def _calls(self) -> Steps[bool]:
+        while True:
+            yield from self.reader.space()
+            if (yield from self.reader.accept(CALLS_END)):
+                return True
+            if not (yield from self.reader.accept(CALL_BEGIN)) or not (yield from self._call()):
+                return False
+
+    def _call(self) -> Steps[bool]:
+        reader = self.reader
+        name = yield from reader.until(SEPARATOR)
+        yield from reader.space()
+        is_fenced = (yield from reader.peek()) != "{"
+        if is_fenced:
+            name = yield from reader.until(f"{FENCE}json")
+            yield from reader.space()
+        name = name and name.strip()
+        if not name or (yield from reader.peek()) != "{":
+            return False
+        self.begin_call(name)
+        if not (yield from self.json_arguments()):
+            return False
+        yield from reader.space()
+        if is_fenced and not (yield from reader.accept(FENCE)):
+            return False
+        yield from reader.space()
+        return (yield from reader.accept(CALL_END))

@@ -1,0 +1,39 @@
+"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from __future__ import annotations
+
+from servd.api.incremental import Steps
+from servd.api.tool_parsers._base import ToolParser
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
+
+class Parser(ToolParser):
+    """One JSON object per pair of tags."""
+
+    markers = (OPEN, CLOSE)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """The tags, with JSON between them."""
+        others = ("<function=", "<arg_key>", "<tool_sep>")
+        return OPEN in template and "arguments" in template and not any(other in template for other in others)
+
+    def body(self) -> Steps[None]:
+        """Read the whole reply."""
+        while True:
+            text, marker = yield from self.reader.piece(OPEN)
+            if marker:
+                yield from self.attempt(self._call())
+            elif text:
+                self.content(text)
+            else:
+                return
+
+    def _call(self) -> Steps[bool]:
+        yield from self.reader.space()
+        if not (yield from self.json_call()):
+            return False
+        yield from self.reader.space()
+        return (yield from self.reader.accept(CLOSE))

@@ -1,0 +1,46 @@
+"""Llama 3: the reply is `{"name": ..., "parameters": {...}}`, or several, joined by `;`, maybe after a tag."""
+
+from __future__ import annotations
+
+from servd.api.incremental import Steps
+from servd.api.tool_parsers._base import ToolParser
+
+TAG = "<|python_tag|>"
+
+
+class Parser(ToolParser):
+    """A call needs its parameters, because without a tag any JSON answer looks like the beginning of one."""
+
+    markers = (TAG,)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """The tag, or the sentence with which the templates of 3.1 to 3.3 teach the format."""
+        example = '{"name": function name, "parameters":'
+        return "[func_name1(" not in template and (TAG in template or example in template)
+
+    def body(self) -> Steps[None]:
+        """Read the whole reply."""
+        yield from self.reader.space()
+        if (yield from self.reader.peek()) == "{":
+            yield from self.attempt(self._calls())
+        else:
+            self.content(self.reader.taken)
+        while True:
+            text, marker = yield from self.reader.piece(TAG)
+            if marker:
+                yield from self.attempt(self._calls())
+            elif text:
+                self.content(text)
+            else:
+                return
+
+    def _calls(self) -> Steps[bool]:
+        while True:
+            yield from self.reader.space()
+            if not (yield from self.json_call(needs_arguments=True)):
+                return False
+            self.reader.forget()  # the call is complete: only what follows it may turn out to be content
+            yield from self.reader.space()
+            if not (yield from self.reader.accept(";")) and (yield from self.reader.peek()) != "{":
+                return True

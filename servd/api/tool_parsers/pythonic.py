@@ -1,0 +1,126 @@
+"""Llama 4 and others: the reply is a Python list of calls, `[f(a=1), g(b="x")]`."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from typing import Any
+
+from servd.api.incremental import Steps
+from servd.api.tool_parsers._base import ToolParser
+
+START = "<|python_start|>"
+END = "<|python_end|>"
+MAX_CALL = 1 << 16  # characters; longer ones are content
+MAX_DEPTH = 64
+
+_NAME = re.compile(r"[\w.]*")
+_PLAIN = re.compile(r"[^'\"()\[\]{}]*")
+
+
+class Parser(ToolParser):
+    """A call is told when it is complete: only then it is known to be Python. Only literals are evaluated."""
+
+    markers = (START, END)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """The example in the instructions of Llama 3.2 and 4."""
+        return "[func_name1(" in template
+
+    def body(self) -> Steps[None]:
+        """Read the whole reply."""
+        yield from self.reader.space()
+        yield from self.reader.accept(START)
+        yield from self.reader.space()
+        yield from self.attempt(self._calls())
+        yield from self.rest()
+
+    def _calls(self) -> Steps[bool]:
+        reader = self.reader
+        if not (yield from reader.accept("[")):
+            return False
+        while True:
+            yield from reader.space()
+            name = yield from reader.run(_NAME)
+            is_name = all(part.isidentifier() for part in name.split("."))
+            text = (yield from self._parenthesis()) if is_name else None
+            yield from reader.space()
+            last = yield from reader.peek()
+            arguments = _arguments(text) if text and last in (",", "]") else None
+            if arguments is None:
+                return False
+            yield from reader.next()
+            self.begin_call(name)
+            self.arguments(arguments)
+            if last == "]":
+                yield from reader.space()
+                yield from reader.accept(END)
+                return True
+
+    def _parenthesis(self) -> Steps[str | None]:
+        """Consume `(...)`; None if there is none, or it is too long or does not end."""
+        text, depth, quote = "", 0, ""
+        if (yield from self.reader.peek()) != "(":
+            return None
+        while len(text) <= MAX_CALL:
+            text += yield from self.reader.run(_IN_QUOTES[quote] if quote else _PLAIN)
+            char = yield from self.reader.next()
+            if not char:
+                return None
+            text += char
+            if char == "\\":
+                text += yield from self.reader.next()
+            elif char == quote:
+                quote = ""
+            elif char in "'\"":
+                quote = char
+            else:
+                depth += 1 if char in "([{" else -1
+                if depth == 0:
+                    return text
+        return None
+
+
+_IN_QUOTES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
+
+
+def _arguments(parenthesis: str) -> str | None:
+    """JSON of keyword arguments that are literals; None for anything else."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes such as "\d"
+            call = ast.parse(f"f{parenthesis}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        values = {keyword.arg: _literal(keyword.value, MAX_DEPTH) for keyword in call.keywords}
+        return None if None in values else json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _literal(node: ast.expr, depth: int) -> Any:
+    """The JSON value that a literal stands for.
+
+    Raises:
+        ValueError: it is none, or nested too deeply.
+    """
+    if depth == 0:
+        raise ValueError("nested too deeply")
+    match node:
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+        case ast.Name(id="true" | "false" | "null" as word):
+            return {"true": True, "false": False, "null": None}[word]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item, depth - 1) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [key.value if isinstance(key, ast.Constant) else None for key in keys]
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("keys must be strings")
+            return {name: _literal(value, depth - 1) for name, value in zip(names, values, strict=True)}
+    raise ValueError("not a literal")
