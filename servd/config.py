@@ -157,6 +157,10 @@ class ServerConfig(Section, frozen=True):
     enable_auto_tool_choice: Annotated[
         bool, Meta(description='Find tool calls in replies where `tool_choice` is "auto".')
     ] = True
+    max_stored_responses: Annotated[
+        int,
+        Meta(ge=0, description="Responses of `/v1/responses` that an API server process keeps in memory; 0 stores none."),
+    ] = 1000
     api_server_count: Annotated[int, Meta(ge=1, le=64, description="API server processes that share the port.")] = 1
     headless: Annotated[
         bool, Meta(description="Run the engine only; API servers elsewhere on this host join it with --attach.")

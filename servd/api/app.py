@@ -18,6 +18,7 @@ from servd.api.async_llm import AsyncLLM
 from servd.api.auth import ApiKeyAuth
 from servd.api.middleware import BodyLimit, RequestContext
 from servd.api.protocol.errors import error_reply
+from servd.api.response_store import ResponseStore
 from servd.api.routes._context import Context
 from servd.config import Config
 from servd.errors import NotFound, ServdError
@@ -53,6 +54,7 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         started_at=time.time(),
         fingerprint=_fingerprint(config),
         keep_alive=keep_alive,
+        responses=ResponseStore(config.server.max_stored_responses),
     )
     return app
 

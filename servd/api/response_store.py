@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from servd.api.protocol.responses import Response
+from servd.errors import RequestError
 
 MAX_BYTES = 256 * 2**20
 
@@ -39,6 +40,8 @@ class ResponseStore:
     def put(self, stored: Stored) -> None:
         """Keep a response, or its new state, and forget the ones that were not used for longest."""
         self.pop(stored.response.id)
+        if stored.num_bytes > self.max_bytes:
+            return
         self._stored[stored.response.id] = stored
         self.num_bytes += stored.num_bytes
         while len(self._stored) > self.max_responses or self.num_bytes > self.max_bytes:
@@ -46,11 +49,21 @@ class ResponseStore:
             if forgotten and forgotten.task:
                 forgotten.task.cancel()
 
-    def get(self, response_id: str) -> Stored | None:
-        """The response, which counts as used; None if it was never stored, or is forgotten."""
-        if response_id in self._stored:
-            self._stored.move_to_end(response_id)
-        return self._stored.get(response_id)
+    def get(self, response_id: str, missing: type[RequestError], param: str, code: str | None = None) -> Stored:
+        """The response, which counts as used.
+
+        Raises:
+            RequestError: it was never stored, or is forgotten; made of the other arguments.
+        """
+        if response_id not in self._stored:
+            raise missing(
+                f"there is no response {response_id[:200]!r} in the memory of this API server process. It keeps the "
+                f"last {self.max_responses} (--max-stored-responses), and of several (--api-server-count) each its own",
+                param=param,
+                code=code,
+            )
+        self._stored.move_to_end(response_id)
+        return self._stored[response_id]
 
     def pop(self, response_id: str) -> Stored | None:
         """Forget a response; returns it."""

@@ -153,8 +153,8 @@ class CountTokensRequest(TranslatedRequest):
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
             "response_format": _chat_format(output.get("format")),
-            "reasoning_effort": output.get("effort"),
-            "chat_template_kwargs": {"enable_thinking": self.thinks},
+            "reasoning_effort": output.get("effort") if self.thinks else "none",
+            "chat_template_kwargs": {"enable_thinking": True, "thinking": True} if self.thinks else None,
         }
         if messages[-1]["role"] == "assistant":  # the answer goes on with it
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -188,8 +188,8 @@ class MessagesRequest(CountTokensRequest):
 
 def _chat_tool(tool: Tool) -> dict[str, Any]:
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
-    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
-    return {"type": "function", "function": function}
+    more = {"description": tool.get("description"), "strict": tool.get("strict")}
+    return {"type": "function", "function": function | {k: v for k, v in more.items() if v is not None}}
 
 
 def _chat_tool_choice(choice: ToolChoice | None) -> Any:

@@ -333,3 +333,12 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     choices: list[ChunkChoice]
     usage: Usage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class RenderedChat(msgspec.Struct, tag_field="object", tag="chat.completion.render"):
+    """What a chat request would send to the engine."""
+
+    model: str
+    prompt: str | None  # None if it was truncated: then only its tokens are known
+    prompt_token_ids: list[int]
+    sampling_params: dict[str, Any]

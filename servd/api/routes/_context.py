@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
 from servd.api.protocol.validation import Body, RequestBody, parse
+from servd.api.response_store import ResponseStore
 from servd.config import Config
 from servd.errors import InvalidRequest, UnknownModel
 from servd.tracing import now_ns
@@ -27,6 +28,7 @@ class Context(msgspec.Struct, frozen=True):
     started_at: float  # Unix time
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds
+    responses: ResponseStore
 
     @property
     def model_names(self) -> list[str]:
@@ -61,14 +63,20 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     """Read and check a JSON body.
 
     Raises:
-        InvalidRequest: also for another content type, which a browser's form could send across origins.
+        InvalidRequest: also for another content type, which a browser's form could send across origins, and under
+            --strict-fields for fields that have no effect.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest(f"Content-Type must be application/json, got {content_type[:100] or 'none'}")
     data = await request.body()
     request.state.received_ns = now_ns()
-    return parse(kind, data)
+    body = parse(kind, data)
+    ignored = body.ignored()
+    if ignored and context_of(request).config.server.strict_fields:
+        shown = ", ".join(f"`{name[:64]}`" for name in ignored[:MAX_IGNORED])
+        raise InvalidRequest(f"these fields have no effect here: {shown}", param=ignored[0][:64])
+    return body
 
 
 def start_timeline(request: Request, engine_request_id: str) -> None:

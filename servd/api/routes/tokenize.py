@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
+from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body
 
@@ -26,14 +27,19 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         text, add_special_tokens = body.prompt, body.add_special_tokens
     else:
-        text, add_special_tokens = await _render(context.async_llm, body), False
+        text, add_special_tokens = await render_chat(context.async_llm, body), False
     token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
     strings = [tokenizer.token_string(i) for i in token_ids] if body.return_token_strs else None
     answer = Tokenized(len(token_ids), context.max_model_len, token_ids, strings)
     return json_response(answer, headers=ignored_header(body))
 
 
-async def _render(async_llm: AsyncLLM, body: TokenizeRequest) -> str:
+async def render_chat(async_llm: AsyncLLM, body: TokenizeRequest | ChatCompletionRequest) -> str:
+    """The prompt of a request with messages.
+
+    Raises:
+        InvalidRequest: see `AsyncLLM.render_chat`.
+    """
     tool_use = body.tool_use()
     return await async_llm.render_chat(
         cast(list[dict[str, Any]], body.messages),

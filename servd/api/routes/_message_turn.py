@@ -1,0 +1,124 @@
+"""MessageTurn: a chat becomes an Anthropic Message of content blocks, and the events of its stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from servd.api.processor import Prepared
+from servd.api.protocol.anthropic import (
+    Block,
+    Message,
+    MessageUsage,
+    OutputTokensDetails,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+from servd.api.protocol.errors import ErrorReply
+from servd.api.routes._turn import Event, Turn
+from servd.messages import FinishReason
+from servd.outputs import CompletionOutput
+
+PING: Event = {"type": "ping"}
+
+
+class MessageTurn(Turn):
+    """At most one block is open, the last one of the content; each new one closes it."""
+
+    pulse = b'event: ping\ndata: {"type":"ping"}\n\n'
+    answer: Message
+
+    def __init__(self, request: Request, prepared: Prepared, answer: Message) -> None:
+        super().__init__(request, prepared, answer)
+        self.block: Block | None = None  # the open one
+        self.json = ""  # of its input
+
+    def begin(self) -> Iterator[Event]:
+        self.answer.usage = self._usage()
+        yield {"type": "message_start", "message": self.answer}
+        yield PING
+
+    def content(self, text: str) -> Iterator[Event]:
+        if not isinstance(self.block, TextBlock):
+            yield from self._open(TextBlock())
+        assert isinstance(self.block, TextBlock)
+        self.block.text += text
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def reasoning(self, text: str) -> Iterator[Event]:
+        if not isinstance(self.block, ThinkingBlock):
+            yield from self._open(ThinkingBlock())
+        assert isinstance(self.block, ThinkingBlock)
+        self.block.thinking += text
+        yield self._delta({"type": "thinking_delta", "thinking": text})
+
+    def call(self, call_id: str, name: str) -> Iterator[Event]:
+        yield from self._open(ToolUseBlock(call_id, name, {}))
+        self.json = ""
+
+    def arguments(self, text: str) -> Iterator[Event]:
+        self.json += text
+        yield self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def end(self, output: CompletionOutput) -> Iterator[Event]:
+        if not self.answer.content:
+            yield from self.content("")  # clients read the first block
+        yield from self._close()
+        answer = self.answer
+        answer.usage = self._usage()
+        if output.finish_reason is FinishReason.LENGTH:
+            answer.stop_reason = "max_tokens"
+        elif any(isinstance(block, ToolUseBlock) for block in answer.content):
+            answer.stop_reason = "tool_use"
+        elif isinstance(output.stop_reason, str):
+            answer.stop_reason, answer.stop_sequence = "stop_sequence", output.stop_reason
+        else:
+            answer.stop_reason = "end_turn"
+        delta = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
+        yield {"type": "message_delta", "delta": delta, "usage": answer.usage}
+        yield {"type": "message_stop"}
+
+    def fail(self, reply: ErrorReply) -> Iterator[Event]:
+        yield msgspec.json.decode(reply.body)
+
+    def _usage(self) -> MessageUsage:
+        return MessageUsage(
+            input_tokens=len(self.prepared.prompt_token_ids) - self.num_cached_tokens,
+            cache_read_input_tokens=self.num_cached_tokens,
+            output_tokens=self.num_output_tokens,
+            output_tokens_details=OutputTokensDetails(self.parser.num_reasoning_tokens),
+        )
+
+    def _open(self, block: Block) -> Iterator[Event]:
+        yield from self._close()
+        self.block = block
+        self.answer.content.append(block)
+        yield {"type": "content_block_start", "index": len(self.answer.content) - 1, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": len(self.answer.content) - 1, "delta": delta}
+
+    def _close(self) -> Iterator[Event]:
+        match self.block:
+            case None:
+                return
+            case ThinkingBlock(signature=signature):
+                yield self._delta({"type": "signature_delta", "signature": signature})
+            case ToolUseBlock():
+                self.block.input = _object(self.json)
+        yield {"type": "content_block_stop", "index": len(self.answer.content) - 1}
+        self.block = None
+
+
+def _object(text: str) -> dict[str, Any]:
+    """What a JSON text says; nothing if it was cut off."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,53 @@
+"""Anthropic's POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.protocol.anthropic import (
+    CHAT_NAMES,
+    CountTokensRequest,
+    Message,
+    MessagesRequest,
+    MessageUsage,
+    OutputTokensDetails,
+    TokensCount,
+)
+from servd.api.protocol.translation import renamed
+from servd.api.routes._context import context_of, ignored_header, json_response, read_body, start_timeline
+from servd.api.routes._message_turn import MessageTurn
+from servd.api.routes._turn import respond
+from servd.api.routes.chat import prepare_chat
+from servd.api.routes.tokenize import render_chat
+
+router = APIRouter()
+
+
+@router.post("/v1/messages")
+async def create_message(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    body = await read_body(request, MessagesRequest)
+    model = context.model_name(body.model)
+    message_id = f"msg_{request.state.unique_id}"
+    start_timeline(request, message_id)
+    with renamed(CHAT_NAMES):
+        prepared = await prepare_chat(context.async_llm, message_id, body.as_chat(body.chat_fields()))
+    answer = Message(id=message_id, model=model, content=[], usage=MessageUsage(0, 0, 0, OutputTokensDetails(0)))
+    turn = MessageTurn(request, prepared, answer)
+    return await respond(turn, request, body, {"request-id": request.state.request_id})
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a conversation has."""
+    async_llm = context_of(request).async_llm
+    body = await read_body(request, CountTokensRequest)
+    context_of(request).model_name(body.model)
+    with renamed(CHAT_NAMES):
+        prompt = await render_chat(async_llm, body.as_chat(body.chat_fields()))
+        token_ids = await async_llm.encode(prompt, add_special_tokens=False)
+    headers = {"request-id": request.state.request_id, **ignored_header(body)}
+    return json_response(TokensCount(len(token_ids)), headers=headers)

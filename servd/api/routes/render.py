@@ -1,0 +1,28 @@
+"""POST /v1/chat/completions/render: what a chat request would send to the engine."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
+from servd.api.routes._context import context_of, ignored_header, json_response, read_body
+from servd.api.routes.chat import prepare_chat
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions/render")
+async def render_chat_completion(request: Request) -> Response:
+    """Template, tokenise and check a chat request, and run nothing."""
+    context = context_of(request)
+    body = await read_body(request, ChatCompletionRequest)
+    model = context.model_name(body.model)
+    request_id = f"render-{request.state.unique_id}"
+    request.state.traced.append(request_id)
+    prepared = await prepare_chat(context.async_llm, request_id, body)
+    params = msgspec.structs.asdict(prepared.params)
+    answer = RenderedChat(model, prepared.prompt, prepared.prompt_token_ids, params)
+    return json_response(answer, headers=ignored_header(body))

@@ -1,0 +1,141 @@
+"""POST /v1/responses, and GET, DELETE and cancel of those that are stored."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, cast
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response as HTTPResponse
+
+from servd.api.processor import Prepared
+from servd.api.protocol.errors import error_reply
+from servd.api.protocol.responses import CHAT_NAMES, DeletedResponse, Response, ResponsesRequest
+from servd.api.protocol.translation import renamed
+from servd.api.response_store import ResponseStore, Stored
+from servd.api.routes._context import context_of, ignored_header, json_response, read_body, start_timeline
+from servd.api.routes._response_turn import ResponseTurn
+from servd.api.routes._turn import respond
+from servd.api.routes.chat import prepare_chat
+from servd.errors import InvalidRequest, NotFound
+
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def create_response(request: Request) -> HTTPResponse:
+    """Answer a conversation, whose earlier turns may be stored here."""
+    context = context_of(request)
+    store = context.responses
+    body = await read_body(request, ResponsesRequest)
+    model = context.model_name(body.model)
+    response_id = f"resp_{request.state.unique_id}"
+    previous = _previous(store, body)
+    items = [*(previous.items if previous else ()), *cast(list[dict[str, Any]], body.input)]
+    if not body.background:  # else the timeline is longer than the request
+        start_timeline(request, response_id)
+    with renamed(CHAT_NAMES):
+        prepared = await prepare_chat(context.async_llm, response_id, body.as_chat(body.chat_fields(items)))
+    answer = _blank(response_id, model, body, prepared)
+
+    def keep(task: asyncio.Task[None] | None = None) -> None:
+        if answer.store:
+            num_bytes = len(msgspec.json.encode([answer, body.input])) + (previous.num_bytes if previous else 0)
+            store.put(Stored(answer, items + msgspec.to_builtins(answer.output), num_bytes, task))
+
+    turn = ResponseTurn(request, prepared, answer, keep)
+    if not body.background:
+        return await respond(turn, request, body, {})
+    answer.status = "queued"
+    keep(asyncio.create_task(_run_detached(turn, request)))
+    return json_response(answer, headers=ignored_header(body))
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(request: Request, response_id: str) -> HTTPResponse:
+    """A stored response, finished or not."""
+    if request.query_params.get("stream", "false") != "false":
+        raise InvalidRequest("a stored response cannot be streamed: leave out `stream`", param="stream")
+    return json_response(_stored(request, response_id).response)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> HTTPResponse:
+    """Forget a response; one that is being made is cancelled."""
+    await _cancel(_stored(request, response_id))
+    context_of(request).responses.pop(response_id)
+    return json_response(DeletedResponse(response_id))
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> HTTPResponse:
+    """Stop making a response in the background."""
+    stored = _stored(request, response_id)
+    if not stored.response.background:
+        raise InvalidRequest("only a response with `background`: true can be cancelled", param="response_id")
+    await _cancel(stored)
+    return json_response(stored.response)
+
+
+def _stored(request: Request, response_id: str) -> Stored:
+    return context_of(request).responses.get(response_id, NotFound, "response_id")
+
+
+def _previous(store: ResponseStore, body: ResponsesRequest) -> Stored | None:
+    name = "previous_response_id"
+    if body.previous_response_id is None:
+        return None
+    stored = store.get(body.previous_response_id, InvalidRequest, name, "previous_response_not_found")
+    if stored.response.status not in ("completed", "incomplete"):
+        raise InvalidRequest(f"the previous response is {stored.response.status}: it has no output", param=name)
+    return stored
+
+
+async def _cancel(stored: Stored) -> None:
+    if stored.task is not None:
+        stored.task.cancel()
+        await asyncio.wait([stored.task])
+
+
+async def _run_detached(turn: ResponseTurn, request: Request) -> None:
+    try:
+        await turn.run()
+    except asyncio.CancelledError:
+        turn.answer.status = "cancelled"
+        raise
+    except Exception as error:
+        for _ in turn.fail(error_reply(error, request.state.request_id)):
+            pass
+    finally:
+        context_of(request).async_llm.tracer.finish(turn.answer.id)
+
+
+def _blank(response_id: str, model: str, body: ResponsesRequest, prepared: Prepared) -> Response:
+    """The response before there is any output."""
+    return Response(
+        id=response_id,
+        created_at=int(time.time()),
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=model,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning={"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        store=body.is_stored,
+        temperature=prepared.params.temperature,
+        text={"format": (body.text or {}).get("format") or {"type": "text"}},
+        tool_choice=body.tool_choice or "auto",
+        tools=[_tool(dict(tool)) for tool in body.tools or ()],
+        top_p=prepared.params.top_p,
+        user=body.user,
+    )
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"description": None, "parameters": None, "strict": None, **tool}
