@@ -16,13 +16,15 @@ import zmq
 
 T = TypeVar("T")
 
+MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
+
 _encoder = msgspec.msgpack.Encoder()
 
 
 def private_dir() -> Path:
     """A new folder that only this user may enter, for the sockets of one process tree.
 
-    The path is kept short: the name of a Unix socket may have at most 107 bytes.
+    The path is kept short: see MAX_SOCKET_PATH.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     if not os.access(base, os.W_OK) or len(base) > 60:

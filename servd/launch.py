@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ logger = logging.getLogger("servd.launch")
 
 ENGINE_MODULE = "servd.core.engine_core_proc"
 API_MODULE = "servd.api.server"
+LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
 
 ENGINE_LAST_WORDS = 0.3  # seconds between a failing engine's report and the end of its process
 DEATH_GRACE = 1.0  # seconds that API servers get to answer open requests after the engine died
@@ -40,16 +42,18 @@ def serve(config: Config) -> int:
     started_at = time.monotonic()
     log.setup("servd", config.observability.log_level)
     listener = None if config.server.headless else listen(config)
-    config, spec = find_and_resolve(config)
-    with SocketFolder(config) as ipc_dir:
-        tree = ProcessTree(config, spec, ipc_dir, started_at)
-        try:
-            tree.start(listener)
-            return tree.watch()
-        finally:
-            tree.stop()
-            if config.server.uds:
-                Path(config.server.uds).unlink(missing_ok=True)
+    try:
+        config, spec = find_and_resolve(config)
+        with SocketFolder(config) as ipc_dir:
+            tree = ProcessTree(config, spec, ipc_dir, started_at)
+            try:
+                tree.start(listener)
+                return tree.watch()
+            finally:
+                tree.stop()
+    finally:
+        if listener is not None and config.server.uds:
+            Path(config.server.uds).unlink(missing_ok=True)
 
 
 def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
@@ -100,6 +104,8 @@ def listen_uds(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
         if os.path.exists(path):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise ConfigError(f"--uds {path}: this is not a socket; choose another path, or remove it")
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(path) == 0:
                     raise ConfigError(f"--uds {path}: another process listens there")
@@ -128,8 +134,14 @@ class SocketFolder:
         self.path = server.attach or server.ipc_dir or str(ipc.private_dir())
         if server.attach and not os.path.exists(os.path.join(self.path, "engine")):
             raise ConfigError(f"--attach {server.attach}: no engine listens there; start one with --headless")
+        longest = len(os.fsencode(os.path.join(self.path, LONGEST_SOCKET_NAME)))
+        if longest > ipc.MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"--ipc-dir {self.path}: too long by {longest - ipc.MAX_SOCKET_PATH} bytes for the path of a socket"
+            )
         if server.ipc_dir:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
+        self.has_engine = not server.attach
 
     def __enter__(self) -> str:
         return self.path
@@ -137,6 +149,8 @@ class SocketFolder:
     def __exit__(self, *_: object) -> None:
         if self.is_private:
             shutil.rmtree(self.path, ignore_errors=True)
+        elif self.has_engine:  # its socket would make --attach believe in it
+            Path(self.path, "engine").unlink(missing_ok=True)
 
 
 class ProcessTree:
@@ -156,7 +170,8 @@ class ProcessTree:
     def start(self, listener: socket.socket | None) -> None:
         """Start the children; `listener` is handed to every API server and closed here."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, self.on_signal)
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+                signal.signal(signum, self.on_signal)
         if listener is not None:
             logger.info("listening on %s", url_of(listener))
             self.start_api_servers(listener)

@@ -47,7 +47,7 @@ ONE_DOOR = {
     "transformers": ["servd/worker/"],
     "triton": ["servd/worker/"],
     "typing_extensions": ["servd/api/"],
-    "uvicorn": ["servd/api/server.py"],
+    "uvicorn": ["servd/api/server.py", "servd/api/http_protocol.py"],
     "uvloop": ["servd/api/server.py"],
     "zmq": ["servd/ipc.py"],
 }

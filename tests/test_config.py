@@ -61,6 +61,7 @@ def test_strings_are_converted_to_the_type_of_the_option():
         ({"gpu_memory_utilization": 1.5}, ["--gpu-memory-utilization 1.5"]),
         ({"max_num_seqs": -1}, ["--max-num-seqs -1"]),
         ({"api_key": ["a", 3]}, ["--api-key"]),
+        ({"shutdown_timeout": "inf"}, ["--shutdown-timeout inf"]),
         ({"kv_cache_memory": "lots"}, ["--kv-cache-memory", "lots", "2GiB"]),
         ({"no_such_option": 1}, ["no_such_option", "--help"]),
     ],
@@ -70,6 +71,12 @@ def test_a_bad_option_is_named_with_its_value_and_rule(options, parts):
         Config.load(options)
     for part in parts:
         assert part in str(error.value)
+
+
+def test_a_bad_api_key_is_not_shown():
+    with pytest.raises(ConfigError, match="--api-key") as error:
+        Config.load({"api_key": "secret"})
+    assert "secret" not in str(error.value)
 
 
 def test_replace_changes_only_what_is_named_and_not_the_original():
@@ -151,5 +158,6 @@ def test_config_file_formats_say_the_same(tmp_path, name, text):
 def test_a_config_file_that_cannot_be_used_is_named_with_the_reason(tmp_path, name, text, reason):
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as error:
         read_config_file(str(tmp_path / name))
+    assert "\n" not in str(error.value)

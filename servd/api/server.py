@@ -16,6 +16,7 @@ import uvloop
 from servd import log
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
+from servd.api.http_protocol import HttpProtocol
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
@@ -30,6 +31,7 @@ from servd.tracing import Tracer
 logger = logging.getLogger("servd.api")
 
 FORCED_EXIT = 1.0  # seconds between the error frames of cut streams and the end of the process
+LAST_FRAMES = 0.3  # the most, after a second signal
 
 
 class Server(uvicorn.Server):
@@ -63,6 +65,9 @@ class Server(uvicorn.Server):
         cut.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await cut
+        if self.force_exit and (handlers := self.server_state.tasks):
+            self.async_llm.fail("the server was told to stop at once")
+            await asyncio.wait(handlers, timeout=LAST_FRAMES)
 
     async def cut_open_requests(self) -> None:
         """Log what remains each second; when time is up, answer it with an error."""
@@ -79,7 +84,7 @@ async def serve(start: Start) -> int:
     config, spec = start.config, start.spec
     listener = socket.socket(fileno=start.listener)
     client = EngineCoreClient(start.ipc_dir, start.client)
-    tokenizer = Tokenizer.load(config.model.tokenizer or spec.folder) if spec.folder else Tokenizer.bytes()
+    tokenizer = Tokenizer.of_model(config, spec)
     assert config.model.max_model_len is not None
     processor = Processor(config, spec, tokenizer, config.model.max_model_len)
     async_llm = AsyncLLM(
@@ -94,7 +99,7 @@ async def serve(start: Start) -> int:
     async_llm.start()
     settings = uvicorn.Config(
         create_app(config, async_llm),
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

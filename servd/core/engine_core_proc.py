@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import msgspec
@@ -71,16 +72,20 @@ class EngineCoreProc:
         self.inputs: queue.SimpleQueue[ToEngine | WorkerFailed] = queue.SimpleQueue()
         # (client or None for all, message); None ends the output thread.
         self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attach | None] = queue.SimpleQueue()
-        self.output_thread = threading.Thread(target=self.send_outputs, name="output", daemon=True)
+        self.input_thread = threading.Thread(target=self.guard, args=[self.receive_inputs], name="input", daemon=True)
+        self.output_thread = threading.Thread(target=self.guard, args=[self.send_outputs], name="output", daemon=True)
         self.executor: Executor | None = None
 
     def run(self) -> None:
         """Load the model, then serve until the process is told to end."""
-        threading.Thread(target=self.receive_inputs, name="input", daemon=True).start()
+        self.input_thread.start()
         self.output_thread.start()
         try:
             engine = self.load()
             self.busy_loop(engine)
+        except SystemExit:  # API servers of this tree have ended before; those that attached must hear of it
+            self.outputs.put((None, EngineDead("the engine was stopped")))
+            raise
         except Exception as error:
             # Clients get the kind of the failure; details, which may show paths, are for the log alone.
             reason = str(error) if isinstance(error, ConfigError) else f"the engine failed ({type(error).__name__})"
@@ -119,11 +124,18 @@ class EngineCoreProc:
         while True:
             while not engine.has_work or not self.inputs.empty():
                 message = self.inputs.get()
-                if isinstance(message, WorkerFailed):  # a worker process ended while no step was awaited
+                if isinstance(message, WorkerFailed):  # a worker or thread ended while no step was awaited
                     raise EngineError(message.reason)
                 engine.handle(message)
             for client, outputs in engine.step().items():
                 self.outputs.put((client, outputs))
+
+    def guard(self, work: Callable[[], None]) -> None:
+        """Run a thread's work; if it fails, so does the engine: otherwise every request would wait for ever."""
+        try:
+            work()
+        except Exception as error:
+            self.inputs.put(WorkerFailed(f"the {threading.current_thread().name} thread failed: {error!r}"))
 
     def receive_inputs(self) -> None:
         """Input thread: socket -> queue."""
@@ -210,6 +222,7 @@ def main() -> None:
     log.setup("engine", start.config.observability.log_level)
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would cut short the stopping of the workers
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, stop)

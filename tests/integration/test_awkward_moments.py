@@ -1,0 +1,183 @@
+"""What goes wrong at a bad time, or on purpose: with real processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from servd.config import Config
+from servd.core.engine_core_proc import Start
+from servd.hf import FAKE_SPEC
+from servd.ipc import Outbox
+from servd.messages import EngineReady
+from tests.integration.conftest import Server
+from tests.integration.test_processes import socket_folder
+
+
+def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
+    """A `servd serve` that is expected to end by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "servd", "serve", "--executor", "fake", *args],
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+
+
+def test_uds_never_removes_what_is_not_a_socket(tmp_path: Path):
+    file = tmp_path / "weights"
+    file.write_text("precious")
+    result = run_serve("--uds", str(file))
+    assert result.returncode == 2
+    assert f"--uds {file}: this is not a socket" in result.stderr
+    assert file.read_text() == "precious"
+
+
+def test_uds_is_removed_after_a_configuration_error(tmp_path: Path):
+    path = tmp_path / "servd.sock"
+    assert run_serve("--uds", str(path), "--max-model-len", "99999").returncode == 2
+    assert not path.exists()
+
+
+def test_stopped_headless_engine_ends_attached_api_servers(start, tmp_path: Path):
+    folder = tmp_path / "ipc"
+    engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
+    front = start("--executor", "fake", "--attach", str(folder))
+    assert engine.stop() == 0
+    assert front.process.wait(5) != 0
+    assert not list(folder.iterdir())
+    assert "no engine listens there" in run_serve("--port", "0", "--attach", str(folder)).stderr
+
+
+def test_ipc_dir_that_is_too_long_is_refused(tmp_path: Path):
+    result = run_serve("--headless", "--ipc-dir", str(tmp_path / ("x" * 100)))
+    assert result.returncode == 2
+    assert "too long" in result.stderr
+
+
+def test_nohup_survives_the_end_of_the_terminal():
+    def ignore_hangup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with subprocess.Popen(
+        [sys.executable, "-m", "servd", "serve", "--executor", "fake", "--port", "0"],
+        stderr=subprocess.PIPE, text=True, preexec_fn=ignore_hangup,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stderr is not None
+            assert any(" ready at " in line for line in process.stderr)
+            process.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+        finally:
+            process.terminate()
+            process.stderr.read()
+
+
+def test_second_signal_ends_streams_with_an_error(start):
+    server = start("--executor", "fake")
+    tail = b""
+    body = {"prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True, "n": 16}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+        for i, data in enumerate(response.iter_raw()):
+            tail = (tail + data)[-1000:]
+            if i == 0:
+                server.process.send_signal(signal.SIGTERM)
+                threading.Timer(0.3, server.process.send_signal, [signal.SIGTERM]).start()
+    assert b'"error"' in tail and tail.endswith(b"data: [DONE]\n\n")
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"X-Header: value\r\n" * 100, b"x" * 1000, b""],
+    ids=["many headers", "one long header", "long path"],
+)
+def test_head_without_end_is_refused(fake_server: Server, part: bytes):
+    port = int(fake_server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: 1" if part else b"GET /")
+        received = b""
+        try:
+            for _ in range(1000):
+                client.sendall(part or b"p" * 1000)
+                time.sleep(0.0005)
+            received = client.recv(4096)
+        except (BrokenPipeError, ConnectionResetError):
+            received = b"HTTP/1.1 431"  # the reset of a connection that still sends may overtake the answer
+    assert received.startswith(b"HTTP/1.1 431")
+
+
+def test_a_large_body_and_large_headers_within_the_limit_pass(fake_server: Server):
+    response = httpx.post(
+        f"{fake_server.url}/tokenize", json={"prompt": "x" * 2_000_000}, headers={"x-long": "y" * 60_000}, timeout=30
+    )
+    assert response.json()["count"] == 2_000_000
+
+
+def test_tokenizer_may_be_named_by_its_id_on_the_hub(start, tiny_llama: Path, tmp_path: Path, monkeypatch):
+    commit = "0" * 40
+    repository = tmp_path / "models--some--tokenizer"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (tiny_llama / name).exists():
+            shutil.copy(tiny_llama / name, snapshot / name)
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    server = start(str(tiny_llama), "--device", "cpu", "--tokenizer", "some/tokenizer", "--download-dir", str(tmp_path))
+    assert httpx.post(f"{server.url}/tokenize", json={"prompt": "hello"}).json()["count"] > 0
+
+
+def test_message_that_the_engine_cannot_read_ends_the_tree(start):
+    server = start("--executor", "fake")
+    outbox = Outbox(f"ipc://{socket_folder(server)}/engine")
+    outbox.send(EngineReady(worker=None, max_model_len=1, block_size=1))  # type: ignore[arg-type]
+    try:
+        assert server.process.wait(5) == 1
+    finally:
+        outbox.close()
+    server.reader.join(5)
+    assert any("input thread failed" in line for line in server.lines)
+
+
+SLOW_TO_STOP = """
+import time
+from servd.core import engine_core_proc
+from servd.core.executor.fake import FakeExecutor
+
+def shutdown(self):
+    print("stopping", flush=True)
+    time.sleep(1)
+    print("stopped", flush=True)
+
+FakeExecutor.shutdown = shutdown
+engine_core_proc.main()
+"""
+
+
+def test_second_sigterm_does_not_cut_short_the_stopping_of_workers(tmp_path: Path):
+    config = Config.load({"executor": "fake", "max_num_seqs": 1, "max_num_batched_tokens": 8, "max_model_len": 8})
+    message = msgspec.msgpack.encode(Start(config, FAKE_SPEC, str(tmp_path), time.monotonic()))
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_TO_STOP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as engine:
+        assert engine.stdin and engine.stdout and engine.stderr
+        engine.stdin.write(len(message).to_bytes(4, "big") + message)
+        engine.stdin.flush()
+        assert any(b" ready after " in line for line in engine.stderr)
+        engine.send_signal(signal.SIGTERM)
+        assert engine.stdout.readline() == b"stopping\n"
+        engine.send_signal(signal.SIGTERM)
+        assert engine.stdout.readline() == b"stopped\n"
+        assert engine.wait(5) == 0
