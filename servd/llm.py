@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import shutil
 import time
 from collections.abc import Sequence
@@ -18,15 +19,17 @@ from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.core.engine_core import EngineCore
 from servd.core.engine_core_proc import start_executor
+from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreOutputs, EngineReady, EngineStatus, ToEngine
 from servd.messages import EngineDead as EngineDeadMessage
-from servd.outputs import CompletionOutput, RequestOutput
-from servd.params import SamplingParams
+from servd.outputs import CompletionOutput, RequestOutput, unpack_vector
+from servd.params import PoolingParams, SamplingParams
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
+Params = SamplingParams | PoolingParams
 
 
 class LLM:
@@ -87,6 +90,23 @@ class LLM:
         prompts = [(render(c, **template_options), False) for c in conversations]  # type: ignore[arg-type]
         return self._run(prompts, params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[list[float]]:
+        """One vector for each prompt (strings, or lists of token ids), in order.
+
+        Raises:
+            InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        outputs = self._run([(prompt, True) for prompt in prompts], params or PoolingParams(), use_tqdm)  # type: ignore[misc]
+        return [unpack_vector(output.outputs[0].pooled or b"") for output in outputs]
+
     def close(self) -> None:
         """Stop the engine and free its memory."""
         self.engine.close()
@@ -94,14 +114,14 @@ class LLM:
     def _run(
         self,
         prompts: Sequence[tuple[Prompt, bool]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params | Sequence[Params] | None,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         if params is None:
             params = SamplingParams(**self.engine.processor.default_params)
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        each = [params] * len(prompts) if isinstance(params, Params) else list(params)
         if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams")
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} parameters")
         ids = [str(next(self.request_ids)) for _ in prompts]
         finished: dict[str, RequestOutput] = {}
         show = self.use_tqdm if use_tqdm is None else use_tqdm
@@ -143,9 +163,7 @@ class LLMEngine:
         with LoadingBar(use_tqdm) as progress:
             self.port: Port = (SeparateProcess if separate_process else InProcess)(config, spec, progress)
 
-    def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
-    ) -> None:
+    def add_request(self, request_id: str, prompt: Prompt, params: Params, *, add_special_tokens: bool = True) -> None:
         """Queue a prompt.
 
         Raises:
@@ -153,15 +171,22 @@ class LLMEngine:
         """
         if request_id in self.requests:
             raise InvalidRequest(f"a request with the id {request_id!r} is unfinished", param="request_id")
-        prepared = self.processor.process(
-            request_id, prompt, params, add_special_tokens=add_special_tokens, client=self.port.client
+        client = self.port.client
+        prepared = (
+            self.processor.process_pooling(
+                request_id, prompt, params, add_special_tokens=add_special_tokens, client=client
+            )
+            if isinstance(params, PoolingParams)
+            else self.processor.process(
+                request_id, prompt, params, add_special_tokens=add_special_tokens, client=client
+            )
         )
         self.output_processor.add(prepared)
         self.requests[request_id] = RequestOutput(
             request_id=request_id,
             prompt=prepared.prompt,
             prompt_token_ids=prepared.prompt_token_ids,
-            outputs=[CompletionOutput(index=i) for i in range(params.n)],
+            outputs=[CompletionOutput(index=i) for i in range(prepared.params.n)],
         )
         for request in prepared.requests:
             self.port.send(request)
@@ -221,13 +246,17 @@ class InProcess:
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
         self.executor, ready = start_executor(config, spec, progress)
         self.engine = EngineCore(config, spec, self.executor, ready.num_blocks)
+        self.compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
+        self.engine.grammars.on_compiled = self.compiled.put
 
     def send(self, message: ToEngine) -> None:
         """Handled at once."""
         self.engine.handle(message)
 
     def receive(self) -> list[EngineCoreOutput]:
-        """Run one step."""
+        """Run one step, if need be after waiting for what is compiled."""
+        while not self.compiled.empty() or (not self.engine.has_work and self.engine.grammars.is_compiling):
+            self.engine.handle(self.compiled.get())
         outputs = self.engine.step().get(self.client)
         return outputs.outputs if outputs else []
 

@@ -10,6 +10,7 @@ from collections import deque
 from servd.config import Config
 from servd.core.executor._base import Executor, PendingOutput
 from servd.core.scheduler import Scheduler
+from servd.core.structured_output.manager import Compiled, GrammarManager
 from servd.hf import ModelSpec
 from servd.messages import AbortRequests, Attach, EngineCoreOutputs, EngineCoreRequest, ResetPrefixCache, ToEngine
 
@@ -27,6 +28,7 @@ class EngineCore:
     def __init__(self, config: Config, spec: ModelSpec, executor: Executor, num_blocks: int) -> None:
         max_model_len = config.model.max_model_len or spec.max_position_embeddings
         self.scheduler = Scheduler(config.scheduler, config.cache, max_model_len, num_blocks)
+        self.grammars = GrammarManager(config, spec)
         self.executor = executor
         self.depth = 2 if config.scheduler.async_scheduling else 1  # steps in flight
         self.in_flight: deque[PendingOutput] = deque()
@@ -36,12 +38,20 @@ class EngineCore:
         """Whether `step` would do anything."""
         return self.scheduler.has_work
 
-    def handle(self, message: ToEngine) -> None:
-        """Take in one message from a client."""
+    def handle(self, message: ToEngine | Compiled) -> None:
+        """Take in one message from a client, or the news that `grammars.on_compiled` was called with."""
         match message:
             case EngineCoreRequest():
-                self.scheduler.add(message)
+                if self.grammars.admit(message):
+                    self.scheduler.add(message)
+            case Compiled(error=error):
+                for request in self.grammars.take(message):
+                    if error is None:
+                        self.scheduler.add(request)
+                    else:
+                        self.scheduler.reject(request, error)
             case AbortRequests(request_ids):
+                self.grammars.abort(request_ids)
                 self.scheduler.abort(request_ids)
             case ResetPrefixCache():
                 self.scheduler.kv_cache.pool.forget_cached()
@@ -57,7 +67,15 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
             self.executor.execute_model(scheduled)
-            self.in_flight.append(self.executor.sample_tokens())
+            self.grammars.begin_step(scheduled)
+            while self.grammars.awaits_tokens:
+                self._harvest()
+            self.in_flight.append(self.executor.sample_tokens(self.grammars.bitmask()))
         if self.in_flight and (scheduled is None or len(self.in_flight) >= self.depth):
-            self.scheduler.update_from_output(self.in_flight.popleft().result())
+            self._harvest()
         return self.scheduler.take_outputs()
+
+    def _harvest(self) -> None:
+        """Take in the oldest step in flight."""
+        result = self.in_flight.popleft().result()
+        self.scheduler.update_from_output(result, self.grammars.advance(result))

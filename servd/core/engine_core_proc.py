@@ -19,6 +19,7 @@ from servd.child import read_start
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor._base import Executor, Progress
+from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineError
 from servd.ipc import Inbox, Outbox, address
 from servd.messages import (
@@ -36,6 +37,7 @@ from servd.messages import (
 logger = logging.getLogger("servd.engine")
 
 LOG_INTERVAL = 10.0  # seconds between log lines while requests run
+IDLE = 1.0  # seconds without work after which the engine warms up for requests to come
 
 
 class Start(msgspec.Struct):
@@ -69,7 +71,7 @@ class EngineCoreProc:
     def __init__(self, start: Start) -> None:
         self.start = start
         self.clock = StartupClock(start.started_at)
-        self.inputs: queue.SimpleQueue[ToEngine | WorkerFailed] = queue.SimpleQueue()
+        self.inputs: queue.SimpleQueue[ToEngine | Compiled | WorkerFailed] = queue.SimpleQueue()
         # (client or None for all, message); None ends the output thread.
         self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attach | None] = queue.SimpleQueue()
         self.input_thread = threading.Thread(target=self.guard, args=[self.receive_inputs], name="input", daemon=True)
@@ -112,6 +114,7 @@ class EngineCoreProc:
         engine = EngineCore(config, spec, self.executor, worker.num_blocks)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
+        engine.grammars.on_compiled = self.inputs.put
         self.clock.enter("ready")
         ready = EngineReady(worker, engine.scheduler.max_model_len, config.cache.block_size, self.clock.seconds)
         self.outputs.put((None, ready))
@@ -123,12 +126,20 @@ class EngineCoreProc:
         """Take what has arrived, run a step, hand on its outputs. Without work: wait, using no CPU."""
         while True:
             while not engine.has_work or not self.inputs.empty():
-                message = self.inputs.get()
+                message = self.next_input(engine)
                 if isinstance(message, WorkerFailed):  # a worker or thread ended while no step was awaited
                     raise EngineError(message.reason)
                 engine.handle(message)
             for client, outputs in engine.step().items():
                 self.outputs.put((client, outputs))
+
+    def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed:
+        """Wait for a message; the first long wait is a good time for what would make requests stutter."""
+        try:
+            return self.inputs.get(timeout=IDLE)
+        except queue.Empty:
+            engine.grammars.warm_up()
+            return self.inputs.get()
 
     def guard(self, work: Callable[[], None]) -> None:
         """Run a thread's work; if it fails, so does the engine: otherwise every request would wait for ever."""

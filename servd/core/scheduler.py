@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from servd.config import CacheConfig, SchedulerConfig
@@ -85,10 +86,17 @@ class Scheduler:
         order = (message.priority if self.by_priority else 0, self._num_arrived)
         request = Request.from_message(message, order, self.max_model_len)
         if request.num_prompt_tokens >= self.max_model_len:
-            self._reject(request)
+            self.reject(message, self._prompt_too_long(request.num_prompt_tokens))
             return
         self.requests[request.request_id] = request
         self.waiting.add(request)
+
+    def reject(self, message: EngineCoreRequest, error: str) -> None:
+        """End a request that cannot run at all."""
+        now = now_ns()
+        marks = [Mark("queued", now), Mark("finished", now)]
+        output = EngineCoreOutput(message.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error)
+        self._outputs[message.client].append(output)
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests, wherever they are. Unknown ids are ignored: they may just have finished."""
@@ -207,8 +215,13 @@ class Scheduler:
 
     # ---- harvest ----
 
-    def update_from_output(self, result: ModelRunnerOutput) -> None:
-        """Take in the sampled tokens of the oldest step in flight."""
+    def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, str]) -> None:
+        """Take in the sampled tokens of the oldest step in flight.
+
+        Args:
+            result: of that step.
+            ends: index in the step -> "" where the output is complete with this token, or why it cannot go on.
+        """
         step = self._in_flight.popleft()
         now = now_ns()
         for i, (request, token_ids) in enumerate(zip(step.requests, result.sampled_token_ids, strict=True)):
@@ -220,11 +233,16 @@ class Scheduler:
             if token_ids:
                 output = EngineCoreOutput(request.request_id, token_ids, logprobs=result.logprobs.get(i))
                 output.pooled = result.pooled.get(i)
-                self._harvest(request, output, now, step.number)
+                self._harvest(request, output, ends.get(i), now, step.number)
 
-    def _harvest(self, request: Request, output: EngineCoreOutput, now: int, step: int) -> None:
+    def _harvest(self, request: Request, output: EngineCoreOutput, end: str | None, now: int, step: int) -> None:
         [token_id] = output.new_token_ids
-        finish_reason = output.finish_reason = request.append(token_id)
+        finish_reason = request.append(token_id)
+        if end == "":
+            finish_reason = FinishReason.STOP
+        elif end is not None and finish_reason is None:
+            finish_reason, output.error = FinishReason.ERROR, end
+        output.finish_reason = finish_reason
         if request.num_output_tokens == 1:
             output.num_cached_tokens = request.num_cached_tokens
             output.prompt_logprobs = request.prompt_logprobs or None
@@ -233,7 +251,7 @@ class Scheduler:
         if request.is_prompt_only:
             output.new_token_ids, output.logprobs = [], None
         if finish_reason is not None:
-            if finish_reason is FinishReason.STOP and token_id not in request.eos_token_ids:
+            if end is None and finish_reason is FinishReason.STOP and token_id not in request.eos_token_ids:
                 output.stop_reason = token_id
             output.marks += [*request.marks, Mark("finished", now, step)]
             self._finish(request)
@@ -273,15 +291,11 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot = -1
 
-    def _reject(self, request: Request) -> None:
-        """End a request whose prompt leaves no room for an output."""
-        request.status = RequestStatus.FINISHED
+    def _prompt_too_long(self, num_prompt_tokens: int) -> str:
         error = (
-            f"the prompt has {request.num_prompt_tokens} tokens, but prompt and output together are limited to "
+            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are limited to "
             f"{self.max_model_len} tokens"
         )
         if self.max_model_len == self.cache_len:
             error += ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
-        marks = [*request.marks, Mark("finished", now_ns())]
-        output = EngineCoreOutput(request.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error)
-        self._outputs[request.client].append(output)
+        return error

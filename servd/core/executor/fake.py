@@ -23,6 +23,7 @@ from servd.params import PoolingParams, SamplingParams
 
 BYTE_VOCAB = 257  # of hf.FAKE_SPEC
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32: five bits choose one
+CLOSERS = b'"]}'
 MAX_CACHE_TOKENS = 2**20  # 8 MB, unless --kv-cache-memory says otherwise
 MASK = 2**64 - 1
 
@@ -35,6 +36,15 @@ def next_state(state: int, token_id: int) -> int:
 def sample(state: int, vocab_size: int) -> int:
     """The token that follows a state: letters and spaces for bytes, else any id but the last (end of sequence)."""
     return LETTERS[state >> 59] if vocab_size == BYTE_VOCAB else (state >> 32) % (vocab_size - 1)
+
+
+def sample_allowed(state: int, mask: bytes) -> int:
+    """The token that follows a state where a grammar rules; texts end soon, as it often closes what is open."""
+    allowed = [8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+    closing = [token_id for token_id in allowed if token_id in CLOSERS]
+    plain = [token_id for token_id in allowed if token_id < 128]
+    candidates = closing if closing and state >> 62 == 0 else plain or allowed
+    return candidates[(state >> 32) % len(candidates)]
 
 
 def expected_tokens(prompt_token_ids: list[int], num_tokens: int, vocab_size: int) -> list[int]:
@@ -133,6 +143,7 @@ class FakeExecutor(_base.Executor):
         if self.launched is None:
             raise RuntimeError("sample_tokens was called without execute_model")
         output = ModelRunnerOutput([])
+        masks = _unpack(bitmask) if bitmask else {}
         for i, item in enumerate(self.launched.scheduled):
             if part := self._prompt_logprobs(self.rows[item.slot], item.num_tokens):
                 output.prompt_logprobs[i] = part
@@ -141,6 +152,8 @@ class FakeExecutor(_base.Executor):
                 continue
             row = self.rows[item.slot]
             token_id = sample(row.state, self.spec.vocab_size)
+            if i in masks:
+                token_id = sample_allowed(row.state, masks[i])
             row.token_ids.append(token_id)
             output.sampled_token_ids.append([token_id])
             if isinstance(row.params, PoolingParams):
@@ -187,6 +200,12 @@ class FakeExecutor(_base.Executor):
         likely = [(token_id + i) % self.spec.vocab_size for i in range(num_logprobs)]
         logprobs = [-(i + 1) * math.log(2) for i in range(num_logprobs)]
         return TokenLogprobs([token_id, *likely], [-math.log(2), *logprobs], rank=1)
+
+
+def _unpack(bitmask: GrammarBitmask) -> dict[int, bytes]:
+    """Index in the step -> its row of bits."""
+    size = len(bitmask.bitmask) // len(bitmask.indices)
+    return {index: bitmask.bitmask[i * size : (i + 1) * size] for i, index in enumerate(bitmask.indices)}
 
 
 Executor = FakeExecutor  # the name that every file of this package has

@@ -1,0 +1,1 @@
+"""Outputs that follow a grammar: JSON schemas, regular expressions, choices."""

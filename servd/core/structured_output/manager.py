@@ -1,0 +1,217 @@
+"""GrammarManager: compiles grammars beside the step loop, and follows the rows of the steps that have one.
+
+It sees what the workers see, rows and sampled tokens, and keeps its own rows in the same way: a row begins with a
+NewRequest, also after preemption, when the outputs so far are in it, and ends when its slot is freed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from servd.config import Config
+from servd.core.structured_output.grammar import Grammar, GrammarError, Matcher, load_vocabulary
+from servd.errors import ConfigError
+from servd.hf import ModelSpec
+from servd.messages import EngineCoreRequest, GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
+from servd.params import PoolingParams, SamplingParams, StructuredOutput
+
+logger = logging.getLogger("servd.structured_output")
+
+MAX_GRAMMARS = 128  # kept compiled, besides those in use
+NUM_COMPILERS = 2  # threads
+
+Key = tuple[str, str]  # kind and value
+
+
+@dataclass(slots=True)
+class Compiled:
+    """News for the engine's own thread: a grammar is ready, or cannot be had."""
+
+    key: Key
+    grammar: Grammar | None
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A running request with a grammar."""
+
+    matcher: Matcher | None  # None after an error
+    starts_after: frozenset[int]  # not empty: the grammar has not begun
+    error: str | None = None
+    num_awaited: int = 0  # tokens that steps in flight sample
+
+    def accept(self, token_id: int) -> None:
+        """Take in a sampled token."""
+        if self.starts_after:
+            if token_id in self.starts_after:
+                self.starts_after = frozenset()
+        elif self.matcher is not None:
+            try:
+                self.matcher.accept(token_id)
+            except GrammarError as error:
+                self.fail(error)
+
+    def bitmask(self) -> bytes | None:
+        """The tokens that may come next; None if all may."""
+        if self.starts_after or self.matcher is None:
+            return None
+        try:
+            return self.matcher.bitmask()
+        except GrammarError as error:
+            self.fail(error)
+            return None
+
+    def fail(self, error: GrammarError) -> None:
+        """The next token ends the request."""
+        self.matcher = None
+        self.error = f"the output cannot follow its structure any further: {error}"
+
+    @property
+    def end(self) -> str | None:
+        """Why the output ends here: an error, or "" where it is complete. None if it goes on."""
+        if self.matcher is None:
+            return self.error
+        return "" if not self.starts_after and self.matcher.is_complete else None
+
+
+class GrammarManager:
+    """Keeps the common path free of grammars: a step without any costs a look at its new requests.
+
+    Args:
+        config: resolved.
+        spec: of the model.
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec) -> None:
+        self.config = config
+        self.spec = spec
+        # Called from another thread; whoever drives the engine passes the news to `EngineCore.handle`.
+        self.on_compiled: Callable[[Compiled], None] = lambda compiled: None
+        self._threads = ThreadPoolExecutor(NUM_COMPILERS, "compile")
+        self._vocabulary: Future[Any] | None = None
+        self._grammars: OrderedDict[Key, Grammar] = OrderedDict()  # the least recently used first
+        self._compiling: dict[Key, list[EngineCoreRequest]] = {}
+        self._rows: dict[int, Row] = {}  # by slot
+        self._step: list[tuple[int, Row]] = []  # (index in `scheduled`, row) of the rows that sample
+        self._in_flight: deque[list[tuple[int, Row]]] = deque()
+
+    # ---- before a request runs ----
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether requests wait for a grammar."""
+        return bool(self._compiling)
+
+    def warm_up(self) -> None:
+        """Begin to load what the first grammar needs."""
+        if self._vocabulary is None:
+            self._vocabulary = self._threads.submit(load_vocabulary, self.config, self.spec)
+
+    def admit(self, request: EngineCoreRequest) -> bool:
+        """Whether a request can run now. If not, it is kept until its grammar is compiled."""
+        output = _structured_output(request.params)
+        if output is None or self._find(key := (output.kind, output.value)):
+            return True
+        if key not in self._compiling:
+            self.warm_up()
+            self._compiling[key] = []
+            self._threads.submit(lambda: self.on_compiled(self._compile(output)))
+        self._compiling[key].append(request)
+        return False
+
+    def take(self, compiled: Compiled) -> list[EngineCoreRequest]:
+        """Keep a compiled grammar; returns the requests that waited for it."""
+        if compiled.grammar is not None:
+            self._grammars[compiled.key] = compiled.grammar
+            if len(self._grammars) > MAX_GRAMMARS:
+                self._grammars.popitem(last=False)
+        return self._compiling.pop(compiled.key)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests that wait for their grammars."""
+        for requests in self._compiling.values():
+            requests[:] = [request for request in requests if request.request_id not in request_ids]
+
+    def _find(self, key: Key) -> Grammar | None:
+        if key in self._grammars:
+            self._grammars.move_to_end(key)
+        return self._grammars.get(key)
+
+    def _compile(self, output: StructuredOutput) -> Compiled:
+        key = (output.kind, output.value)
+        assert self._vocabulary is not None
+        try:
+            return Compiled(key, Grammar(output, self._vocabulary.result()))
+        except (GrammarError, ConfigError, ValueError) as error:
+            logger.warning("a %s grammar that the API accepted cannot be compiled: %s", output.kind, error)
+            return Compiled(key, None, f"the {output.kind} grammar cannot be compiled: {error}")
+
+    # ---- steps ----
+
+    def begin_step(self, scheduled: SchedulerOutput) -> None:
+        """Take over what changes in the rows, and find those of this step that a grammar rules."""
+        for slot in scheduled.freed_slots:
+            self._rows.pop(slot, None)
+        for request in scheduled.new_requests:
+            if (output := _structured_output(request.params)) is not None:
+                self._rows[request.slot] = self._row(request, output)
+        self._step = []
+        if self._rows:
+            self._step = [
+                (index, self._rows[item.slot])
+                for index, item in enumerate(scheduled.scheduled)
+                if item.samples and item.slot in self._rows
+            ]
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether this step's masks depend on tokens that are still in flight."""
+        return any(row.num_awaited for _, row in self._step)
+
+    def bitmask(self) -> GrammarBitmask | None:
+        """What the rows of this step may sample."""
+        self._in_flight.append(self._step)
+        masks: list[tuple[int, bytes]] = []
+        for index, row in self._step:
+            row.num_awaited += 1
+            if (mask := row.bitmask()) is not None:
+                masks.append((index, mask))
+        if not masks:
+            return None
+        return GrammarBitmask([index for index, _ in masks], b"".join([mask for _, mask in masks]))
+
+    def advance(self, output: ModelRunnerOutput) -> dict[int, str]:
+        """Take in the tokens of the oldest step in flight.
+
+        Returns:
+            The indices in `scheduled` of the outputs that end with this token: "" if complete, else the error.
+        """
+        ends: dict[int, str] = {}
+        for index, row in self._in_flight.popleft():
+            for token_id in output.sampled_token_ids[index]:
+                row.num_awaited -= 1
+                row.accept(token_id)
+            if (end := row.end) is not None:
+                ends[index] = end
+        return ends
+
+    def _row(self, request: NewRequest, output: StructuredOutput) -> Row:
+        grammar = self._find((output.kind, output.value))
+        if grammar is None:  # it waited for so long that its grammar is forgotten
+            grammar = self._compile(output).grammar
+        row = Row(grammar.matcher() if grammar else None, frozenset(output.starts_after))
+        if grammar is None:
+            row.fail(GrammarError("the grammar cannot be compiled again"))
+        for token_id in request.token_ids[request.num_prompt_tokens :]:
+            row.accept(token_id)
+        return row
+
+
+def _structured_output(params: SamplingParams | PoolingParams) -> StructuredOutput | None:
+    return params.structured_output if isinstance(params, SamplingParams) else None
