@@ -21,14 +21,39 @@ from servd.api.processor import Processor
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.core.engine_core import EngineCore
-from servd.core.executor.fake import FakeExecutor, expected_tokens
+from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
 from servd.hf import FAKE_SPEC, ModelSpec
-from servd.messages import EngineReady, FromEngine, ToEngine
+from servd.messages import EngineReady, FromEngine, GrammarBitmask, NewRequest, ToEngine
 from servd.resolve import Machine, resolve
 from servd.tracing import Tracer
 
 MODEL = "org/fake-model"  # with a slash, as on the hub
 ALIAS = "fake"
+
+
+class ScriptedExecutor(FakeExecutor):
+    """Answers every prompt with the bytes of `script`, and ends; for a model of bytes."""
+
+    script = ""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.num_prompt_tokens: dict[int, int] = {}  # by slot
+
+    def _row(self, request: NewRequest) -> Row:
+        self.num_prompt_tokens[request.slot] = request.num_prompt_tokens
+        return super()._row(request)
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> Any:
+        assert self.launched is not None
+        scheduled, end = self.launched.scheduled, self.spec.eos_token_ids[0]
+        done = super().sample_tokens(bitmask)
+        for item, sampled in zip(scheduled, done.output.sampled_token_ids, strict=True):
+            if sampled:
+                token_ids = self.rows[item.slot].token_ids
+                rest = self.script.encode()[len(token_ids) - 1 - self.num_prompt_tokens[item.slot] :]
+                token_ids[-1] = sampled[0] = rest[0] if rest else end
+        return done
 
 
 class InProcessEngine:
@@ -37,9 +62,12 @@ class InProcessEngine:
     `sent` keeps all messages to the engine. Clear `may_step` to hold the engine still.
     """
 
-    def __init__(self, config: Config, spec: ModelSpec, is_ready: bool = True) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, is_ready: bool = True, script: str | None = None) -> None:
         self.client = 0
-        executor = FakeExecutor(config, spec, lambda phase, progress: None)
+        executor = (FakeExecutor if script is None else ScriptedExecutor)(config, spec, lambda phase, progress: None)
+        if isinstance(executor, ScriptedExecutor):
+            executor.script = script or ""
+        self.executor = executor
         self.worker = executor.start()
         self.core = EngineCore(config, spec, executor, self.worker.num_blocks)
         self.sent: list[ToEngine] = []
@@ -106,13 +134,14 @@ async def serve(
     is_ready: bool = True,
     keep_alive: float = 15.0,
     spec: ModelSpec = FAKE_SPEC,
+    script: str | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
-    """Run a server; `options` are those of Config."""
+    """Run a server, whose model says `script` if there is one; `options` are those of Config."""
     settings = {"executor": "fake", "served_model_name": [MODEL, ALIAS], "max_model_len": 4096, **options}
     config = resolve(Config.load(settings), spec, Machine())
     tokenizer = Tokenizer.load(spec.folder) if spec.folder else Tokenizer.bytes()
-    engine = InProcessEngine(config, spec, is_ready)
+    engine = InProcessEngine(config, spec, is_ready, script)
     processor = Processor(config, spec, tokenizer, config.model.max_model_len or 0)
     async_llm = AsyncLLM(
         config,
@@ -165,6 +194,17 @@ def events(text: str) -> list[Any]:
     assert all(frame.startswith("data: ") for frame in frames)
     assert frames[-1] == "data: [DONE]"
     return [msgspec.json.decode(frame.removeprefix("data: ")) for frame in frames[:-1]]
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """The events of a stream with names, each of which must be the document's type."""
+    found = []
+    for frame in text.strip().split("\n\n"):
+        name, data = frame.split("\n")
+        document = msgspec.json.decode(data.removeprefix("data: "))
+        assert name == f"event: {document['type']}"
+        found.append(document)
+    return found
 
 
 def output_text(prompt: str, num_tokens: int) -> str:
