@@ -17,6 +17,7 @@ import zmq
 T = TypeVar("T")
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
+PARENT_DIR = "SERVD_IPC_DIR"  # environment of a child: its parent's folder, which the parent removes in any case
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -26,7 +27,7 @@ def private_dir() -> Path:
 
     The path is kept short: see MAX_SOCKET_PATH.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    base = os.environ.get(PARENT_DIR) or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     if not os.access(base, os.W_OK) or len(base) > 60:
         base = "/tmp"
     return Path(tempfile.mkdtemp(prefix="servd-", dir=base))  # mkdtemp makes it 0700

@@ -79,7 +79,7 @@ def start_engine(config: Config, spec: hf.ModelSpec, ipc_dir: str, started_at: f
     """Start the engine process; it listens in `ipc_dir`."""
     from servd.core.engine_core_proc import Start
 
-    return Child("engine", ENGINE_MODULE, Start(config, spec, ipc_dir, started_at))
+    return Child("engine", ENGINE_MODULE, Start(config, spec, ipc_dir, started_at), env={ipc.PARENT_DIR: ipc_dir})
 
 
 def listen(config: Config) -> socket.socket:

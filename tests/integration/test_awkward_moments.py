@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -149,6 +150,16 @@ def test_message_that_the_engine_cannot_read_ends_the_tree(start):
         outbox.close()
     server.reader.join(5)
     assert any("input thread failed" in line for line in server.lines)
+
+
+def test_killed_engine_leaves_no_socket_of_its_workers(start, tiny_llama: Path, monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="x", dir="/tmp") as folder:  # a short path, as sockets need
+        monkeypatch.setitem(os.environ, "XDG_RUNTIME_DIR", folder)
+        server = start(str(tiny_llama), "--device", "cpu", "--executor", "multiproc")
+        assert list(Path(folder).rglob("worker-0"))
+        server.children()["engine"].kill()
+        assert server.process.wait(5) == 1
+        assert not os.listdir(folder)
 
 
 SLOW_TO_STOP = """
