@@ -4,6 +4,8 @@
 |---|---|---|
 | api -> core | ToEngine | Attach, EngineCoreRequest, AbortRequests, ResetPrefixCache |
 | core -> api | FromEngine | EngineStatus, EngineReady, EngineCoreOutputs, EngineDead |
+| api -> grammar checker | | StartGrammarChecker on stdin, then StructuredOutput as lines of JSON |
+| grammar checker -> api | | GrammarVerdict as lines of JSON |
 | core -> worker, on stdin | | StartWorker |
 | core -> worker | ToWorker | LoadModel, AllocateKVCache, SchedulerOutput, SampleTokens, Shutdown |
 | worker -> core | FromWorker | WorkerProgress, WorkerReady, ModelRunnerOutput, WorkerFailed |
@@ -158,6 +160,23 @@ class EngineDead(Message, tag=True):
 
 
 FromEngine = EngineStatus | EngineReady | EngineCoreOutputs | EngineDead
+
+
+# ---- api <-> grammar checker ----
+
+
+class StartGrammarChecker(msgspec.Struct):
+    """What the process that tries grammars must know to begin."""
+
+    config: Config  # resolved
+    spec: ModelSpec
+    channel: int  # descriptor of a stream socket, inherited
+
+
+class GrammarVerdict(Message):
+    """The answer to one grammar; the first one tells that the process is ready."""
+
+    error: str | None = None  # None: it can be used
 
 
 # ---- core -> worker ----

@@ -10,6 +10,7 @@ import msgspec
 from servd.errors import InvalidRequest
 
 MAX_N = 128
+MAX_BEAMS = 16
 MAX_LOGPROBS = 20
 MAX_STOP = 16
 MAX_BAD_WORDS = 512  # token sequences
@@ -23,6 +24,7 @@ class StructuredOutput(msgspec.Struct, array_like=True, omit_defaults=True, froz
     kind: Literal["json", "json_object", "regex", "choice", "grammar"]
     value: str = ""  # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
     starts_after: list[int] = []  # the form holds after the first of these tokens, e.g. </think>; empty: at once
+    param: str = "structured_outputs"  # the field of the client's request, for errors
 
 
 class SamplingParams(

@@ -1,0 +1,141 @@
+"""GrammarChecker: refuses structured outputs that cannot be generated, before the engine sees them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import OrderedDict
+
+import msgspec
+
+from servd.child import Child
+from servd.config import Config
+from servd.errors import InvalidRequest, Overloaded
+from servd.hf import ModelSpec
+from servd.messages import GrammarVerdict, StartGrammarChecker
+from servd.params import StructuredOutput
+
+log = logging.getLogger("servd.grammar")
+
+MODULE = "servd.core.structured_output.checker"
+MAX_BYTES = 65536  # of a value
+TIME_LIMIT = 2.0  # seconds for one grammar
+START_LIMIT = 60.0  # seconds for the process to be ready
+QUEUE_LIMIT = 10.0  # seconds that a grammar waits for others to be checked
+STOP_TIMEOUT = 0.5
+MAX_VERDICTS = 1024  # remembered
+
+
+class GrammarChecker:
+    """Has each grammar compiled once by a process of its own, within limits of size and time. For any thread.
+
+    The library bounds much of its work but not all of it, and some of what it does not bound ends the process. The
+    engine compiles with the same limits, so it meets only grammars that have passed here.
+
+    Args:
+        config: resolved.
+        spec: of the model.
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec) -> None:
+        self.config = config
+        self.spec = spec
+        self._lock = threading.Lock()  # one grammar at a time
+        self._process: tuple[Child, socket.socket] | None = None
+        self._is_ready = False
+        self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
+
+    def start(self) -> None:
+        """Start the process, so that the first request need not wait for it. It comes up by itself."""
+        with self._lock:
+            self._connect()
+
+    def knows(self, output: StructuredOutput) -> bool:
+        """Whether `check` would answer at once."""
+        return _key(output) in self._verdicts
+
+    def check(self, output: StructuredOutput) -> None:
+        """Block until it is known that an output of this form can be generated.
+
+        Raises:
+            InvalidRequest: it cannot: malformed, not supported, too large or too complex.
+            Overloaded: too many others are being checked.
+        """
+        error = self._verdicts[_key(output)] if self.knows(output) else self._try(output)
+        if error is not None:
+            raise InvalidRequest(f"{output.param}: {error}", param=output.param)
+
+    def close(self) -> None:
+        """End the process. May be called more than once."""
+        with self._lock:
+            self._disconnect()
+
+    def _try(self, output: StructuredOutput) -> str | None:
+        """What is wrong with a grammar; None if nothing."""
+        size = len(output.value.encode())
+        if size > MAX_BYTES:
+            return f"the {output.kind} has {size} bytes, at most {MAX_BYTES} are accepted"
+        if not self._lock.acquire(timeout=QUEUE_LIMIT):
+            raise Overloaded("too many structured outputs are being compiled: retry later")
+        try:
+            if not self.knows(output):  # others may have asked the same
+                self._verdicts[_key(output)] = self._ask(output)
+            error = self._verdicts[_key(output)]
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+            return error
+        finally:
+            self._lock.release()
+
+    def _ask(self, output: StructuredOutput) -> str | None:
+        channel = self._connect()
+        if not self._is_ready:
+            channel.settimeout(START_LIMIT)
+            if (error := self._receive(channel).error) is not None:
+                self._disconnect()
+                return error
+            self._is_ready = True
+        channel.settimeout(TIME_LIMIT)
+        try:
+            channel.sendall(msgspec.json.encode(output) + b"\n")
+            return self._receive(channel).error
+        except OSError as error:
+            log.warning("a %s of %d bytes is refused: %r", output.kind, len(output.value), error)
+            self._disconnect()
+            self._connect()
+            return f"the {output.kind} is too complex: it cannot be compiled within {TIME_LIMIT:.0f} s"
+
+    def _receive(self, channel: socket.socket) -> GrammarVerdict:
+        """One line.
+
+        Raises:
+            OSError: none came within the channel's time limit, or the process is gone.
+        """
+        line = b""
+        while not line.endswith(b"\n"):
+            part = channel.recv(65536)
+            if not part:
+                raise ConnectionResetError("the grammar process ended")
+            line += part
+        return msgspec.json.decode(line, type=GrammarVerdict)
+
+    def _connect(self) -> socket.socket:
+        if self._process is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                start = StartGrammarChecker(self.config, self.spec, theirs.fileno())
+                self._process = Child("grammar", MODULE, start, pass_fds=[theirs.fileno()]), ours
+            self._is_ready = False
+        return self._process[1]
+
+    def _disconnect(self) -> None:
+        if self._process is not None:
+            child, channel = self._process
+            self._process = None
+            channel.close()
+            child.stop(STOP_TIMEOUT)
+
+
+def _key(output: StructuredOutput) -> tuple[str, str]:
+    return output.kind, output.value
