@@ -17,6 +17,7 @@ from servd.api.reasoning_parsers._think import ThinkParser
 from servd.api.tokenizer import Tokenizer
 from servd.api.tool_parsers._base import ToolParser
 from servd.api.tool_parsers._forced import ForcedCallsParser, calls_schema
+from servd.api.tool_parsers._grammar import calls_grammar
 from servd.config import Config
 from servd.errors import InvalidRequest
 from servd.params import StructuredOutput
@@ -25,6 +26,7 @@ log = logging.getLogger("servd.api")
 
 TOOL_PARSERS = "servd.api.tool_parsers"
 REASONING_PARSERS = "servd.api.reasoning_parsers"
+SCHEMAS = {"json": "{}", "json_object": '{"type": "object"}'}  # kinds of structured output that are schemas
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -181,18 +183,15 @@ class MessageFormat:
         Args:
             prompt: as rendered: its end tells whether the reply begins with thoughts.
             tool_use: None where the model may not call tools.
-            structured_output: what the content must look like; forced calls take its place.
+            structured_output: what the content must look like, unless the model calls tools.
             skip_special_tokens: as of the detokenizer.
 
         Raises:
             InvalidRequest: the form of the reply cannot be held to begin after the thoughts.
         """
         tool_parser: type[ToolParser] | None = None
-        if tool_use is not None and tool_use.forced:
-            tool_parser = ForcedCallsParser
-            structured_output = StructuredOutput("json", calls_schema(tool_use.forced, tool_use.parallel))
-        elif tool_use is not None:
-            tool_parser = self.tool_parser
+        if tool_use is not None:
+            tool_parser, structured_output = self._calls(tool_use, structured_output)
         reasoning_parser, is_thinking = self._reasoning(prompt)
         if reasoning_parser is not None and structured_output is not None:
             if is_thinking or self.thinks_unasked:
@@ -204,8 +203,7 @@ class MessageFormat:
         markers = [*(tool_parser.markers if tool_parser else ())]
         if reasoning_parser is not None:
             markers += [reasoning_parser.start_tag, reasoning_parser.end_tag]
-        ids = {self.tokenizer.token_id(marker) for marker in markers}
-        visible_ids = frozenset(i for i in ids if i in self.tokenizer.special_ids)
+        visible_ids = frozenset(i for marker in markers if (i := self._special_id(marker)) is not None)
         return ReplyFormat(
             structured_output,
             reasoning_parser,
@@ -215,6 +213,28 @@ class MessageFormat:
             visible_ids,
             self.tokenizer.byte_table(skip_special_tokens, visible_ids),
         )
+
+    def _calls(
+        self, tool_use: ToolUse, structured_output: StructuredOutput | None
+    ) -> tuple[type[ToolParser] | None, StructuredOutput | None]:
+        """What finds calls in the reply, and the form that the reply must have."""
+        syntax = self.tool_parser.syntax if self.tool_parser else None
+        if tool_use.forced and syntax is None:
+            schema = calls_schema(tool_use.forced, tool_use.parallel)
+            return ForcedCallsParser, StructuredOutput("json", schema)
+        content_schema = None
+        if not tool_use.forced:
+            if structured_output is None or structured_output.kind not in SCHEMAS or syntax is None:
+                return self.tool_parser, structured_output
+            content_schema = structured_output.value or SCHEMAS[structured_output.kind]
+        assert syntax is not None
+        tools = tool_use.forced or tool_use.tools
+        grammar = calls_grammar(syntax, tools, tool_use.parallel, self._special_id, content_schema)
+        return self.tool_parser, StructuredOutput("grammar", grammar)
+
+    def _special_id(self, marker: str) -> int | None:
+        token_id = self.tokenizer.token_id(marker)
+        return token_id if token_id in self.tokenizer.special_ids else None
 
     def _reasoning(self, prompt: str) -> tuple[type[ThinkParser] | None, bool]:
         """The parser, if the reply can have thoughts; and whether it begins inside them."""

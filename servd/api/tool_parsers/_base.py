@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from servd.api.incremental import Content, Parser, Steps, ToolCallArguments, ToolCallStart
+from servd.api.tool_parsers._grammar import CallSyntax
 
 
 class ToolParser(Parser):
@@ -18,12 +19,14 @@ class ToolParser(Parser):
 
     Attributes:
         markers: text that may be a special token and that the parser needs to see.
+        syntax: for grammars of calls; None where the format cannot be held to a JSON schema.
 
     Args:
         tools: of the request.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
+    syntax: ClassVar[CallSyntax | None] = None
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         self.functions = {tool["function"]["name"]: tool["function"] for tool in tools}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from servd.api.incremental import Steps
 from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parsers._grammar import CallSyntax
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -13,6 +14,7 @@ class Parser(ToolParser):
     """One JSON object per pair of tags."""
 
     markers = (OPEN, CLOSE)
+    syntax = CallSyntax('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>')
 
     @classmethod
     def matches(cls, template: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from servd.api.incremental import Steps
 from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parsers._grammar import CallSyntax
 
 TAG = "<|python_tag|>"
 
@@ -12,6 +13,7 @@ class Parser(ToolParser):
     """A call needs its parameters, because without a tag any JSON answer looks like the beginning of one."""
 
     markers = (TAG,)
+    syntax = CallSyntax('{"name": "NAME", "parameters": ARGUMENTS}', separator="; ")
 
     @classmethod
     def matches(cls, template: str) -> bool:

@@ -8,6 +8,7 @@ import string
 
 from servd.api.incremental import Steps
 from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parsers._grammar import CallSyntax
 
 TAG = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
@@ -20,6 +21,7 @@ class Parser(ToolParser):
     """An array of calls after one tag, or one call per tag."""
 
     markers = (TAG, CALL_ID, ARGS)
+    syntax = CallSyntax('{"name": "NAME", "arguments": ARGUMENTS}', begin="[TOOL_CALLS][", separator=", ", end="]")
 
     @classmethod
     def matches(cls, template: str) -> bool:
