@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 
 from servd.messages import FinishReason, TokenLogprobs
+
+
+def unpack_vector(data: bytes) -> list[float]:
+    """Numbers of a `pooled` vector."""
+    return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):

@@ -63,6 +63,10 @@ class Tracer:
             self.recent.popitem(last=False)
         return marks
 
+    def forget(self, request_id: str) -> None:
+        """Drop a request that is a part of another."""
+        self.marks.pop(request_id, None)
+
     def get(self, request_id: str) -> list[Mark] | None:
         """Marks of a running or recent request in order of time, or None."""
         marks = self.marks.get(request_id) or self.recent.get(request_id)

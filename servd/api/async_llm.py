@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -235,14 +234,6 @@ class AsyncLLM:
         prepared = await self._run(len(prompt) if isinstance(prompt, str) else 0, process)
         self.tracer.mark(request_id, "tokenised")
         return prepared
-
-    async def embed(self, prepared: Prepared) -> bytes:
-        """Run a request made by `prepare_pooling`: its vector, float32 little-endian. Errors as of `generate`."""
-        async with aclosing(self.generate(prepared)) as outputs:
-            async for output in outputs:
-                assert output.pooled is not None
-                return output.pooled
-        raise AssertionError("a request ends with an output")
 
     async def render_chat(
         self,

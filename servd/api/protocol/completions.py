@@ -23,7 +23,8 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
 
 
-def _list_of_prompts(value: Any) -> list[str] | list[list[int]]:
+def list_of_prompts(value: Any) -> list[str] | list[list[int]]:
+    """A text, token ids, or a list of either, as a list."""
     if isinstance(value, str) or (value and _is_token_ids(value)):
         return [value]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
@@ -36,7 +37,7 @@ def _list_of_prompts(value: Any) -> list[str] | list[list[int]]:
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(_list_of_prompts)]  # read as list[str] | list[list[int]]
+    prompt: Annotated[Any, BeforeValidator(list_of_prompts)]  # read as list[str] | list[list[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None

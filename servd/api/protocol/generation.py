@@ -128,7 +128,7 @@ class GenerationRequest(RequestBody):
             return self
         for name in NOT_WITH_BEAMS:
             value = getattr(self, name, None)
-            if not _is_neutral(name, value):
+            if not _is_neutral(name, value) and value != getattr(SamplingParams(), name):
                 raise InvalidRequest(f"`{name}` is not supported with `use_beam_search`: leave it out", param=name)
         if (self.n or 1) > MAX_BEAMS:
             raise InvalidRequest(f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.async_llm import AsyncLLM
+from servd.api.beam_search import BeamSearch
 from servd.api.processor import Prepared
 from servd.api.protocol.generation import GenerationRequest, PromptLogprob, PromptLogprobs, PromptTokensDetails, Usage
 from servd.api.routes._context import context_of, ignored_header
@@ -134,7 +134,7 @@ class Answer(ABC):
 
     async def _outputs(self) -> AsyncGenerator[CompletionOutput, None]:
         """The deltas of all choices, counted. The engine gets the requests when the first one is asked for."""
-        async with aclosing(generate(self.context.async_llm, self.prepared, self.n)) as outputs:
+        async with aclosing(generate(self._run, self.prepared, self.n)) as outputs:
             async for output in outputs:
                 self.num_output_tokens += len(output.token_ids)
                 prompt, choice = divmod(output.index, self.n)
@@ -142,21 +142,31 @@ class Answer(ABC):
                     self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], output.num_cached_tokens)
                 yield output
 
+    def _run(self, prepared: Prepared) -> AsyncGenerator[CompletionOutput, None]:
+        body = self.body
+        if not body.use_beam_search:
+            return self.context.async_llm.generate(prepared)
+        length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        return BeamSearch(prepared, length_penalty, body.early_stopping or False).run(self.context.async_llm)
 
-def generate(async_llm: AsyncLLM, prepared: list[Prepared], n: int) -> AsyncGenerator[CompletionOutput, None]:
+
+Run = Callable[[Prepared], AsyncGenerator[CompletionOutput, None]]
+
+
+def generate(run: Run, prepared: list[Prepared], n: int) -> AsyncGenerator[CompletionOutput, None]:
     """Outputs of several prompts with `n` choices each, as they come; index = prompt number * n + i."""
     if len(prepared) == 1:
-        return async_llm.generate(prepared[0])
-    return _merge(async_llm, prepared, n)
+        return run(prepared[0])
+    return _merge(run, prepared, n)
 
 
-async def _merge(async_llm: AsyncLLM, prepared: list[Prepared], n: int) -> AsyncGenerator[CompletionOutput, None]:
+async def _merge(run: Run, prepared: list[Prepared], n: int) -> AsyncGenerator[CompletionOutput, None]:
     # Bounded, so that what waits for a slow client waits in AsyncLLM, which merges it.
     arrived: asyncio.Queue[CompletionOutput | Exception | None] = asyncio.Queue(maxsize=len(prepared))
 
     async def forward(number: int) -> None:
         try:
-            async with aclosing(async_llm.generate(prepared[number])) as outputs:
+            async with aclosing(run(prepared[number])) as outputs:
                 async for output in outputs:
                     output.index += number * n
                     await arrived.put(output)

@@ -1,0 +1,153 @@
+"""Beam search: the most probable continuations of a prompt, by steps of one token over the ordinary engine.
+
+Every step sends each beam as a request for one token and its most likely alternatives; the prefix cache keeps what the
+beams have in common. Scores and ends are those of `transformers`' beam search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Literal
+
+import msgspec
+
+from servd.api.async_llm import AsyncLLM
+from servd.api.detokenizer import Detokenizer
+from servd.api.processor import Prepared
+from servd.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from servd.outputs import CompletionOutput
+from servd.params import SamplingParams
+
+EarlyStopping = bool | Literal["never"]
+
+
+class Beam(msgspec.Struct, frozen=True):
+    """A continuation."""
+
+    token_ids: list[int]
+    logprob: float  # of all its tokens together
+    score: float = -math.inf  # once finished: by which continuations of different lengths are compared
+
+
+class BeamSearch:
+    """The state of one search; `n` of the prepared request is the number of beams and of answers.
+
+    Args:
+        prepared: the request; of its parameters, n, max_tokens, ignore_eos, stop_token_ids and those of text count.
+        length_penalty: a score is the log-probability divided by the length to this power: above 0 favours long ones.
+        early_stopping: True ends when n continuations have ended; False when no running beam could do better if it
+            ended now; "never" when none could at any length.
+    """
+
+    def __init__(self, prepared: Prepared, length_penalty: float, early_stopping: EarlyStopping) -> None:
+        params = prepared.params
+        assert params.max_tokens is not None
+        self.prepared = prepared
+        self.num_beams = params.n
+        self.max_tokens = params.max_tokens
+        self.length_penalty = length_penalty
+        self.early_stopping = early_stopping
+        self.ends = frozenset(prepared.requests[0].eos_token_ids).union(params.stop_token_ids)
+        self.num_candidates = max(2, 1 + len(self.ends)) * self.num_beams  # so many cannot all end
+        self.running = [Beam([], 0.0)]
+        self.finished: list[Beam] = []  # best first
+        self.length = 0
+        self.num_cached_tokens = 0
+
+    async def run(self, async_llm: AsyncLLM) -> AsyncGenerator[CompletionOutput, None]:
+        """The answers, best first, each whole. Errors as of `AsyncLLM.generate`."""
+        while self.running:
+            tasks = [asyncio.ensure_future(_step(async_llm, self._request(i))) for i in range(len(self.running))]
+            try:
+                outputs = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            if self.length == 0:
+                self.num_cached_tokens = outputs[0].num_cached_tokens
+            self.advance([output.logprobs[0] for output in outputs if output.logprobs])
+        for index, beam in enumerate(self.finished):
+            yield self._answer(async_llm, index, beam)
+
+    def advance(self, logprobs: list[TokenLogprobs]) -> None:
+        """Continue the running beams by one token; `logprobs` has the most likely ones of each."""
+        candidates = [
+            Beam([*beam.token_ids, token_id], beam.logprob + logprob)
+            for beam, likely in zip(self.running, logprobs, strict=True)
+            for token_id, logprob in zip(likely.token_ids[1:], likely.logprobs[1:], strict=True)
+        ]
+        candidates.sort(key=lambda beam: -beam.logprob)
+        del candidates[self.num_candidates :]
+        self.length += 1
+        is_last = self.length >= self.max_tokens
+        # The others are there to go on from, not to be answers.
+        for beam in candidates[: self.num_beams]:
+            if is_last or beam.token_ids[-1] in self.ends:
+                score = beam.logprob / self.length**self.length_penalty
+                self.finished.append(msgspec.structs.replace(beam, score=score))
+        self.finished.sort(key=lambda beam: -beam.score)
+        del self.finished[self.num_beams :]
+        going_on = [beam for beam in candidates if beam.token_ids[-1] not in self.ends]
+        self.running = going_on[: self.num_beams] if not is_last and self._may_improve(going_on) else []
+
+    def _may_improve(self, running: list[Beam]) -> bool:
+        if len(self.finished) < self.num_beams:
+            return True
+        if self.early_stopping is True or not running:
+            return False
+        at_any_length = self.early_stopping == "never" and self.length_penalty > 0
+        length = self.max_tokens if at_any_length else self.length
+        return running[0].logprob / length**self.length_penalty > self.finished[-1].score
+
+    def _request(self, index: int) -> Prepared:
+        """One token after a running beam."""
+        whole = self.prepared.requests[0]
+        request_id = f"{self.prepared.request_id}-beam-{self.length}-{index}"
+        token_ids = self.prepared.prompt_token_ids + self.running[index].token_ids
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.num_candidates)
+        return Prepared(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=token_ids,
+            params=params,
+            requests=[
+                EngineCoreRequest(
+                    request_id,
+                    token_ids,
+                    params,
+                    client=whole.client,
+                    priority=whole.priority,
+                    cache_salt=whole.cache_salt,
+                )
+            ],
+        )
+
+    def _answer(self, async_llm: AsyncLLM, index: int, beam: Beam) -> CompletionOutput:
+        params = self.prepared.params
+        detokenizer = Detokenizer(async_llm.processor.tokenizer, params, self.prepared.prompt_token_ids)
+        last = beam.token_ids[-1]
+        has_ended = last in self.ends
+        hides_last = has_ended and not params.include_stop_str_in_output
+        text = detokenizer.push(beam.token_ids[:-1] if hides_last else beam.token_ids)
+        return CompletionOutput(
+            index=index,
+            text=text + detokenizer.flush(),
+            token_ids=beam.token_ids,
+            finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
+            stop_reason=last if has_ended and last not in self.prepared.requests[0].eos_token_ids else None,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+async def _step(async_llm: AsyncLLM, prepared: Prepared) -> CompletionOutput:
+    try:
+        async with aclosing(async_llm.generate(prepared)) as outputs:
+            async for output in outputs:
+                return output
+        raise AssertionError("a request ends with an output")
+    finally:
+        async_llm.tracer.forget(prepared.request_id)  # the timeline is that of the whole search
