@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import types
@@ -12,9 +13,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from servd import __version__
+from servd import __version__, plugins
 from servd.config import Config, read_config_file
-from servd.errors import ServdError
+from servd.errors import ConfigError, ServdError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,7 +36,7 @@ def serve(arguments: dict[str, Any]) -> int:
     """`servd serve`: run the server until it is told to stop."""
     import servd.launch  # zmq and the rest are not needed for --help
 
-    return servd.launch.serve(load_config(arguments))
+    return servd.launch.serve(Config.load(load_options(arguments)))
 
 
 def chat(arguments: dict[str, Any]) -> int:
@@ -52,20 +53,32 @@ def complete(arguments: dict[str, Any]) -> int:
     return servd.chat.complete(**client_arguments(arguments))
 
 
+def bench(arguments: dict[str, Any]) -> int:
+    """`servd bench NAME`: run servd/bench/NAME.py."""
+    name = arguments["name"]
+    try:
+        module = importlib.import_module(f"servd.bench.{name}")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"servd bench {name} needs {error.name}: pip install 'servd[bench]'") from None
+    parser = argparse.ArgumentParser(prog=f"servd bench {name}", description=module.__doc__)
+    module.add_options(parser)
+    return module.run(parser.parse_args(arguments["rest"]))
+
+
 def client_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Sampling parameters that were given go into `options`, which are sent as they are."""
     sampling = {name: arguments.pop(name) for name in ("temperature", "max_tokens", "seed")}
     return {**arguments, "options": {name: value for name, value in sampling.items() if value is not None}}
 
 
-def load_config(arguments: dict[str, Any]) -> Config:
-    """Config from parsed arguments: the command line wins over --config, which wins over the defaults."""
+def load_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Options of Config from parsed arguments: the command line wins over --config, which wins over the defaults."""
     config_file = arguments.pop("config", None)
     options = read_config_file(config_file) if config_file else {}
     options.update(arguments)
     if "api_key" not in options and (key := os.environ.get("SERVD_API_KEY")):
         options["api_key"] = [key]
-    return Config.load(options)
+    return options
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -91,6 +104,11 @@ def make_parser() -> argparse.ArgumentParser:
     complete_parser.set_defaults(command=complete)
     complete_parser.add_argument("prompt", metavar="PROMPT")
     add_client_options(complete_parser)
+
+    bench_parser = commands.add_parser("bench", help="measure a server or the engine", usage="servd bench NAME ...")
+    bench_parser.set_defaults(command=bench)
+    bench_parser.add_argument("name", metavar="NAME", choices=plugins.names("servd.bench"), help="%(choices)s")
+    bench_parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="try servd bench NAME --help")
     return parser
 
 

@@ -31,11 +31,14 @@ TOP = {"servd", "servd.__main__", "servd.cli", "servd.launch", "servd.llm"}
 
 # Library -> the files or folders that may import it. A library without a row may not be imported at all.
 ONE_DOOR = {
+    "aiohttp": ["servd/bench/_load.py"],
     "fastapi": ["servd/api/"],
     "huggingface_hub": ["servd/hf.py"],
     "jinja2": ["servd/api/chat_template.py"],
+    "llguidance": ["servd/core/structured_output/"],
+    "matplotlib": ["servd/bench/_report.py"],
     "msgspec": ["servd/"],
-    "numpy": ["servd/worker/"],
+    "numpy": ["servd/worker/", "servd/bench/_report.py"],
     "prometheus_client": ["servd/api/metrics.py"],
     "pydantic": ["servd/api/"],
     "pydantic_core": ["servd/api/"],
@@ -43,7 +46,7 @@ ONE_DOOR = {
     "starlette": ["servd/api/"],
     "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py"],
     "torch": ["servd/worker/"],
-    "tqdm": ["servd/llm.py"],
+    "tqdm": ["servd/llm.py", "servd/bench/"],
     "transformers": ["servd/worker/"],
     "triton": ["servd/worker/"],
     "typing_extensions": ["servd/api/"],
@@ -59,6 +62,7 @@ PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "torch.load", "torch.save", "numpy
 # Package of plugins -> the one public name that every file in it must have (a model's is named as in config.json).
 PLUGINS = {
     "servd/api/routes": "router",
+    "servd/bench": "run",
     "servd/core/executor": "Executor",
     "servd/worker/attention": "Backend",
     "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel)",
@@ -114,7 +118,7 @@ def room_of(name: str) -> str:
     """Room of a module, or of something imported from it."""
     while name not in MODULES and "." in name:
         name = name.rpartition(".")[0]
-    if name in TOP:
+    if name in TOP or name.startswith("servd.bench"):
         return "top"
     room = name.split(".")[1]
     return room if room in ("api", "core", "worker") else "leaf"

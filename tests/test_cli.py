@@ -10,7 +10,7 @@ from servd.errors import ConfigError
 def load(*args: str) -> Config:
     arguments = vars(cli.make_parser().parse_args(["serve", *args]))
     del arguments["command"]
-    return cli.load_config(arguments)
+    return Config.load(cli.load_options(arguments))
 
 
 @pytest.fixture(autouse=True)

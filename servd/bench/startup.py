@@ -1,0 +1,49 @@
+"""`servd bench startup`: seconds from the command to the port, to readiness and to the first token."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+import time
+
+from tqdm import tqdm
+
+from servd.bench import _data, _load, _report, _server
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="starts [%(default)s]")
+    parser.add_argument("--port", type=int, default=8765, metavar="N", help="for the servers [%(default)s]")
+    parser.add_argument("--timeout", type=float, default=300, metavar="X", help="seconds to wait [%(default)s]")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--serve", default="", metavar="ARGS", help="arguments of `servd serve`, as one string")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print."""
+    command = shlex.join(
+        [sys.executable, "-m", "servd", "serve", *shlex.split(arguments.serve), "--port", str(arguments.port)]
+    )
+    url = f"http://127.0.0.1:{arguments.port}"
+    ready: list[float] = []
+    first_token: list[float] = []
+    for _ in tqdm(range(arguments.repeats), desc="starts"):
+        started = time.perf_counter()
+        with _server.running(command, url, arguments.timeout) as seconds:
+            ready.append(seconds)
+            record = asyncio.run(_one_token(url))
+            first_token.append(record.chunks[0] - started)
+    summary = {"ready_ms": _report.spread(ready), "first_token_ms": _report.spread(first_token)}
+    print(_report.table(summary))
+    if arguments.json:
+        _report.write_json(arguments.json, summary)
+    return 0
+
+
+async def _one_token(url: str) -> _load.Record:
+    load = _load.Load(url, await _load.first_model(url, None))
+    records, _ = await _load.run(load, [_data.Prompt(list(_data.TOKEN_IDS[:8]), 1)], show_progress=False)
+    return records[0]

@@ -1,0 +1,153 @@
+"""`servd bench`: what it reports, against servers whose timing is known, and every command from the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+aiohttp = pytest.importorskip("aiohttp", reason="servd[bench] is not installed")
+from aiohttp import web  # noqa: E402
+
+from servd import plugins  # noqa: E402
+from servd.bench import _data, _load, _report  # noqa: E402
+from servd.errors import ServdError  # noqa: E402
+
+FIRST, GAP, TOKENS = 0.06, 0.02, 5  # seconds, seconds, tokens
+
+
+@pytest.fixture
+async def slow_server() -> AsyncIterator[str]:
+    """Answers every completion with TOKENS chunks, the first after FIRST seconds, the others GAP apart."""
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if body["prompt"] == "fail":
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        reply = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await reply.prepare(request)
+        for i in range(TOKENS):
+            await asyncio.sleep(GAP if i else FIRST)
+            await reply.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+        usage = {"prompt_tokens": 7, "completion_tokens": TOKENS}
+        await reply.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
+        return reply
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def test_times_are_those_of_the_server(slow_server: str):
+    load = _load.Load(slow_server, "m", concurrency=2)
+    records, seconds = await _load.run(load, [_data.Prompt("hello", TOKENS)] * 4, show_progress=False)
+    total = FIRST + (TOKENS - 1) * GAP
+    assert 2 * total <= seconds < 2 * total + 0.5  # four requests, two at a time
+    for record in records:
+        assert FIRST <= record.ttft < FIRST + 0.2
+        assert GAP <= record.tpot < GAP + 0.1
+        assert len(record.itl) == TOKENS - 1
+    summary = _report.summarise(records, seconds)
+    assert (summary["requests"], summary["output_tokens"], summary["prompt_tokens"]) == (4, 4 * TOKENS, 28)
+    assert summary["output_tokens_per_s"] == pytest.approx(4 * TOKENS / seconds)
+    assert FIRST * 1000 <= summary["ttft_ms"]["p50"] <= summary["ttft_ms"]["p99"]
+
+
+async def test_failures_are_counted_apart(slow_server: str):
+    prompts = [_data.Prompt("hello", 1), _data.Prompt("fail", 1)]
+    records, seconds = await _load.run(_load.Load(slow_server, "m"), prompts, show_progress=False)
+    summary = _report.summarise(records, seconds)
+    assert (summary["requests"], summary["failed"]) == (1, 1)
+    assert "HTTP 400" in summary["first_error"]
+    with pytest.raises(ServdError, match="all 1 requests failed"):
+        _report.summarise(records[1:], seconds)
+
+
+async def test_request_rate_spreads_arrivals(slow_server: str):
+    load = _load.Load(slow_server, "m", request_rate=50)
+    records, _ = await _load.run(load, [_data.Prompt("hello", 1)] * 20, show_progress=False)
+    starts = sorted(record.started for record in records)
+    assert 0.1 < starts[-1] - starts[0] < 2  # 19 gaps of 20 ms on average
+
+
+def arguments(**options):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    _data.add_options(parser, 10, 20, 30)
+    return parser.parse_args([part for name, value in options.items() for part in (f"--{name}", str(value))])
+
+
+def test_workloads(tmp_path: Path):
+    prompts = _data.make_prompts(arguments(**{"prefix-len": 5, "range-ratio": 0.5}), more=2)
+    assert len(prompts) == 12
+    assert len({tuple(p.content[:5]) for p in prompts}) == 1
+    assert all(15 <= len(p.content) <= 35 and 15 <= p.output_len <= 45 for p in prompts)
+    assert prompts == _data.make_prompts(arguments(**{"prefix-len": 5, "range-ratio": 0.5}), more=2)
+
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": [1, 2], "output_len": 3}\n')
+    assert _data.make_prompts(arguments(jsonl=file)) == [_data.Prompt("a", 30), _data.Prompt([1, 2], 3)]
+    file.write_text('{"text": "a"}\n')
+    with pytest.raises(ServdError, match="must be an object with a prompt"):
+        _data.make_prompts(arguments(jsonl=file))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def commands() -> dict[str, list[str]]:
+    """A short run of every command, on the fake model."""
+    a, b = free_port(), free_port()
+    serve = f"{sys.executable} -m servd serve --executor fake --port"
+    engine = ["--executor", "fake", "--num-prompts", "3", "--output-len", "5"]
+    return {
+        "compare": ["--a", f"{serve} {a}", "--a-url", f"http://127.0.0.1:{a}", "--b", f"{serve} {b}", "--b-url",
+                    f"http://127.0.0.1:{b}", "--concurrency", "2", "--num-prompts", "4"],
+        "engine_step": engine,
+        "latency": [*engine, "--repeats", "2"],
+        "serve": ["--num-prompts", "6", "--output-len", "5", "--concurrency", "3"],
+        "startup": ["--serve", "--executor fake", "--repeats", "1", "--port", str(free_port())],
+        "throughput": engine,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", plugins.names("servd.bench"))
+def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
+    options = commands()[name]
+    if name == "serve":
+        options += ["--url", request.getfixturevalue("fake_server").url]
+    file = tmp_path / "figures.json"
+    result = subprocess.run(
+        [sys.executable, "-m", "servd", "bench", name, *options, "--json", str(file)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(file.read_text())
+    match name:
+        case "serve":
+            assert figures["output_tokens"] == 30
+        case "throughput":
+            assert figures["requests"] == 3
+        case "engine_step":
+            phases = figures["us_per_step"]
+            total = phases.pop("all")
+            assert sum(phases.values()) - phases["ipc"] == pytest.approx(total)
+        case "startup":
+            assert 0 < figures["ready_ms"]["mean"] < figures["first_token_ms"]["mean"]
+        case "latency":
+            assert figures["batch_ms"]["mean"] == pytest.approx(5 * figures["ms_per_output_step"]["mean"])
+        case "compare":
+            assert figures["a"]["2"]["output_tokens"] == figures["b"]["2"]["output_tokens"]
