@@ -127,6 +127,22 @@ def _check_tool(tool: Any) -> Any:
     return tool
 
 
+def _check_tool_choice(choice: Any) -> Any:
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"
+    if choice in (None, "none", "auto", "required") or is_named:
+        return choice
+    raise PydanticCustomError("tool_choice", 'must be "none", "auto", "required" or a function with its name')
+
+
+class NamedFunction(TypedDict):
+    """The function that has to be called."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: Literal["function"]
+    name: str
+
+
 class FunctionTool(Function):
     """A function that the model may call."""
 
@@ -164,7 +180,7 @@ class ResponsesRequest(TranslatedRequest):
     temperature: float | None = None
     top_p: float | None = None
     tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str | NamedFunction | None, BeforeValidator(_check_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -195,14 +211,7 @@ class ResponsesRequest(TranslatedRequest):
                 raise InvalidRequest(f"`{name}` is not supported: {remedy}", param=name)
         if self.background and self.stream:
             raise InvalidRequest("a background response cannot be streamed: poll it by its id", param="background")
-        if self.background and not self.is_stored:
-            raise InvalidRequest("`background` needs `store`: true", param="background")
         return self
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the response can be had again by its id: unless told otherwise."""
-        return self.store is not False
 
     def ignored(self) -> list[str]:
         """Fields, and values of fields, that have no effect here."""
@@ -237,8 +246,8 @@ def _without_type(value: Any) -> dict[str, Any]:
     return {key: item for key, item in value.items() if key != "type"}
 
 
-def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
+def _chat_tool_choice(choice: str | NamedFunction | None) -> Any:
+    if isinstance(choice, dict):
         return {"type": "function", "function": _without_type(choice)}
     return choice
 

@@ -33,16 +33,19 @@ async def create_response(request: Request) -> HTTPResponse:
     body = await read_body(request, ResponsesRequest)
     model = context.model_name(body.model)
     response_id = f"resp_{request.state.unique_id}"
+    is_stored = body.store is not False and store.max_responses > 0
+    if body.background and not is_stored:
+        raise InvalidRequest("a background response has to be stored", param="background")
     previous = _previous(store, body)
     items = [*(previous.items if previous else ()), *cast(list[dict[str, Any]], body.input)]
     if not body.background:  # else the timeline is longer than the request
         start_timeline(request, response_id)
     with renamed(CHAT_NAMES):
         prepared = await prepare_chat(context.async_llm, response_id, body.as_chat(body.chat_fields(items)))
-    answer = _blank(response_id, model, body, prepared)
+    answer = _blank(response_id, model, body, prepared, is_stored)
 
     def keep(task: asyncio.Task[None] | None = None) -> None:
-        if answer.store:
+        if is_stored:
             num_bytes = len(msgspec.json.encode([answer, body.input])) + (previous.num_bytes if previous else 0)
             store.put(Stored(answer, items + msgspec.to_builtins(answer.output), num_bytes, task))
 
@@ -113,7 +116,7 @@ async def _run_detached(turn: ResponseTurn, request: Request) -> None:
         context_of(request).async_llm.tracer.finish(turn.answer.id)
 
 
-def _blank(response_id: str, model: str, body: ResponsesRequest, prepared: Prepared) -> Response:
+def _blank(response_id: str, model: str, body: ResponsesRequest, prepared: Prepared, is_stored: bool) -> Response:
     """The response before there is any output."""
     return Response(
         id=response_id,
@@ -127,7 +130,7 @@ def _blank(response_id: str, model: str, body: ResponsesRequest, prepared: Prepa
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         reasoning={"effort": (body.reasoning or {}).get("effort"), "summary": None},
-        store=body.is_stored,
+        store=is_stored,
         temperature=prepared.params.temperature,
         text={"format": (body.text or {}).get("format") or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",

@@ -1,0 +1,358 @@
+"""Anthropic's /v1/messages and count_tokens: blocks, events, errors; judged by the Anthropic client's own types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message as SDKMessage
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from servd.api.protocol.anthropic import chat_messages
+from servd.messages import AbortRequests, EngineDead, EngineStatus
+from tests.api.harness import MODEL, Served, chat_prompt, named_events, output_text, serve, until, user
+
+URL = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+WEATHER = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+SCRIPT = (
+    "<think>\nWhere is it?\n</think>\n\nLet me look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+)
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}|{{ m.content }}"
+    "{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {{ '<think>' if enable_thinking else '' }}{% endif %}"
+)
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Served]:
+    async with serve(listen=True, script=SCRIPT, tool_call_parser="hermes", reasoning_parser="qwen3") as served:
+        yield served
+
+
+def connect(served: Served, key: str = "any") -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=served.url, api_key=key, max_retries=0)
+
+
+def body_of(text: str = "hi", **fields: Any) -> dict[str, Any]:
+    return {"messages": user(text), "max_tokens": 9, **fields}
+
+
+async def test_text(listening_server: Served):
+    async with connect(listening_server) as client:
+        message = await client.messages.create(model=MODEL, max_tokens=9, messages=user("hi"))
+        assert [block.type for block in message.content] == ["text"]
+        assert message.content[0].text == output_text(chat_prompt("hi"), 9)
+        assert (message.stop_reason, message.stop_sequence, message.role) == ("max_tokens", None, "assistant")
+        assert message.model == MODEL and message._request_id
+        assert (message.usage.input_tokens, message.usage.output_tokens) == (len(chat_prompt("hi")), 9)
+        again = await client.messages.create(model=MODEL, max_tokens=9, messages=user("hi"))
+        assert again.usage.cache_read_input_tokens == 16
+        assert again.usage.input_tokens + 16 == message.usage.input_tokens
+
+
+ORDER = [
+    "message_start",
+    "ping",
+    "content_block_start thinking",
+    "content_block_delta thinking_delta",
+    "content_block_delta signature_delta",
+    "content_block_stop",
+    "content_block_start text",
+    "content_block_delta text_delta",
+    "content_block_stop",
+    *2 * ["content_block_start tool_use", "content_block_delta input_json_delta", "content_block_stop"],
+    "message_delta",
+    "message_stop",
+]
+
+
+async def test_every_event_in_its_order(scripted: Served):
+    body = body_of("How is it?", tools=[WEATHER], max_tokens=500)
+    events = named_events((await scripted.http.post(URL, json={**body, "stream": True})).text)
+    names: list[str] = []
+    for event in events:
+        if event["type"] != "ping":
+            TypeAdapter(RawMessageStreamEvent).validate_python(event)
+        kind = event.get("content_block", event.get("delta", {})).get("type", "")
+        name = f"{event['type']} {kind}".strip()
+        if not (names and names[-1] == name):
+            names.append(name)
+    assert names == ORDER
+    whole = (await scripted.http.post(URL, json=body)).json()
+    SDKMessage.model_validate(whole)
+    assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "tool_use"
+    assert events[0]["message"]["content"] == []
+    assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"] == len(SCRIPT.encode()) + 1
+    assert whole["usage"]["output_tokens_details"]["thinking_tokens"] > 10
+    for index, block in enumerate(whole["content"]):
+        deltas = [e["delta"] for e in events if e.get("index") == index and "delta" in e]
+        key = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}[block["type"]]
+        joined = "".join(delta.get(key, "") for delta in deltas)
+        assert joined == block[key] if key != "partial_json" else json.loads(joined) == block["input"]
+    assert [block["input"]["city"] for block in whole["content"] if block["type"] == "tool_use"] == ["Köln", "Bonn"]
+
+
+async def test_the_stream_helper(scripted: Served):
+    async with connect(scripted) as client:
+        asked: Any = {"model": MODEL, "max_tokens": 500, "messages": user("How is it?"), "tools": [WEATHER]}
+        async with client.messages.stream(**asked) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            final = await stream.get_final_message()
+        whole = await client.messages.create(**asked)
+    assert text == "Let me look."
+    assert final.stop_reason == "tool_use"
+
+    def shape(message: Any) -> Any:
+        blocks = [block.to_dict() for block in message.content]
+        return [{key: value for key, value in block.items() if key != "id"} for block in blocks]
+
+    assert shape(final) == shape(whole)
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "num_calls"),
+    [({"type": "auto"}, 2), ({"type": "auto", "disable_parallel_tool_use": True}, 1), ({"type": "none"}, 0)],
+)
+async def test_tool_choice(scripted: Served, choice, num_calls):
+    whole = (await scripted.http.post(URL, json=body_of(tools=[WEATHER], tool_choice=choice, max_tokens=500))).json()
+    assert sum(block["type"] == "tool_use" for block in whole["content"]) == num_calls
+    assert whole["stop_reason"] == ("tool_use" if num_calls else "end_turn")
+
+
+async def test_stop_sequences(http):
+    text = output_text(chat_prompt("hi"), 60)
+    stop = text[20:23]
+    at = text.index(stop)
+    whole = (await http.post(URL, json=body_of(max_tokens=60, stop_sequences=[stop, "never"]))).json()
+    assert whole["content"] == [{"type": "text", "text": text[:at]}]
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", stop)
+
+
+CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
+CHAT_CALL = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TEXT = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+PART = {"type": "text", "text": "a"}
+CONVERSATIONS: list[Any] = [
+    ("be brief", user("a"), [{"role": "system", "content": "be brief"}, {"role": "user", "content": [PART]}]),
+    ([TEXT, TEXT], user([TEXT]), [{"role": "system", "content": [PART, PART]}, {"role": "user", "content": [PART]}]),
+    (
+        None,
+        [
+            *user("a"),
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": ""},
+                    {"type": "redacted_thinking", "data": "x"},
+                    TEXT,
+                    CALL,
+                ],
+            },
+            *user([{"type": "tool_result", "tool_use_id": "t1", "content": [TEXT], "is_error": True}, TEXT, TEXT]),
+        ],
+        [
+            {"role": "user", "content": [PART]},
+            {"role": "assistant", "reasoning_content": "hm", "content": [PART], "tool_calls": [CHAT_CALL]},
+            {"role": "tool", "tool_call_id": "t1", "content": [PART]},
+            {"role": "user", "content": [PART, PART]},
+        ],
+    ),
+    (
+        None,
+        user([{"type": "tool_result", "tool_use_id": "t1"}]),
+        [{"role": "tool", "tool_call_id": "t1", "content": ""}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("system", "messages", "chat"), CONVERSATIONS)
+async def test_blocks_become_messages(http, system, messages, chat):
+    assert chat_messages(system, messages) == chat
+    answer = await http.post(URL, json={"system": system, "messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_an_answer_goes_on_with_what_the_client_began(http):
+    messages = [*user("hi"), {"role": "assistant", "content": "I am"}]
+    whole = (await http.post(URL, json={"messages": messages, "max_tokens": 9})).json()
+    assert whole["content"][0]["text"] == output_text("User: hi\nAssistant: I am", 9)
+
+
+async def test_count_tokens_is_what_a_message_costs():
+    async with serve(listen=True, chat_template=TEMPLATE) as served, connect(served) as client:
+        conversations: list[Any] = [{"messages": user("hi")}, {"messages": user("hi"), "system": "be brief"}]
+        conversations += [
+            {"messages": user("how?"), "tools": [WEATHER]},
+            {"messages": user("how?"), "tools": [WEATHER], "tool_choice": {"type": "none"}},
+            {"messages": user("hm"), "thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"messages": user("hm"), "thinking": {"type": "disabled"}},
+            {"messages": [*user("hi"), {"role": "assistant", "content": "I"}]},
+            *[dict(messages=m, **({"system": s} if s else {})) for s, m, _ in CONVERSATIONS],
+        ]
+        for asked in conversations:
+            counted = await client.messages.count_tokens(model=MODEL, **asked)
+            usage = (await client.messages.create(model=MODEL, max_tokens=1, **asked)).usage
+            assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+        counts = [(await client.messages.count_tokens(model=MODEL, **asked)).input_tokens for asked in conversations]
+        assert counts[2] - counts[3] == len("[weather]")
+        assert counts[4] - counts[5] == len("<think>")
+        # A prompt of any length can be counted, also one that is too long to be answered.
+        assert (await client.messages.count_tokens(model=MODEL, messages=user("x" * 9000))).input_tokens > 9000
+
+
+@pytest.mark.parametrize(
+    ("thinking", "effort", "expected"),
+    [
+        (None, None, ""),
+        ("disabled", "high", ""),
+        ("enabled", "high", "<think>"),
+        ("adaptive", None, "<think>"),
+    ],
+)
+async def test_the_model_thinks_only_if_asked_to(thinking, effort, expected):
+    async with serve(chat_template=TEMPLATE) as served:
+        fields: dict[str, Any] = {"thinking": {"type": thinking}} if thinking else {}
+        fields |= {"output_config": {"effort": effort}} if effort else {}
+        whole = (await served.http.post(URL, json=body_of(**fields))).json()
+        assert whole["content"][0]["text"] == output_text(f"user: |hi\nassistant: {expected}", 9)
+
+
+def check(answer: Any, status: int, kind: str) -> str:
+    """Assert the exact shape; return the message."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()
+    assert set(error) == {"type", "error", "request_id"} and error["type"] == "error"
+    assert set(error["error"]) == {"type", "message"}
+    assert error["error"]["type"] == kind
+    assert error["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    return error["error"]["message"]
+
+
+PROBLEMS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 5000}, "maximum context length"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0]"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
+    ({"messages": user([{"type": "image", "source": {}}])}, "image"),
+    ({"messages": user([{"type": "text"}])}, "`text`"),
+    ({"messages": user([{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}])}, "image"),
+    ({"messages": user([{"type": "tool_use", "id": "x", "name": "f", "input": {}}])}, "tool_use"),
+    ({"system": 5}, "system"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0]"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "all"}}, "tool_choice"),
+    ({"temperature": -1}, "temperature"),
+    ({"stop_sequences": [""]}, "stop"),
+    ({"thinking": {"type": "often"}}, "thinking"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_bad_value_is_a_400_that_names_its_field(http, stream):
+    for fields, word in PROBLEMS:
+        answer = await http.post(URL, json={**body_of(), **fields, "stream": stream})
+        assert word in check(answer, 400, "invalid_request_error")
+
+
+async def test_errors_have_the_envelope_everywhere(http):
+    check(await http.post(URL, json=body_of(model="other")), 404, "not_found_error")
+    check(await http.post(COUNT, json=body_of(model="other")), 404, "not_found_error")
+    check(await http.post(f"{URL}/batches", json={}), 404, "not_found_error")
+    check(await http.get(URL), 405, "invalid_request_error")
+    check(
+        await http.post(URL, content=b"{", headers={"content-type": "application/json"}), 400, "invalid_request_error"
+    )
+    check(await http.post(URL, content=b"x", headers={"content-length": str(2**30)}), 413, "request_too_large")
+
+
+async def test_errors_of_the_client():
+    asked: Any = {"model": MODEL, "max_tokens": 1, "messages": user("hi")}
+    async with serve(listen=True, api_key=["key"]) as served:
+        async with connect(served, "wrong") as client:
+            with pytest.raises(anthropic.AuthenticationError) as unauthorized:
+                await client.messages.create(**asked)
+        assert unauthorized.value.body["error"]["type"] == "authentication_error"
+        assert unauthorized.value.request_id
+        async with connect(served, "key") as client:
+            assert (await client.messages.create(**asked)).content
+            with pytest.raises(anthropic.NotFoundError):
+                await client.messages.create(**{**asked, "model": "other"})
+            served.engine.tell(EngineStatus("loading weights"))
+            await until(lambda: not served.async_llm.is_ready)
+            with pytest.raises(anthropic.APIStatusError) as overloaded:
+                await client.messages.create(**asked)
+            assert overloaded.value.status_code == 529
+            assert overloaded.value.body["error"]["type"] == "overloaded_error"
+            assert overloaded.value.response.headers["retry-after"]
+
+
+async def test_an_engine_that_dies(listening_server: Served):
+    listening_server.engine.step_seconds = 0.01
+    asked: Any = {"model": MODEL, "max_tokens": 500, "messages": user("hi")}
+    async with connect(listening_server) as client:
+        with pytest.raises(anthropic.APIStatusError, match="it is gone"):
+            async with client.messages.stream(**asked) as stream:
+                async for _ in stream.text_stream:
+                    listening_server.engine.tell(EngineDead("it is gone"))
+        with pytest.raises(anthropic.InternalServerError) as dead:
+            await client.messages.create(**asked)
+        assert dead.value.status_code == 503 and dead.value.body["error"]["type"] == "api_error"
+
+
+async def test_pings_while_the_model_is_silent():
+    async with serve(listen=True, keep_alive=0.02) as served, connect(served) as client:
+        served.engine.may_step.clear()
+        async with served.http.stream("POST", URL, json=body_of(stream=True)) as answer:
+            text = ""
+            async for piece in answer.aiter_text():
+                served.engine.may_step.set()
+                text += piece
+        assert [event["type"] for event in named_events(text)][:2] == ["ping", "message_start"]
+        served.engine.may_step.clear()
+        async with client.messages.stream(model=MODEL, max_tokens=9, messages=user("hi")) as stream:
+            served.engine.may_step.set()
+            assert (await stream.get_final_message()).content[0].text == output_text(chat_prompt("hi"), 9)
+
+
+async def test_a_client_that_leaves_ends_its_request(listening_server: Served):
+    listening_server.engine.step_seconds = 0.01
+    async with connect(listening_server) as client:
+        async with client.messages.stream(model=MODEL, max_tokens=2000, messages=user("hi")) as stream:
+            async for _ in stream.text_stream:
+                break
+    await until(lambda: isinstance(listening_server.engine.sent[-1], AbortRequests))
+
+
+async def test_what_has_no_effect_is_named(http):
+    fields = {
+        "thinking": {"type": "enabled", "budget_tokens": 2000},
+        "output_config": {"effort": "high", "colour": "red"},
+        "metadata": {"user_id": "me"},
+        "service_tier": "auto",
+        "container": "x",
+        "top_k": 3,
+        "seed": 1,
+    }
+    answer = await http.post(URL, json=body_of(**fields), headers={"anthropic-version": "2023-06-01"})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-servd-ignored"] == "container, output_config.colour, thinking.budget_tokens"

@@ -1,0 +1,399 @@
+"""POST /v1/responses: items, events, stored conversations, background; judged by the OpenAI client's own types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response as SDKResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from servd.api.protocol.responses import Response, chat_messages
+from servd.api.response_store import ResponseStore, Stored
+from servd.errors import NotFound
+from servd.messages import AbortRequests, EngineDead
+from tests.api.harness import MODEL, Served, chat_prompt, named_events, output_text, serve, until, user
+
+URL = "/v1/responses"
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "Tells the weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": False,
+}
+SCRIPT = (
+    "<think>\nWhere is it?\n</think>\n\nLet me look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+)
+PARSERS = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Served]:
+    async with serve(listen=True, script=SCRIPT, **PARSERS) as served:
+        yield served
+
+
+@pytest.fixture
+async def client(listening_server: Served) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with connect(listening_server) as client:
+        yield client
+
+
+def connect(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+
+
+def without_identity(value: Any) -> Any:
+    """The response without what differs from one request to the next."""
+    if isinstance(value, dict):
+        own = {"id", "call_id", "created_at", "completed_at", "cached_tokens"}
+        return {key: without_identity(item) for key, item in value.items() if key not in own}
+    return [without_identity(item) for item in value] if isinstance(value, list) else value
+
+
+async def test_text(client: openai.AsyncOpenAI):
+    response = await client.responses.create(
+        model=MODEL, input="hi", max_output_tokens=9, temperature=0.5, top_p=0.9, metadata={"k": "v"}, user="me"
+    )
+    assert response.output_text == output_text(chat_prompt("hi"), 9)
+    assert response.status == "incomplete" and response.incomplete_details
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage and response.usage.input_tokens == len(chat_prompt("hi"))
+    assert (response.usage.output_tokens, response.usage.total_tokens) == (9, len(chat_prompt("hi")) + 9)
+    assert (response.temperature, response.top_p, response.max_output_tokens) == (0.5, 0.9, 9)
+    assert (response.metadata, response.user, response.model) == ({"k": "v"}, "me", MODEL)
+    again = await client.responses.create(model=MODEL, input="hi", max_output_tokens=9)
+    assert again.usage and again.usage.input_tokens_details.cached_tokens == 16
+
+
+ORDER = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added reasoning",
+    *["response.content_part.added", "response.reasoning_text.delta", "response.reasoning_text.done"],
+    *["response.content_part.done", "response.output_item.done reasoning"],
+    "response.output_item.added message",
+    *["response.content_part.added", "response.output_text.delta", "response.output_text.done"],
+    *["response.content_part.done", "response.output_item.done message"],
+    *2
+    * [
+        "response.output_item.added function_call",
+        *["response.function_call_arguments.delta", "response.function_call_arguments.done"],
+        "response.output_item.done function_call",
+    ],
+    "response.completed",
+]
+
+
+async def test_every_event_in_its_order(scripted: Served):
+    body = {"input": "How is it?", "tools": [WEATHER]}
+    text = (await scripted.http.post(URL, json={**body, "stream": True})).text
+    events = named_events(text)
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    names: list[str] = []
+    for event in events:
+        name = " ".join([event["type"], *([event["item"]["type"]] if "item" in event else [])])
+        if not (name.endswith(".delta") and names[-1] == name):
+            names.append(name)
+    assert names == ORDER
+
+    whole = (await scripted.http.post(URL, json=body)).json()
+    SDKResponse.model_validate(whole)
+    assert without_identity(events[-1]["response"]) == without_identity(whole)
+    assert events[0]["response"]["output"] == [] and events[0]["response"]["status"] == "in_progress"
+    for number, item in enumerate(events[-1]["response"]["output"]):
+        mine = [event for event in events if event.get("output_index") == number]
+        assert mine[-1]["item"] == item and item["status"] == "completed"
+        assert {event["item_id"] for event in mine if "item_id" in event} == {item["id"]}
+        joined = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
+        said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert joined == said
+        assert [
+            e.get("text", e.get("arguments")) for e in mine if "text.done" in e["type"] or "s.done" in e["type"]
+        ] == [said]
+    assert whole["usage"]["output_tokens"] == len(SCRIPT.encode()) + 1
+    thoughts = len("\nWhere is it?\n")
+    assert abs(whole["usage"]["output_tokens_details"]["reasoning_tokens"] - thoughts) <= 2
+
+
+async def test_the_stream_helper(scripted: Served):
+    async with connect(scripted) as client:
+        async with client.responses.stream(model=MODEL, input="How is it?", tools=[WEATHER]) as stream:
+            seen = [event.type async for event in stream]
+            final = await stream.get_final_response()
+    assert seen[-1] == "response.completed"
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert final.output_text == "Let me look."
+    assert [json.loads(i.arguments) for i in final.output if i.type == "function_call"] == [
+        {"city": "Köln"},
+        {"city": "Bonn"},
+    ]
+
+
+async def test_one_call_only(scripted: Served):
+    body = {"input": "How is it?", "tools": [WEATHER], "parallel_tool_calls": False}
+    whole = (await scripted.http.post(URL, json=body)).json()
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
+    body |= {"tool_choice": "none"}
+    whole = (await scripted.http.post(URL, json=body)).json()
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+
+
+async def test_a_conversation_is_what_the_same_chat_would_be(client: openai.AsyncOpenAI):
+    first = await client.responses.create(model=MODEL, input="one", instructions="be brief", max_output_tokens=5)
+    second = await client.responses.create(
+        model=MODEL, input="two", previous_response_id=first.id, max_output_tokens=5, store=False
+    )
+    third = await client.responses.create(
+        model=MODEL,
+        input=[
+            {"role": "user", "content": "one"},
+            *[i.to_dict() for i in first.output],
+            {"role": "user", "content": "two"},
+        ],
+        max_output_tokens=5,
+    )
+    messages = [*user("one"), {"role": "assistant", "content": first.output_text}, *user("two")]
+    chat = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=5)
+    assert second.output_text == third.output_text == chat.choices[0].message.content
+    assert second.previous_response_id == first.id
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(second.id)
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+A = {"role": "assistant", "content": "a"}
+CONVERSATIONS = [
+    ("sys", [{"role": "developer", "content": "dev"}], [{"role": "system", "content": "sys\n\ndev"}]),
+    (
+        None,
+        [{"role": "user", "content": "a"}, {"role": "developer", "content": [{"type": "input_text", "text": "dev"}]}],
+        [*user("a"), {"role": "system", "content": "dev"}],
+    ),
+    (
+        None,
+        [
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            CALL,
+            CALL,
+            {"type": "function_call_output", "call_id": "c1", "output": "42"},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "ah"}]},
+            CALL,
+        ],
+        [
+            {
+                "role": "assistant",
+                "reasoning_content": "hm",
+                "content": [{"type": "text", "text": "a"}],
+                "tool_calls": [CHAT_CALL, CHAT_CALL],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "42"},
+            {"role": "assistant", "reasoning_content": "ah", "tool_calls": [CHAT_CALL]},
+        ],
+    ),
+    (
+        None,
+        [
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        ],
+        [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "no"}]}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("instructions", "items", "messages"), CONVERSATIONS)
+async def test_items_become_messages(http, instructions, items, messages):
+    assert chat_messages(instructions, items) == messages
+    answer = await http.post(URL, json={"input": items, "instructions": instructions, "max_output_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_stored_responses(client: openai.AsyncOpenAI):
+    response = await client.responses.create(model=MODEL, input="hi", max_output_tokens=3)
+    assert (await client.responses.retrieve(response.id)).to_dict() == response.to_dict()
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await client.responses.cancel(response.id)
+    await client.responses.delete(response.id)
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="--api-server-count"):
+            await call(response.id)
+    with pytest.raises(openai.BadRequestError) as missing:
+        await client.responses.create(model=MODEL, input="hi", previous_response_id=response.id)
+    assert (missing.value.code, missing.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_a_server_that_stores_nothing():
+    async with serve(max_stored_responses=0) as served:
+        response = (await served.http.post(URL, json={"input": "hi", "max_output_tokens": 1})).json()
+        assert response["store"] is False
+        assert (await served.http.get(f"{URL}/{response['id']}")).status_code == 404
+        assert (await served.http.post(URL, json={"input": "hi", "background": True})).json()["error"]["param"] == (
+            "background"
+        )
+
+
+async def test_background(listening_server: Served):
+    engine = listening_server.engine
+    async with connect(listening_server) as client:
+        engine.may_step.clear()
+        response = await client.responses.create(model=MODEL, input="hi", max_output_tokens=5, background=True)
+        assert response.status == "queued"
+        assert (await client.responses.retrieve(response.id)).status == "queued"
+        with pytest.raises(openai.BadRequestError, match="queued"):
+            await client.responses.create(model=MODEL, input="hi", previous_response_id=response.id)
+        cancelled = await client.responses.cancel(response.id)
+        assert cancelled.status == (await client.responses.retrieve(response.id)).status == "cancelled"
+        assert isinstance(engine.sent[-1], AbortRequests)
+
+        response = await client.responses.create(model=MODEL, input="hi", max_output_tokens=5, background=True)
+        engine.may_step.set()
+        await until(lambda: not listening_server.async_llm.num_unfinished)
+        done = await client.responses.retrieve(response.id)
+        assert done.output_text == output_text(chat_prompt("hi"), 5)
+        assert (await client.responses.cancel(response.id)).to_dict() == done.to_dict()
+        assert (await client.responses.create(model=MODEL, input="go on", previous_response_id=done.id)).output_text
+        assert listening_server.async_llm.tracer.marks == {}
+
+        engine.may_step.clear()
+        response = await client.responses.create(model=MODEL, input="hi", background=True)
+        await client.responses.delete(response.id)
+        assert isinstance(engine.sent[-1], AbortRequests)
+
+
+PROBLEMS = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [5]}, "input[0]"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+    ({"input": user([{"type": "input_image", "image_url": "x"}])}, "input[0].content"),
+    ({"input": user([{"type": "input_text"}])}, "input[0].content"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{**WEATHER, "parameters": {"type": "string"}}]}, "tools[0].parameters"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 5000}, "input"),
+    ({"temperature": -1}, "temperature"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+    ({"conversation": "c"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"background": True, "store": False}, "background"),
+    ({"background": True, "stream": True}, "background"),
+    ({"truncation": "middle"}, "truncation"),
+    ({"previous_response_id": "resp_none"}, "previous_response_id"),
+    ({"seed": "x"}, "seed"),
+    ({"metadata": {"k": 5}}, "metadata.k"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), PROBLEMS)
+async def test_every_bad_value_is_a_400_that_names_its_field(http, body, param):
+    answer = await http.post(URL, json={"input": "hi", **body})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param, answer.text
+
+
+async def test_what_has_no_effect_is_named(http):
+    body = {
+        "input": "hi",
+        "max_output_tokens": 1,
+        "truncation": "auto",
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "max_tool_calls": 3,
+        "top_k": 5,
+        "seed": 1,
+    }
+    answer = await http.post(URL, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-servd-ignored"].split(", ") == [
+        "include.reasoning.encrypted_content",
+        "max_tool_calls",
+        "reasoning.summary",
+        "text.verbosity",
+        "truncation",
+    ]
+    assert answer.json()["truncation"] == "disabled"
+
+
+async def test_an_engine_that_dies(listening_server: Served):
+    engine, http = listening_server.engine, listening_server.http
+    engine.step_seconds = 0.01
+    async with http.stream("POST", URL, json={"input": "hi", "stream": True}) as answer:
+        text = ""
+        async for piece in answer.aiter_text():
+            if "output_text.delta" in piece and "failed" not in text:
+                engine.tell(EngineDead("it is gone"))
+            text += piece
+    last = named_events(text)[-1]
+    TypeAdapter(ResponseStreamEvent).validate_python(last)
+    assert last["type"] == "response.failed" and "it is gone" in last["response"]["error"]["message"]
+    for stream in (False, True):
+        answer = await http.post(URL, json={"input": "hi", "stream": stream})
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
+
+
+async def test_an_engine_that_dies_before_its_first_word():
+    async with serve(listen=True, keep_alive=0.02) as served:
+        served.engine.may_step.clear()
+        async with served.http.stream("POST", URL, json={"input": "hi", "stream": True}) as answer:
+            text = ""
+            async for piece in answer.aiter_text():
+                if not text:
+                    served.engine.tell(EngineDead("it is gone"))
+                text += piece
+    *comments, last = text.strip().split("\n\n")
+    assert set(comments) == {": keep-alive"}
+    event = named_events(last)[0]
+    TypeAdapter(ResponseStreamEvent).validate_python(event)
+    assert (event["type"], event["code"], event["sequence_number"]) == ("error", "engine_dead", 0)
+
+
+def stored(response_id: str, num_bytes: int) -> Stored:
+    fields = {f.name: None for f in msgspec.structs.fields(Response) if f.required}
+    return Stored(Response(**{**fields, "id": response_id}), [], num_bytes)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 60), st.sampled_from(["put", "get", "pop"])), max_size=40))
+def test_the_store_stays_within_its_bounds_and_forgets_the_oldest(steps):
+    store = ResponseStore(max_responses=4, max_bytes=100)
+    model: dict[str, int] = {}  # least recently used first
+    for number, num_bytes, action in steps:
+        name = str(number)
+        if action == "put":
+            model.pop(name, None)
+            store.put(stored(name, num_bytes))
+            model[name] = num_bytes
+            while len(model) > 4 or sum(model.values()) > 100:
+                model.pop(next(iter(model)))
+        elif action == "pop":
+            assert (store.pop(name) is None) == (model.pop(name, None) is None)
+        elif name in model:
+            assert store.get(name, NotFound, "id").response.id == name
+            model[name] = model.pop(name)
+        else:
+            with pytest.raises(NotFound):
+                store.get(name, NotFound, "id")
+        assert store.num_bytes == sum(model.values())
