@@ -32,7 +32,8 @@ TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}|{{ m.content }}"
     "{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% endfor %}"
-    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {{ '<think>' if enable_thinking else '' }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {{ '<think>' if enable_thinking else '' }}{% endif %}"
 )
 
 
