@@ -248,11 +248,11 @@ PLUGIN_FILES = [
 
 @pytest.mark.parametrize(("source", "name"), PLUGIN_FILES)
 def test_every_plugin_has_the_name_that_its_package_asks_for(source, name):
-    classes = [node.name for node in source.tree.body if isinstance(node, ast.ClassDef)]
+    defined = [node.name for node in source.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     assigned = [
         ast.unparse(target) for node in source.tree.body if isinstance(node, ast.Assign) for target in node.targets
     ]
-    assert len([c for c in classes + assigned if re.fullmatch(name, c)]) == 1
+    assert len([c for c in defined + assigned if re.fullmatch(name, c)]) == 1
 
 
 def test_every_package_of_plugins_has_plugins():
