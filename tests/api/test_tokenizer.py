@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,27 @@ def test_token_string_of_a_part_of_a_character():
 def test_lone_surrogate_is_the_clients_error():
     with pytest.raises(InvalidRequest, match="surrogate"):
         BYTES.encode("a\ud800")
+
+
+def test_lone_surrogate_in_a_long_text_is_the_clients_error():
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        BYTES.encode("a" * 10_000 + "\ud800")
+
+
+def test_long_texts_are_encoded_like_short_ones():
+    text = "the licence <eos> grants é " * 1000
+    assert BYTES.encode(text) == BYTES.encode("the licence <eos> grants é ") * 1000
+
+
+def test_a_long_text_does_not_hold_up_other_threads():
+    thread = threading.Thread(target=BYTES.encode, args=["the licence " * 100_000])
+    longest, started = 0.0, time.monotonic()
+    thread.start()
+    while thread.is_alive():
+        before = time.monotonic()
+        time.sleep(0.001)
+        longest = max(longest, time.monotonic() - before)
+    assert longest < (time.monotonic() - started) / 2
 
 
 def test_truncation_of_the_file_is_ignored(tmp_path: Path):
