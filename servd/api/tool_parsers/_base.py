@@ -32,6 +32,7 @@ class ToolParser(Parser):
         self.functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         self.num_calls = 0
         self._space = ""  # at the end of the content; dropped if a call follows
+        self._is_after_call = False
         super().__init__()
 
     @classmethod
@@ -56,10 +57,11 @@ class ToolParser(Parser):
     def content(self, text: str) -> None:
         """Tell of text that is no part of a call."""
         self.reader.forget()
-        text = self._space + text
+        text = self._space + (text.lstrip() if self._is_after_call else text)
         visible = text.rstrip()
         self._space = text[len(visible) :]
         if visible:
+            self._is_after_call = False
             self.deltas.append(Content(visible))
 
     def rest(self) -> Steps[None]:
@@ -73,6 +75,7 @@ class ToolParser(Parser):
         self._space = ""
         self.deltas.append(ToolCallStart(self.num_calls, self.new_id(), name))
         self.num_calls += 1
+        self._is_after_call = True
 
     def arguments(self, text: str) -> None:
         """Tell of more arguments of the last call."""
@@ -187,6 +190,7 @@ class _JsonCall:
         if not self.has_begun:
             self._begin(self.name)
             self.parser.arguments("{}")
+        self.parser.reader.forget()
         return True
 
     def _begin(self, name: str) -> None:

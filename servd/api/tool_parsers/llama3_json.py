@@ -42,7 +42,6 @@ class Parser(ToolParser):
             yield from self.reader.space()
             if not (yield from self.json_call(needs_arguments=True)):
                 return False
-            self.reader.forget()  # the call is complete: only what follows it may turn out to be content
             yield from self.reader.space()
             if not (yield from self.reader.accept(";")) and (yield from self.reader.peek()) != "{":
                 return True

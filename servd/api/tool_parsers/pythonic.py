@@ -96,7 +96,8 @@ def _arguments(parenthesis: str) -> str | None:
         if not isinstance(call, ast.Call) or call.args:
             return None
         values = {keyword.arg: _literal(keyword.value, MAX_DEPTH) for keyword in call.keywords}
-        return None if None in values else json.dumps(values, ensure_ascii=False, allow_nan=False)
+        is_plain = len(values) == len(call.keywords) and None not in values  # no keyword twice, no `**x`
+        return json.dumps(values, ensure_ascii=False, allow_nan=False) if is_plain else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

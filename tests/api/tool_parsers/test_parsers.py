@@ -1,0 +1,160 @@
+"""The contract of tool parsers, over all files of the package and their recorded replies."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servd import plugins
+from servd.api.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.tool_parsers._forced import ForcedCallsParser
+from tests.api.tool_parsers.recorded import TOOLS, Case
+
+PACKAGE = "servd.api.tool_parsers"
+PARSERS = plugins.names(PACKAGE)
+
+
+def recorded(name: str) -> dict[str, Case]:
+    return importlib.import_module(f"tests.api.tool_parsers.recorded.{name}").CASES
+
+
+CASES = [pytest.param(name, case, id=f"{name}-{title}") for name in PARSERS for title, case in recorded(name).items()]
+
+
+def read(parser, pieces) -> tuple[list[tuple[str, str]], str]:
+    """Calls and content of a reply that comes in pieces, after checks that hold for every stream of deltas."""
+    calls: list[list[str]] = []
+    ids = set()
+    content = ""
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    for delta in deltas:
+        match delta:
+            case Content(text=text):
+                content += text
+            case ToolCallStart(index=index, id=call_id, name=name):
+                assert index == len(calls) and name
+                calls.append([name, ""])
+                ids.add(call_id)
+            case ToolCallArguments(index=index, text=text):
+                assert index == len(calls) - 1 and text
+                calls[index][1] += text
+            case Reasoning():
+                raise AssertionError("a tool parser knows no thoughts")
+    assert len(ids) == len(calls) == parser.num_calls
+    return [(name, arguments) for name, arguments in calls], content
+
+
+def make(name: str):
+    return plugins.load(PACKAGE, name, "Parser")(TOOLS)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_parser_has_enough_recorded_replies(name):
+    cases = recorded(name).values()
+    assert len(cases) >= 8
+    assert any(len(case.calls) > 1 for case in cases) and any(not case.calls for case in cases)
+    assert any(not case.text.isascii() for case in cases)
+    assert any(arguments == "{}" for case in cases for _, arguments in case.calls)
+    assert any(case.calls and case.content for case in cases)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_a_whole_reply(name, case):
+    assert read(make(name), [case.text]) == (case.calls, case.content)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_a_reply_cut_at_every_character(name, case):
+    for i in range(1, len(case.text)):
+        assert read(make(name), [case.text[:i], case.text[i:]]) == (case.calls, case.content)
+    assert read(make(name), case.text) == (case.calls, case.content)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+@given(data=st.data())
+def test_a_reply_in_random_pieces(name, case, data):
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(case.text)))))
+    pieces = [case.text[a:b] for a, b in zip([0, *cuts], [*cuts, len(case.text)], strict=True)]
+    assert read(make(name), pieces) == (case.calls, case.content)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_any_text_is_read_the_same_in_any_pieces(name):
+    parts = sorted({part for case in recorded(name).values() for part in case.text.replace(">", "> ").split(" ")})
+
+    @given(st.lists(st.sampled_from(parts) | st.text(max_size=3), max_size=12))
+    def check(pieces: list[str]):
+        text = "".join(pieces)
+        whole = read(make(name), [text])
+        assert read(make(name), pieces) == read(make(name), text) == whole
+        if not whole[0]:
+            assert whole[1] == text  # nothing is lost
+
+    check()
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_arguments_are_json_unless_the_reply_was_cut_off(name, case):
+    for _, arguments in case.calls[:-1]:
+        json.loads(arguments)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_arguments_come_while_they_are_written(name):
+    """A long string is not held back, but in Python, which is only known to be Python at its end."""
+    case = next(case for case in recorded(name).values() if case.calls and "city" in case.calls[0][1])
+    city = json.loads(case.calls[0][1])["city"]
+    before, after = case.text.split(city, 1)
+    parser = make(name)
+    parser.feed(before)
+    deltas = [delta for _ in range(100) for delta in parser.feed("word ")]
+    assert all(isinstance(delta, ToolCallArguments) for delta in deltas)
+    assert len(deltas) == (0 if name == "pythonic" else 100)
+    (call, *_), _ = read(parser, [after]) if name == "pythonic" else (("", ""), "")
+    if name == "pythonic":
+        assert json.loads(call[1])["city"] == "word " * 100
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_text_is_not_held_back(name):
+    parser = make(name)
+    assert parser.feed("Hello") == [Content("Hello")]
+    assert parser.feed(", you") == [Content(", you")]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_no_text_takes_long(name, size):
+    """Each would take minutes if what was read were read again: beginnings without end, deep nesting, white space."""
+    case = next(iter(recorded(name).values()))
+    begin = case.text.split("get_weather")[0]
+    floods = [
+        begin * 2000,
+        begin + "{" * 60_000,
+        begin + '{"a": "' + "\\" * 60_000,
+        begin + " \n" * 30_000,
+        "<[" * 30_000,
+    ]
+    floods += [case.text * 500, begin + "get_weather(a=" + "[" * 60_000, begin + "get_weather(a=" + "-" * 60_000]
+    for text in floods:
+        parser = make(name)
+        begun = time.process_time()
+        for i in range(0, len(text), size):
+            parser.feed(text[i : i + size])
+        parser.finish()
+        assert time.process_time() - begun < 5
+
+
+FORCED = '[{"name": "get_weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]'
+
+
+def test_forced_calls():
+    expected = ([("get_weather", '{"city": "x"}'), ("now", "{}")], "")
+    for pieces in ([FORCED], FORCED, ["\n", FORCED]):
+        assert read(ForcedCallsParser(TOOLS), pieces) == expected
+    assert read(ForcedCallsParser(TOOLS), [FORCED[:30]]) == ([("get_weather", "{")][:0], FORCED[:30])
