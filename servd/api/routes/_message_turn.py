@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from servd.api.processor import Prepared
 from servd.api.protocol.anthropic import (
+    CHAT_NAMES,
     Block,
     Message,
     MessageUsage,
@@ -31,6 +32,7 @@ class MessageTurn(Turn):
     """At most one block is open, the last one of the content; each new one closes it."""
 
     pulse = b'event: ping\ndata: {"type":"ping"}\n\n'
+    names = CHAT_NAMES
     answer: Message
 
     def __init__(self, request: Request, prepared: Prepared, answer: Message) -> None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from servd.api.processor import Prepared
 from servd.api.protocol.errors import ErrorBody, ErrorReply
 from servd.api.protocol.responses import (
+    CHAT_NAMES,
     FunctionCallItem,
     InputTokensDetails,
     MessageItem,
@@ -42,6 +43,7 @@ class ResponseTurn(Turn):
         keep: called when `answer` is complete, before the client knows.
     """
 
+    names = CHAT_NAMES
     answer: Response
 
     def __init__(self, request: Request, prepared: Prepared, answer: Response, keep: Callable[[], None]) -> None:

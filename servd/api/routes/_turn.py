@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from servd.api.incremental import Content, Delta, Reasoning, ToolCallArguments, 
 from servd.api.message_parser import MessageParser
 from servd.api.processor import Prepared
 from servd.api.protocol.errors import ErrorReply, error_reply
-from servd.api.protocol.translation import TranslatedRequest
+from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.routes._context import context_of, ignored_header
 from servd.api.streaming import KEEP_ALIVE, EventStream, until_disconnect
 from servd.outputs import CompletionOutput
@@ -40,6 +40,8 @@ class Turn(ABC):
     """
 
     pulse = KEEP_ALIVE
+    names: ClassVar[Mapping[str, str]]
+    """Chat field -> the field of this API that it was made of, for errors."""
 
     def __init__(self, request: Request, prepared: Prepared, answer: msgspec.Struct) -> None:
         self.prepared = prepared
@@ -84,17 +86,23 @@ class Turn(ABC):
 
     async def run(self) -> None:
         """Complete `answer`; the engine stops if this is cancelled."""
-        async with aclosing(self.outputs) as outputs:
-            async for output in outputs:
-                for _ in self._take(output):
+        async with aclosing(self._steps()) as steps:
+            async for events in steps:
+                for _ in events:
                     pass
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
-        async with aclosing(self.outputs) as outputs:
-            async for output in outputs:
-                if frames := encode(self._take(output)):
+        async with aclosing(self._steps()) as steps:
+            async for events in steps:
+                if frames := encode(events):
                     yield frames
+
+    async def _steps(self) -> AsyncGenerator[Iterator[Event], None]:
+        with renamed(self.names):
+            async with aclosing(self.outputs) as outputs:
+                async for output in outputs:
+                    yield self._take(output)
 
     def _take(self, output: CompletionOutput) -> Iterator[Event]:
         self.num_output_tokens += len(output.token_ids)

@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.protocol.anthropic import (
-    CHAT_NAMES,
     CountTokensRequest,
     Message,
     MessagesRequest,
@@ -33,7 +32,7 @@ async def create_message(request: Request) -> Response:
     model = context.model_name(body.model)
     message_id = f"msg_{request.state.unique_id}"
     start_timeline(request, message_id)
-    with renamed(CHAT_NAMES):
+    with renamed(MessageTurn.names):
         prepared = await prepare_chat(context.async_llm, message_id, body.as_chat(body.chat_fields()))
     answer = Message(id=message_id, model=model, content=[], usage=MessageUsage(0, 0, 0, OutputTokensDetails(0)))
     turn = MessageTurn(request, prepared, answer)
@@ -46,7 +45,7 @@ async def count_tokens(request: Request) -> Response:
     async_llm = context_of(request).async_llm
     body = await read_body(request, CountTokensRequest)
     context_of(request).model_name(body.model)
-    with renamed(CHAT_NAMES):
+    with renamed(MessageTurn.names):
         prompt = await render_chat(async_llm, body.as_chat(body.chat_fields()))
         token_ids = await async_llm.encode(prompt, add_special_tokens=False)
     headers = {"request-id": request.state.request_id, **ignored_header(body)}

@@ -13,7 +13,7 @@ from starlette.responses import Response as HTTPResponse
 
 from servd.api.processor import Prepared
 from servd.api.protocol.errors import error_reply
-from servd.api.protocol.responses import CHAT_NAMES, DeletedResponse, Response, ResponsesRequest
+from servd.api.protocol.responses import DeletedResponse, Response, ResponsesRequest
 from servd.api.protocol.translation import renamed
 from servd.api.response_store import ResponseStore, Stored
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body, start_timeline
@@ -40,7 +40,7 @@ async def create_response(request: Request) -> HTTPResponse:
     items = [*(previous.items if previous else ()), *cast(list[dict[str, Any]], body.input)]
     if not body.background:  # else the timeline is longer than the request
         start_timeline(request, response_id)
-    with renamed(CHAT_NAMES):
+    with renamed(ResponseTurn.names):
         prepared = await prepare_chat(context.async_llm, response_id, body.as_chat(body.chat_fields(items)))
     answer = _blank(response_id, model, body, prepared, is_stored)
 
