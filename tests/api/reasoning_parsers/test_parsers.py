@@ -1,0 +1,79 @@
+"""The contract of reasoning parsers, over all files of the package and their recorded replies."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servd import plugins
+from servd.api.incremental import Content, Reasoning
+from tests.api.reasoning_parsers.recorded import Case
+
+PACKAGE = "servd.api.reasoning_parsers"
+PARSERS = plugins.names(PACKAGE)
+
+
+def recorded(name: str) -> dict[str, Case]:
+    return importlib.import_module(f"tests.api.reasoning_parsers.recorded.{name}").CASES
+
+
+CASES = [pytest.param(name, case, id=f"{name}-{title}") for name in PARSERS for title, case in recorded(name).items()]
+
+
+def read(name: str, case: Case, pieces) -> tuple[str, str]:
+    """Thoughts and content."""
+    kind = plugins.load(PACKAGE, name, "Parser")
+    parser = kind(case.is_thinking or kind.always)
+    reasoning, content = "", ""
+    for delta in [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish():
+        assert isinstance(delta, Reasoning | Content) and delta.text
+        if isinstance(delta, Reasoning):
+            assert not content, "thoughts come first"
+            reasoning += delta.text
+        else:
+            content += delta.text
+    if parser.begin is not None and parser.end is not None:
+        assert case.text[parser.begin : parser.end].strip() == reasoning
+    return reasoning, content
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_parser_has_enough_recorded_replies(name):
+    cases = recorded(name).values()
+    assert len(cases) >= 8
+    assert any(case.reasoning and case.content for case in cases)
+    assert any(not case.reasoning for case in cases) and any(not case.content for case in cases)
+    assert any(case.is_thinking for case in cases) and any(not case.text.isascii() for case in cases)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_a_whole_reply(name, case):
+    assert read(name, case, [case.text]) == (case.reasoning, case.content)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_a_reply_cut_at_every_character(name, case):
+    for i in range(1, len(case.text)):
+        assert read(name, case, [case.text[:i], case.text[i:]]) == (case.reasoning, case.content)
+    assert read(name, case, case.text) == (case.reasoning, case.content)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+@given(data=st.data())
+def test_a_reply_in_random_pieces(name, case, data):
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(case.text)))))
+    pieces = [case.text[a:b] for a, b in zip([0, *cuts], [*cuts, len(case.text)], strict=True)]
+    assert read(name, case, pieces) == (case.reasoning, case.content)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_thoughts_come_as_they_are_thought(name):
+    parser = plugins.load(PACKAGE, name, "Parser")(True)
+    assert parser.feed("First") == [Reasoning("First")]
+    assert parser.feed(", this") == [Reasoning(", this")]
+    assert parser.feed(f".\n{parser.end_tag}") == [Reasoning(".")]
+    assert parser.feed("\n\nSo") == [Content("So")]
+    assert parser.feed(" it is") == [Content(" it is")]
