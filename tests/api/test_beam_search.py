@@ -1,0 +1,87 @@
+"""`use_beam_search` over HTTP: shapes, usage, what it refuses; the search itself is in tests/parity."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from servd.messages import AbortRequests, EngineCoreRequest
+from tests.api.harness import events, output_text, until, user
+from tests.api.test_errors import check
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+async def test_choices_come_best_first_and_one_beam_is_greedy(served):
+    prompt = "Once upon a time there was a beam"
+    body = {"prompt": prompt, "max_tokens": 4, "use_beam_search": True, "return_token_ids": True}
+    one = (await served.http.post(COMPLETIONS, json=body)).json()
+    assert one["choices"][0]["text"] == output_text(prompt, 4)
+    answer = (await served.http.post(COMPLETIONS, json={**body, "n": 3})).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    # The fake model gives 1/2 to its favourite, and 1/2, 1/4, 1/8 ... to the k most likely.
+    assert answer["choices"][0]["text"] == output_text(prompt, 4)
+    assert len({choice["text"] for choice in answer["choices"]}) == 3
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 32  # of the search before
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+
+
+async def test_steps_share_the_prefix_cache_and_leave_nothing_behind(served):
+    body = {"prompt": "x" * 200, "n": 4, "max_tokens": 6, "use_beam_search": True}
+    assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
+    steps = [message for message in served.engine.sent if isinstance(message, EngineCoreRequest)]
+    assert len(steps) == 1 + 4 * 5
+    assert not [message for message in served.engine.sent if isinstance(message, AbortRequests)]
+    metrics = served.async_llm.metrics.render()[0].decode()
+    queries, hits = (
+        float(line.split()[-1])
+        for name in ("queries", "hits")
+        for line in metrics.splitlines()
+        if line.startswith(f"vllm:prefix_cache_{name}_total")
+    )
+    assert hits / queries > 0.85
+    assert not served.async_llm.tracer.marks and len(served.async_llm.tracer.recent) == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (CHAT, {"messages": user("hi")}), (COMPLETIONS, {"prompt": ["a", "b"]}),
+])  # fmt: skip
+async def test_a_stream_says_the_same(http, path, body):
+    body = {**body, "n": 2, "max_tokens": 5, "use_beam_search": True}
+    whole = (await http.post(path, json=body)).json()["choices"]
+    texts = [""] * len(whole)
+    for chunk in events((await http.post(path, json={**body, "stream": True})).text):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"] if path == COMPLETIONS else choice["delta"].get("content") or ""
+    assert texts == [choice["text"] if path == COMPLETIONS else choice["message"]["content"] for choice in whole]
+
+
+@pytest.mark.parametrize("body", [
+    {"n": 17}, {"stop": ["x"]}, {"logprobs": 1}, {"prompt_logprobs": 0}, {"bad_words": ["x"]}, {"min_tokens": 3},
+    {"logit_bias": {"5": 1}}, {"presence_penalty": 1.0}, {"length_penalty": 11}, {"allowed_token_ids": [5]},
+], ids=str)  # fmt: skip
+async def test_what_a_search_does_not_look_at_is_refused(http, body):
+    answer = await http.post(COMPLETIONS, json={"prompt": "a", "use_beam_search": True, **body})
+    check(answer, 400, next(iter(body)))
+
+
+async def test_sampling_fields_are_named_as_ignored(http):
+    body = {"prompt": "a", "max_tokens": 1, "temperature": 0.3, "presence_penalty": 0}
+    answer = await http.post(COMPLETIONS, json={**body, "use_beam_search": True, "length_penalty": -math.pi})
+    assert (answer.status_code, answer.headers["x-servd-ignored"]) == (200, "temperature")
+    answer = await http.post(COMPLETIONS, json={**body, "length_penalty": 1.0, "early_stopping": True})
+    assert answer.headers["x-servd-ignored"] == "early_stopping, length_penalty"
+
+
+async def test_an_error_in_one_step_ends_the_search(served):
+    served.engine.may_step.clear()
+    body = {"prompt": "a", "n": 3, "max_tokens": 50, "use_beam_search": True}
+    asking = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
+    await until(lambda: served.async_llm.num_unfinished)
+    served.async_llm.fail("gone")
+    assert (await asking).status_code == 503
+    assert served.async_llm.num_unfinished == 0
