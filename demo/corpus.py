@@ -48,27 +48,27 @@ class Corpus:
     def example(self) -> Example:
         """One conversation or text."""
         rng = self.rng
-        form = rng.choices(("chat", "tools", "text"), (76, 13, 11))[0]
+        form = rng.choices(("chat", "tools", "text", "drill"), (70, 11, 10, 9))[0]
         if form == "text":
             return {"text": self.skills.plain_text(rng)}
         tools = None
         if form == "tools":
             messages, tools = self.tools.conversation(rng)
         else:
-            messages = self._chat()
-        thinking = rng.random() < 0.15
+            messages = self._chat(self.skills.copying(rng, longest=40) if form == "drill" else self._turns())
+        thinking = rng.random() < 0.12
         if not thinking:
             for message in messages:
                 message.pop("reasoning_content", None)
         return {"messages": messages, "tools": tools, "thinking": thinking}
 
-    def _chat(self) -> list[Message]:
+    def _chat(self, turns: list[Turn]) -> list[Message]:
         rng = self.rng
         messages: list[Message] = []
         if rng.random() < 0.3:
             prompt = self.skills.grammar.pick(self.skills.phrases["system"]["prompts"], rng, day="Monday")
             messages.append({"role": "system", "content": prompt})
-        for turn in self._turns():
+        for turn in turns:
             messages.append({"role": "user", "content": turn.user})
             messages.append({"role": "assistant", "reasoning_content": turn.thought, "content": turn.answer})
         return messages

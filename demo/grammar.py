@@ -52,7 +52,13 @@ class Grammar:
         return rng.choice(words)
 
     def name(self, rng: Random) -> str:
-        """A given name; half of them are made of syllables, so that a model has to copy names, not to know them."""
-        if rng.random() < 0.5:
+        """A given name; half of them are made of syllables or letters, so that a model has to copy names, not to know them."""
+        form = rng.random()
+        if form < 0.45:
             return rng.choice(self.lists["first_names"])
-        return "".join(rng.choices(self.lists["syllables"], k=rng.choice((2, 2, 3)))).capitalize()
+        if form < 0.7:
+            return "".join(rng.choices(self.lists["syllables"], k=rng.choice((2, 2, 3)))).capitalize()
+        pattern = rng.choice(("CVCVC", "CVCCV", "VCCVC", "CCVCV", "CVCCVC", "CVCV", "CVVC"))
+        return "".join(
+            rng.choice("aeiou" if place == "V" else "bcdfghjklmnprstvwxyz") for place in pattern
+        ).capitalize()

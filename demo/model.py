@@ -14,7 +14,7 @@ from torch import Tensor, nn  # noqa: TID253
 class ModelConfig:
     """Sizes, under their names in config.json."""
 
-    vocab_size: int = 2560
+    vocab_size: int = 2048
     hidden_size: int = 256
     intermediate_size: int = 640
     num_hidden_layers: int = 5

@@ -88,7 +88,8 @@ class Skills:
             number, form = len(things), "all"
         else:
             number, form = rng.randint(2, min(8, len(things))), "ask"
-            things = rng.sample(things, number)
+            start = rng.randrange(len(things))
+            things = (things + things)[start : start + number]
         written = rng.choice((str(number), self.words["count_words"][number]))
         user = self.grammar.pick(phrases[form], rng, n=written, kind=name, whole=whole)
         answer = "\n".join(f"{position}. {thing}" for position, thing in enumerate(things, 1))
@@ -119,13 +120,9 @@ class Skills:
         user = self.grammar.pick(self.phrases["list"][form], rng, a=str(a), b=str(b))
         return [Turn(self.roughly(user, rng), f"I count from {a} to {b}.", ", ".join(map(str, numbers)))]
 
-    def copying(self, rng: Random) -> list[Turn]:
-        """Repeat words, most of them without meaning."""
-        lists = self.grammar.lists
-        text = " ".join(
-            self.grammar.name(rng) if rng.random() < 0.4 else rng.choice(lists[rng.choice(list(lists))])
-            for _ in range(rng.choice((1, 2, 3, 4, 5, 6, 8, 10, 12)))
-        )
+    def copying(self, rng: Random, longest: int = 10) -> list[Turn]:
+        """Repeat words, most of them without meaning: names, numbers and arguments are copied in the same way."""
+        text = " ".join(self._any_word(rng) for _ in range(rng.randint(1, longest)))
         if rng.random() < 0.1:
             text += " " + "".join(chr(rng.choice((rng.randint(0xC0, 0x17F), rng.randint(0x391, 0x3C9)))) for _ in "abc")
         user = self.grammar.pick(self.phrases["copy"]["ask"], rng, x=text)
@@ -177,8 +174,8 @@ class Skills:
     def stories(self, rng: Random) -> list[Turn]:
         """A story about one or two named heroes; sometimes a question about it."""
         phrases = self.phrases["story"]
-        cast = self.cast(rng)
         two = rng.random() < 0.25
+        cast = self.cast(rng, two)
         who = self.grammar.pick(phrases["one"], rng, **cast)
         if two:
             who = self.grammar.pick(phrases["two"], rng, **cast, one=who)
@@ -191,14 +188,14 @@ class Skills:
             turns.append(Turn(ask, "I look at the story above.", answer))
         return turns
 
-    def cast(self, rng: Random) -> dict[str, str]:
-        """The people, places and things of a story."""
+    def cast(self, rng: Random, two: bool) -> dict[str, str]:
+        """The people, places and things of a story; a friend who is not asked for has a common name."""
         lists = self.grammar.lists
         kinds = lists["animals"] if rng.random() < 0.7 else lists["people"]
         return {
             "hero": self.grammar.name(rng),
             "kind": rng.choice(kinds),
-            "friend": self.grammar.name(rng),
+            "friend": self.grammar.name(rng) if two else rng.choice(lists["first_names"]),
             "fkind": rng.choice(kinds),
             "place": rng.choice(lists["places"]),
             "thing": rng.choice(lists["things"]),
@@ -216,7 +213,8 @@ class Skills:
         """Text without a chat, for the completions endpoint."""
         form = rng.choices(("story", "facts", "scenes", "sums"), (4, 3, 2, 7))[0]
         if form == "story":
-            return self.story(rng, self.cast(rng), rng.random() < 0.2)
+            two = rng.random() < 0.2
+            return self.story(rng, self.cast(rng, two), two)
         if form == "sums":
             lines = []
             for _ in range(rng.randint(3, 24)):
@@ -267,6 +265,16 @@ class Skills:
         thing = self.grammar.word("unit", rng)
         phrase = self.grammar.pick(self.phrases["sum"][form], rng, a=str(a), b=str(b), c=guess, thing=thing, **names)
         return Turn(self.roughly(phrase, rng), sum_thought(a, b, sign), f"{a} {sign} {b} = {result}.")
+
+    def _any_word(self, rng: Random) -> str:
+        form = rng.random()
+        if form < 0.3:
+            return self.grammar.name(rng)
+        if form < 0.6:
+            return rng.choice(self.grammar.lists[rng.choice(list(self.grammar.lists))])
+        if form < 0.75:
+            return str(rng.randrange(10 ** rng.randint(1, 4)))
+        return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 6)))
 
     def _sortable(self, rng: Random) -> list[str]:
         """Words of one kind, of any kind, or names."""

@@ -195,7 +195,7 @@ def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> To
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; its defaults are what the model in the repository was trained with."""
     parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face model folder.")
-    parser.add_argument("--examples", type=int, default=48_000, help="conversations and texts to train on, each once")
+    parser.add_argument("--examples", type=int, default=40_000, help="conversations and texts to train on, each once")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included")
     parser.add_argument("--batches-per-step", type=int, default=3)

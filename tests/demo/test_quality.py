@@ -25,11 +25,9 @@ def transformers_answers(prompts):
     """Greedy answers, special tokens cut off at the end; None for an answer that did not end."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    greedy = transformers.GenerationConfig(
-        do_sample=False,
-        max_new_tokens=MAX_NEW_TOKENS,
-        eos_token_id=model.generation_config.eos_token_id,
-        pad_token_id=model.generation_config.pad_token_id,
+    ends, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=ends, pad_token_id=padding
     )
     answers = []
     for prompt in prompts:
@@ -41,8 +39,8 @@ def transformers_answers(prompts):
             enable_thinking=prompt.get("thinking", False),
         )
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-        tokens = model.generate(**inputs, generation_config=greedy)[0, inputs.input_ids.shape[1] :].tolist()
-        ended = tokens[-1] in model.generation_config.eos_token_id
+        tokens = model.generate(**inputs)[0, inputs.input_ids.shape[1] :].tolist()
+        ended = tokens[-1] in ends
         answers.append(tokenizer.decode(tokens[:-1]) if ended else None)
     return answers
 
