@@ -224,6 +224,7 @@ class LLMEngine:
 
     def close(self) -> None:
         """Stop the engine and free its memory. May be called more than once."""
+        self.processor.grammars.close()
         self.port.close()
 
 

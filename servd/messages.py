@@ -131,6 +131,7 @@ class EngineCoreOutput(Message):
     error: str | None = None  # with finish_reason error
     prompt_logprobs: list[TokenLogprobs] | None = None  # on the first output; one per prompt token but the first
     pooled: bytes | None = None  # float32, little-endian: the vector of a request with PoolingParams
+    is_complete: bool = False  # it stops because nothing may follow: its last token is text, not a stop token
 
 
 class SchedulerStats(Message):

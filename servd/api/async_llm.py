@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 # Templates and tokenisers take about a millisecond for this many characters; more would hold up other requests.
 MAX_INLINE_CHARS = 4096
+MAX_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 
 
 class _Stream:
@@ -108,6 +109,7 @@ class AsyncLLM:
         self.stats = SchedulerStats()
         self._streams: dict[str, _Stream] = {}
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
+        self._grammar_threads = ThreadPoolExecutor(max_workers=MAX_GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._reading_on: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -122,6 +124,8 @@ class AsyncLLM:
         if self._reading_on is not None:
             self._reading_on.remove_reader(self.client.fileno())
         self._threads.shutdown(wait=False)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self.processor.grammars.close()
 
     @property
     def is_ready(self) -> bool:
@@ -145,7 +149,7 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         param: str = "prompt",
     ) -> Prepared:
-        """`Processor.process`, in a thread if the prompt is long.
+        """`Processor.process`, in a thread if the prompt is long or a structured output is new.
 
         Raises:
             InvalidRequest: see `Processor.process`.
@@ -162,7 +166,11 @@ class AsyncLLM:
             client=self.client.client,
             param=param,
         )
-        prepared = await self._run(len(prompt) if isinstance(prompt, str) else 0, process)
+        output = params.structured_output
+        if output is None or self.processor.grammars.knows(output):
+            prepared = await self._run(len(prompt) if isinstance(prompt, str) else 0, process)
+        else:  # it may take seconds, and must not keep long prompts waiting
+            prepared = await asyncio.get_running_loop().run_in_executor(self._grammar_threads, process)
         self.tracer.mark(request_id, "tokenised")
         return prepared
 

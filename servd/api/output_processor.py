@@ -103,7 +103,7 @@ def _delta(choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
         prompt_logprobs=output.prompt_logprobs,
         pooled=output.pooled,
     )
-    ended_by_token = output.finish_reason is FinishReason.STOP and not choice.include_stop
+    ended_by_token = output.finish_reason is FinishReason.STOP and not output.is_complete and not choice.include_stop
     num_before = detokenizer.num_tokens
     # The token that ends generation is counted, but it is not text.
     delta.text = detokenizer.push(token_ids[:-1] if ended_by_token else token_ids)

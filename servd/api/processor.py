@@ -10,6 +10,7 @@ import msgspec
 
 from servd import hf
 from servd.api.chat_template import ChatTemplate
+from servd.api.grammar_checker import GrammarChecker
 from servd.api.message_parser import MessageFormat, ReplyFormat
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
@@ -53,6 +54,7 @@ class Processor:
         self._default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         eos = [*spec.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
         self._eos_token_ids = list(dict.fromkeys(eos))
+        self.grammars = GrammarChecker(config, spec)
         self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 
     def render_chat(
@@ -99,10 +101,13 @@ class Processor:
             param: the request field that holds the prompt, for errors: prompt or messages.
 
         Raises:
-            InvalidRequest: a parameter is out of bounds, or the prompt is empty or not in the vocabulary.
+            InvalidRequest: a parameter is out of bounds, the structured output cannot be generated, or the prompt is
+                empty or not in the vocabulary.
             ContextTooLong: prompt and max_tokens together exceed `max_model_len`.
         """
         params.verify(self.spec.vocab_size)
+        if params.structured_output is not None:
+            self.grammars.check(params.structured_output)
         if params.bad_words:
             params = msgspec.structs.replace(params, bad_words_token_ids=self._encode_bad_words(params.bad_words))
             params.verify(self.spec.vocab_size)

@@ -87,6 +87,7 @@ async def serve(start: Start) -> int:
     tokenizer = Tokenizer.of_model(config, spec)
     assert config.model.max_model_len is not None
     processor = Processor(config, spec, tokenizer, config.model.max_model_len)
+    processor.grammars.start()
     async_llm = AsyncLLM(
         config,
         spec,

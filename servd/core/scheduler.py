@@ -238,9 +238,9 @@ class Scheduler:
     def _harvest(self, request: Request, output: EngineCoreOutput, end: str | None, now: int, step: int) -> None:
         [token_id] = output.new_token_ids
         finish_reason = request.append(token_id)
-        if end == "":
-            finish_reason = FinishReason.STOP
-        elif end is not None and finish_reason is None:
+        if end == "" and finish_reason is not FinishReason.STOP:
+            finish_reason, output.is_complete = FinishReason.STOP, True
+        elif end and finish_reason is None:
             finish_reason, output.error = FinishReason.ERROR, end
         output.finish_reason = finish_reason
         if request.num_output_tokens == 1:
@@ -251,7 +251,8 @@ class Scheduler:
         if request.is_prompt_only:
             output.new_token_ids, output.logprobs = [], None
         if finish_reason is not None:
-            if end is None and finish_reason is FinishReason.STOP and token_id not in request.eos_token_ids:
+            is_stop_token = finish_reason is FinishReason.STOP and not output.is_complete
+            if is_stop_token and token_id not in request.eos_token_ids:
                 output.stop_reason = token_id
             output.marks += [*request.marks, Mark("finished", now, step)]
             self._finish(request)

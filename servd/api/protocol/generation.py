@@ -12,17 +12,16 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.validation import RequestBody
+from servd.api.protocol.structured import StructuredRequest
 from servd.errors import InvalidRequest
 from servd.params import MAX_BEAMS, SamplingParams
 
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one must be told.
 # All other unknown fields are accepted and named in the header X-Servd-Ignored.
 UNSUPPORTED = (
-    "audio", "chat_template", "documents", "function_call", "functions", "guided_choice",
-    "guided_grammar", "guided_json", "guided_regex", "logprob_token_ids", "modalities", "prompt_embeds",
-    "repetition_detection", "response_format", "return_tokens_as_token_ids",
-    "structured_outputs", "thinking_token_budget", "web_search_options",
+    "audio", "chat_template", "documents", "function_call", "functions", "logprob_token_ids", "modalities",
+    "prompt_embeds", "repetition_detection", "return_tokens_as_token_ids", "thinking_token_budget",
+    "web_search_options",
 )  # fmt: skip
 # What beam search does not look at, though it would change the answer.
 NOT_WITH_BEAMS = (
@@ -30,7 +29,7 @@ NOT_WITH_BEAMS = (
     "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
-NEUTRAL: dict[str, Any] = {"modalities": ["text"], "response_format": {"type": "text"}}
+NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -69,7 +68,7 @@ class StreamOptions(TypedDict, total=False):
     continuous_usage_stats: bool | None
 
 
-class GenerationRequest(RequestBody):
+class GenerationRequest(StructuredRequest):
     """Fields that mean the same in a chat and in a completion."""
 
     n: int | None = None
@@ -134,6 +133,8 @@ class GenerationRequest(RequestBody):
             raise InvalidRequest(f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n")
         if not math.isfinite(self.length_penalty or 0) or abs(self.length_penalty or 0) > 10:
             raise InvalidRequest("`length_penalty` must be between -10 and 10", param="length_penalty")
+        if (form := self.structured_output()) is not None:
+            raise InvalidRequest(f"`{form.param}` is not supported with `use_beam_search`", param=form.param)
         return self
 
     def ignored(self) -> list[str]:
@@ -157,7 +158,8 @@ class GenerationRequest(RequestBody):
     def shared_params(self) -> dict[str, Any]:
         """The given fields that have the name and meaning of a SamplingParams field."""
         names = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        params = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**params, "structured_output": self.structured_output()}
 
 
 class PromptLogprob(msgspec.Struct):

@@ -1,0 +1,105 @@
+"""What a request asks of its output's form: response_format, structured_outputs and the older guided_* fields."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
+
+from servd.api.protocol.validation import RequestBody
+from servd.errors import InvalidRequest
+from servd.params import StructuredOutput
+
+Schema = dict[str, Any] | str  # JSON, or JSON as text
+Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
+
+
+class JsonSchemaFormat(TypedDict):
+    """The schema of `response_format`; every output follows it, whatever `strict` says."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    schema: dict[str, Any]
+    name: NotRequired[str | None]
+    description: NotRequired[str | None]
+    strict: NotRequired[bool | None]
+
+
+class ResponseFormat(TypedDict):
+    """OpenAI's way to ask for JSON."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NotRequired[JsonSchemaFormat | None]
+
+
+class StructuredOutputs(TypedDict, total=False):
+    """vLLM's way to ask for one of these."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    json: Schema | None
+    json_object: bool | None
+    regex: str | None
+    choice: Choices | None
+    grammar: str | None
+
+
+class StructuredRequest(RequestBody):
+    """The fields; at most one form may be asked for."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    def structured_output(self) -> StructuredOutput | None:
+        """The form of the output; None for free text.
+
+        Raises:
+            InvalidRequest: two are asked for, or a JSON schema is missing.
+        """
+        forms = [_response_format(self.response_format), *_structured_outputs(self.structured_outputs)]
+        for kind in ("json", "regex", "choice", "grammar"):
+            forms.append(_form(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}"))
+        given = [form for form in forms if form is not None]
+        if len(given) > 1:
+            names = " and ".join(f"`{form.param}`" for form in given)
+            raise InvalidRequest(f"{names} cannot be used together: ask for one form", param=given[1].param)
+        return given[0] if given else None
+
+
+def _response_format(asked: ResponseFormat | None) -> StructuredOutput | None:
+    match asked:
+        case {"type": "json_object"}:
+            return StructuredOutput("json_object", param="response_format")
+        case {"type": "json_schema"}:
+            schema = asked.get("json_schema")
+            if schema is None:
+                param = "response_format.json_schema"
+                raise InvalidRequest(f"`{param}` is missing: it must hold the `schema`", param=param)
+            return _form("json", schema["schema"], "response_format")
+    return None
+
+
+def _structured_outputs(asked: StructuredOutputs | None) -> list[StructuredOutput | None]:
+    forms: list[StructuredOutput | None] = []
+    for kind, value in (asked or {}).items():
+        param = f"structured_outputs.{kind}"
+        if kind == "json_object":
+            forms.append(StructuredOutput("json_object", param=param) if value else None)
+        else:
+            forms.append(_form(kind, value, param))
+    return forms
+
+
+def _form(kind: Any, value: Any, param: str) -> StructuredOutput | None:
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return StructuredOutput(kind, text, param=param)
