@@ -26,6 +26,8 @@ def values(kind: typing.Any) -> st.SearchStrategy:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return st.one_of([values(a) for a in args])
+    if origin is typing.Literal:
+        return st.sampled_from(args)
     if origin is list:
         return st.lists(values(args[0]), max_size=3)
     if origin is dict:

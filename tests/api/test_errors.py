@@ -76,7 +76,23 @@ CHAT_PROBLEMS = [
     ),
     ({"tools": []}, "tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "é"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools[0].function.parameters",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "f"}, "tool_choice"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+        },
+        "tool_choice",
+    ),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -87,8 +103,7 @@ CHAT_PROBLEMS = [
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
 ]
 COMPLETION_PROBLEMS = [
     ({"prompt": None}, "prompt"),
