@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from servd import __version__, plugins
-from servd.config import Config, read_config_file
+from servd.config import Config, flag_of, read_config_file
 from servd.errors import ConfigError, ServdError
 
 
@@ -90,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
         "serve",
         help="serve a model over HTTP",
         usage="servd serve [MODEL] [OPTION ...]",
+        allow_abbrev=False,  # a flag that is cut short today means another one tomorrow
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
@@ -141,8 +142,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
                 continue
             if option.default not in (msgspec.NODEFAULT, None, False):
                 description += f" [{'on' if option.default is True else option.default}]"
-            flag = f"--{option.name.replace('_', '-')}"
-            group.add_argument(flag, help=description, **argument_style(kind, option.name))
+            group.add_argument(flag_of(option.name), help=description, **argument_style(kind, option.name))
 
 
 def describe(hint: Any) -> tuple[Any, str]:

@@ -7,9 +7,12 @@ is equal. A Config is frozen; what is learned at run time travels in messages, n
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 import re
 import tomllib
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,9 +34,7 @@ class ModelConfig(Section, frozen=True):
 
     model: Annotated[
         str | None,
-        Meta(
-            description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, the model inside servd."
-        ),
+        Meta(description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, inside servd."),
     ] = None
     served_model_name: Annotated[
         list[str], Meta(description="Names that clients may use for the model; the first is shown. Default: MODEL.")
@@ -54,6 +55,13 @@ class ModelConfig(Section, frozen=True):
     ] = "auto"
     max_model_len: Annotated[
         Positive | None, Meta(description="Longest prompt plus output, in tokens. Default: what the model allows.")
+    ] = None
+    shorten_max_model_len: Annotated[
+        bool | None,
+        Meta(
+            description="Go on with a shorter context if the KV cache cannot hold max_model_len tokens, rather than "
+            "refuse to start. Default: on unless --max-model-len is given."
+        ),
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="auto: safetensors. dummy: seeded random weights, for tests.")
@@ -134,7 +142,7 @@ class ServerConfig(Section, frozen=True):
     ] = False
     uds: Annotated[str | None, Meta(description="Listen on this Unix socket instead of host and port.")] = None
     api_key: Annotated[
-        list[str],
+        list[Annotated[str, Meta(min_length=1)]],
         Meta(description="Keys that clients must send as `Authorization: Bearer KEY`. Default: $SERVD_API_KEY."),
     ] = []
     chat_template: Annotated[
@@ -159,7 +167,9 @@ class ServerConfig(Section, frozen=True):
     ] = True
     max_stored_responses: Annotated[
         int,
-        Meta(ge=0, description="Responses of `/v1/responses` that an API server process keeps in memory; 0 stores none."),
+        Meta(
+            ge=0, description="Responses of `/v1/responses` that an API server process keeps in memory; 0 stores none."
+        ),
     ] = 1000
     api_server_count: Annotated[int, Meta(ge=1, le=64, description="API server processes that share the port.")] = 1
     headless: Annotated[
@@ -201,42 +211,71 @@ class Config(Section, frozen=True):
         Raises:
             ConfigError: unknown option or bad value, with the option's name.
         """
-        sections = section_of_option()
+        fields = options_by_name()
         nested: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
             name = name.replace("-", "_")
-            if name not in sections:
-                raise ConfigError(f"unknown option {name!r}; `servd serve --help` lists them")
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1)
+                hint = f"did you mean {flag_of(near[0])}?" if near else "`servd serve --help` lists them"
+                raise ConfigError(f"unknown option {flag_of(name)}; {hint}")
             if name == "kv_cache_memory" and isinstance(value, str):
                 value = parse_bytes(value)
-            nested.setdefault(sections[name], {})[name] = value
+            section, field = fields[name]
+            if isinstance(value, str) and field.default_factory is list:
+                value = [value]
+            nested.setdefault(section, {})[name] = value
         try:
             return msgspec.convert(nested, cls, strict=False)
         except msgspec.ValidationError as error:
-            # "Expected `int` >= 1 - at `$.cache.block_size`"
-            rule, _, path = str(error).partition(" - at `$.")
-            name = path.rstrip("`").rpartition(".")[2].partition("[")[0]
-            value = "..." if name == "api_key" else nested[sections[name]][name]
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: {rule[0].lower()}{rule[1:]}") from None
+            raise _explain(error, nested) from None
 
     def replace(self, **options: Any) -> Config:
         """A copy with some flat options changed; used by `resolve` and by tests."""
-        sections = section_of_option()
+        fields = options_by_name()
         changed: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
-            changed.setdefault(sections[name], {})[name] = value
+            changed.setdefault(fields[name][0], {})[name] = value
         return msgspec.structs.replace(
             self, **{s: msgspec.structs.replace(getattr(self, s), **values) for s, values in changed.items()}
         )
 
 
-def section_of_option() -> dict[str, str]:
-    """Option name -> name of its section in Config."""
+def options_by_name() -> dict[str, tuple[str, msgspec.structs.FieldInfo]]:
+    """Option name -> name of its section in Config, and its field there."""
     return {
-        option.name: section.name
+        option.name: (section.name, option)
         for section in msgspec.structs.fields(Config)
         for option in msgspec.structs.fields(section.type)
     }
+
+
+def flag_of(option: str) -> str:
+    """The command-line spelling of an option."""
+    return f"--{option.replace('_', '-')}"
+
+
+def _explain(error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]) -> ConfigError:
+    """ "Expected `int` >= 1 - at `$.cache.block_size`" as a sentence about a flag."""
+    rule, _, path = str(error).partition(" - at `$.")
+    section, _, name = path.rstrip("`").partition("[")[0].partition(".")
+    value = "" if name == "api_key" else f" {nested[section][name]}"  # a key must not appear in a log
+    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "array": "a list"}
+    match = re.match(r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(?:,|$)", rule)
+    if choices := _choices(options_by_name()[name][1].type):
+        rule = f"must be one of: {', '.join(choices)}"
+    elif match and match["length"]:
+        rule = "must not be empty"
+    elif match:
+        rule = f"must be {kinds.get(match[1], match[1])}{match['bound'] or ''}"
+    return ConfigError(f"{flag_of(name)}{value}: {rule}")
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """The values of the Literal inside an annotation."""
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    return next(filter(None, map(_choices, typing.get_args(hint))), ())
 
 
 def parse_bytes(text: str) -> int:
@@ -251,6 +290,16 @@ def parse_bytes(text: str) -> int:
     number, prefix, suffix = match.groups()
     base = 1000 if (suffix or "").upper() == "B" else 1024
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def format_bytes(number: int) -> str:
+    """A size that `parse_bytes` reads, rounded up to three digits: "72MiB", "1.25GiB"."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number >= 1024**power:
+            size = number / 1024**power
+            digits = max(0, 2 - int(math.log10(size)))
+            return f"{math.ceil(size * 10**digits) / 10**digits:g}{unit}"
+    return f"{number}B"
 
 
 def read_config_file(path: str) -> dict[str, Any]:

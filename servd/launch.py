@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from servd import hf, ipc, log, plugins
+from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.child import Child
 from servd.config import Config
 from servd.errors import ConfigError, UnsupportedModel
@@ -28,7 +29,6 @@ ENGINE_MODULE = "servd.core.engine_core_proc"
 API_MODULE = "servd.api.server"
 LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
 
-ENGINE_LAST_WORDS = 0.3  # seconds between a failing engine's report and the end of its process
 DEATH_GRACE = 1.0  # seconds that API servers get to answer open requests after the engine died
 ENGINE_STOP_TIMEOUT = 3.0  # seconds from SIGTERM to SIGKILL
 
@@ -106,15 +106,20 @@ def listen_uds(path: str) -> socket.socket:
         if os.path.exists(path):
             if not stat.S_ISSOCK(os.stat(path).st_mode):
                 raise ConfigError(f"--uds {path}: this is not a socket; choose another path, or remove it")
-            with socket.socket(socket.AF_UNIX) as probe:
-                if probe.connect_ex(path) == 0:
-                    raise ConfigError(f"--uds {path}: another process listens there")
+            if somebody_listens(path):
+                raise ConfigError(f"--uds {path}: another process listens there")
             os.unlink(path)
         listener.bind(path)
         listener.listen(2048)
     except OSError as error:
         raise ConfigError(f"--uds {path}: {error.strerror or error}") from None
     return listener
+
+
+def somebody_listens(path: str) -> bool:
+    """Whether a process has this Unix socket open, rather than having left its file behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
 
 
 def url_of(listener: socket.socket) -> str:
@@ -132,15 +137,20 @@ class SocketFolder:
         server = config.server
         self.is_private = not (server.attach or server.ipc_dir)
         self.path = server.attach or server.ipc_dir or str(ipc.private_dir())
-        if server.attach and not os.path.exists(os.path.join(self.path, "engine")):
-            raise ConfigError(f"--attach {server.attach}: no engine listens there; start one with --headless")
         longest = len(os.fsencode(os.path.join(self.path, LONGEST_SOCKET_NAME)))
         if longest > ipc.MAX_SOCKET_PATH:
             raise ConfigError(
                 f"--ipc-dir {self.path}: too long by {longest - ipc.MAX_SOCKET_PATH} bytes for the path of a socket"
             )
+        has_engine = somebody_listens(os.path.join(self.path, "engine"))
+        if server.attach and not has_engine:
+            raise ConfigError(f"--attach {server.attach}: no engine listens there; start one with --headless")
+        if server.ipc_dir and has_engine:
+            raise ConfigError(f"--ipc-dir {server.ipc_dir}: another engine listens there; choose another folder")
         if server.ipc_dir:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
+            if os.stat(self.path).st_mode & 0o077:  # whoever can write to the sockets drives the engine
+                raise ConfigError(f"--ipc-dir {self.path}: other users may enter this folder; chmod 700 it")
         self.has_engine = not server.attach
 
     def __enter__(self) -> str:
@@ -183,8 +193,6 @@ class ProcessTree:
 
     def start_api_servers(self, listener: socket.socket) -> None:
         """One or several, which share the listening socket: the kernel hands each connection to one of them."""
-        from servd.api.start import Start
-
         count = self.config.server.api_server_count
         env: dict[str, str] = {}
         if count > 1:  # each of them must be able to answer /metrics for all
@@ -214,9 +222,8 @@ class ProcessTree:
             logger.info("%s: finishing open requests, at most %g s", event.name, self.config.server.shutdown_timeout)
             self.drain()
             return 0
-        if self.engine is not None:
-            # An API server ends itself when the engine reports a failure; the engine's own code says more.
-            self.engine.wait(ENGINE_LAST_WORDS)
+        if self.engine is not None and event.exit_code == ENGINE_IS_DEAD:  # the engine's own code says more
+            self.engine.wait(ENGINE_STOP_TIMEOUT)
             event = self.engine if self.engine.exit_code is not None else event
         if event.exit_code == 2:  # a ConfigError, which the child has printed
             return 2

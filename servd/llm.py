@@ -162,6 +162,7 @@ class LLMEngine:
         self.requests: dict[str, RequestOutput] = {}
         with LoadingBar(use_tqdm) as progress:
             self.port: Port = (SeparateProcess if separate_process else InProcess)(config, spec, progress)
+        self.processor.max_model_len = self.port.max_model_len
 
     def add_request(self, request_id: str, prompt: Prompt, params: Params, *, add_special_tokens: bool = True) -> None:
         """Queue a prompt.
@@ -232,6 +233,7 @@ class Port(Protocol):
     """Where LLMEngine's messages go, and where outputs come from."""
 
     client: int
+    max_model_len: int  # what the KV cache allows, too
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None: ...
     def send(self, message: ToEngine) -> None: ...
@@ -249,6 +251,7 @@ class InProcess:
         self.engine = EngineCore(config, spec, self.executor, ready.num_blocks)
         self.compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self.engine.grammars.on_compiled = self.compiled.put
+        self.max_model_len = self.engine.scheduler.max_model_len
 
     def send(self, message: ToEngine) -> None:
         """Handled at once."""
@@ -279,6 +282,7 @@ class SeparateProcess:
             while not isinstance(message := self.wait_for_message(), EngineReady):
                 assert isinstance(message, EngineStatus), message
                 progress(message.phase, message.progress)
+            self.max_model_len = message.max_model_len
         except BaseException:
             self.close()
             raise

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
+import os
 import re
 from pathlib import Path
 
 import msgspec
 
 from servd.config import Config
-from servd.errors import ConfigError
-from servd.hf import ModelSpec
+from servd.errors import ConfigError, UnsupportedModel
+from servd.hf import DEMO_MODEL, ModelSpec
 
 log = logging.getLogger("servd.resolve")
 
@@ -63,6 +64,10 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     decided |= _resolve_lengths(config, spec, on_cuda)
     if config.scheduler.async_scheduling is None:
         decided["async_scheduling"] = on_cuda
+    if config.model.model == DEMO_MODEL and any(os.path.isdir(name) for name in config.model.served_model_name):
+        raise ConfigError("--served-model-name took a folder for a name: write MODEL before the flags")
+    if spec.dtype not in ("float32", "bfloat16", "float16"):
+        raise UnsupportedModel(f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16")
     if not config.model.served_model_name:
         decided["served_model_name"] = [config.model.model or spec.model_type]
     if config.server.headless and config.server.attach:
@@ -107,6 +112,8 @@ def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str
         raise ConfigError(
             f"--max-model-len {max_model_len}: the model has positions for {spec.max_position_embeddings} tokens"
         )
+    if config.model.shorten_max_model_len is None:
+        decided["shorten_max_model_len"] = config.model.max_model_len is None
     max_num_seqs = config.scheduler.max_num_seqs
     if max_num_seqs is None:
         max_num_seqs = decided["max_num_seqs"] = 256 if on_cuda else 64

@@ -63,7 +63,7 @@ def test_an_empty_key_in_the_environment_is_none(monkeypatch):
 def test_an_unknown_key_in_the_file_is_named(tmp_path):
     file = tmp_path / "servd.toml"
     file.write_text("max-num-sequences = 1\n")
-    with pytest.raises(ConfigError, match="max_num_sequences"):
+    with pytest.raises(ConfigError, match="--max-num-sequences; did you mean --max-num-seqs"):
         load("--config", str(file))
 
 
@@ -73,7 +73,7 @@ def test_a_configuration_error_is_one_line_and_exit_code_2(capsys):
     assert end.value.code == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err == "servd: error: --block-size 0: expected `int` >= 1\n"
+    assert shown.err == "servd: error: --block-size 0: must be a whole number >= 1\n"
 
 
 @pytest.mark.parametrize("args", [[], ["serve", "--no-such-flag"], ["serve", "--dtype", "int8"], ["no-such-command"]])

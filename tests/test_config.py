@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.config import Config, ModelConfig, parse_bytes, read_config_file, section_of_option
+from servd.config import Config, ModelConfig, format_bytes, options_by_name, parse_bytes, read_config_file
 from servd.errors import ConfigError
 
 SECTIONS = {f.name: f.type for f in msgspec.structs.fields(Config)}
@@ -55,15 +55,17 @@ def test_strings_are_converted_to_the_type_of_the_option():
     [
         ({"block_size": 0}, ["--block-size 0", ">= 1"]),
         ({"block-size": 0}, ["--block-size 0", ">= 1"]),
-        ({"block_size": "many"}, ["--block-size many", "int"]),
+        ({"block_size": "many"}, ["--block-size many", "must be a whole number"]),
         ({"port": 65536}, ["--port 65536", "65535"]),
-        ({"dtype": "int8"}, ["--dtype int8"]),
+        ({"dtype": "int8"}, ["--dtype int8", "must be one of: auto, float32, bfloat16, float16"]),
         ({"gpu_memory_utilization": 1.5}, ["--gpu-memory-utilization 1.5"]),
         ({"max_num_seqs": -1}, ["--max-num-seqs -1"]),
         ({"api_key": ["a", 3]}, ["--api-key"]),
         ({"shutdown_timeout": "inf"}, ["--shutdown-timeout inf"]),
         ({"kv_cache_memory": "lots"}, ["--kv-cache-memory", "lots", "2GiB"]),
-        ({"no_such_option": 1}, ["no_such_option", "--help"]),
+        ({"no_such_option": 1}, ["--no-such-option", "--help"]),
+        ({"max_num_sequences": 1}, ["did you mean --max-num-seqs?"]),
+        ({"api_key": ""}, ["--api-key: must not be empty"]),
     ],
 )
 def test_a_bad_option_is_named_with_its_value_and_rule(options, parts):
@@ -75,8 +77,18 @@ def test_a_bad_option_is_named_with_its_value_and_rule(options, parts):
 
 def test_a_bad_api_key_is_not_shown():
     with pytest.raises(ConfigError, match="--api-key") as error:
-        Config.load({"api_key": "secret"})
+        Config.load({"api_key": {"secret": 1}})
     assert "secret" not in str(error.value)
+
+
+def test_one_text_is_a_list_of_one():
+    assert Config.load({"api_key": "secret"}).server.api_key == ["secret"]
+    assert Config.load({"served_model_name": "a"}).model.served_model_name == ["a"]
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_that_is_shown_can_be_read_and_is_not_too_small(size):
+    assert size <= parse_bytes(format_bytes(size)) <= 1.01 * size + 1
 
 
 def test_replace_changes_only_what_is_named_and_not_the_original():
@@ -91,8 +103,8 @@ def test_a_config_cannot_be_changed():
         ModelConfig().seed = 1  # type: ignore[misc]
 
 
-def test_section_of_option_finds_every_option():
-    assert section_of_option() == {f.name: section for section, f in OPTIONS}
+def test_options_by_name_finds_every_option():
+    assert {name: section for name, (section, _) in options_by_name().items()} == {f.name: s for s, f in OPTIONS}
 
 
 def test_a_config_survives_the_trip_to_another_process():

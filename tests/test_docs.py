@@ -15,7 +15,7 @@ import pytest
 
 from servd import plugins
 from servd.cli import make_parser
-from servd.config import section_of_option
+from servd.config import options_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -49,7 +49,7 @@ def test_links_lead_somewhere(page):
 def test_flags_exist(page):
     code = re.sub(r"https?://\S+", "", page.read_text(encoding="utf8"))
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", code)) - OTHER_FLAGS
-    options = {f"--{name.replace('_', '-')}" for name in section_of_option()}
+    options = {f"--{name.replace('_', '-')}" for name in options_by_name()}
     known = options | {f"--no-{flag[2:]}" for flag in options} | {"--help", "--config", "--version", "--no"}
     # "docs/config.md" says `--no-...`, for any switch
     assert sorted(flag for flag in flags if flag not in known) == []
@@ -57,7 +57,7 @@ def test_flags_exist(page):
 
 def test_every_flag_of_the_command_line_is_documented():
     text = (ROOT / "docs/config.md").read_text(encoding="utf8")
-    for name in section_of_option():
+    for name in options_by_name():
         flag = name.replace("_", "-")
         assert name == "model" or re.search(rf"`--(no-)?{flag}`", text), name
 
@@ -71,7 +71,7 @@ def test_the_help_has_every_option_and_its_description(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for section in msgspec.structs.fields(Config):
         assert (section.type.__doc__ or "").splitlines()[0].rstrip(".") in shown
-    for name in section_of_option():
+    for name in options_by_name():
         assert name == "model" or f"--{name.replace('_', '-')}" in shown
 
 

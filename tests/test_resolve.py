@@ -50,7 +50,7 @@ def test_a_gpu_with_a_cpu_build_of_torch_is_a_cpu_and_is_said(caplog):
 
 
 GIVEN = {
-    "device": "cpu", "dtype": "float16", "max_model_len": 100, "max_num_seqs": 3, "max_num_batched_tokens": 7,
+    "device": "cpu", "dtype": "float16", "shorten_max_model_len": False, "max_model_len": 100, "max_num_seqs": 3, "max_num_batched_tokens": 7,
     "async_scheduling": True, "served_model_name": ["x"], "executor": "fake", "block_size": 4,
 }  # fmt: skip
 
@@ -69,10 +69,11 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         for field in msgspec.structs.fields(section.type)
         if getattr(getattr(config, section.name), field.name) in (None, "auto")
     }
-    # Absent on purpose, or decided where the knowledge is: the worker finds its backend and its memory.
+    # Absent on purpose, or decided where the knowledge is: the worker finds its backend and its memory, the API
+    # its parsers in the chat template.
     assert open_still == {
         "model", "tokenizer", "revision", "download_dir", "load_format", "generation_config", "kv_cache_memory",
-        "attention_backend", "uds", "chat_template", "attach", "ipc_dir",
+        "attention_backend", "uds", "chat_template", "tool_call_parser", "reasoning_parser", "attach", "ipc_dir",
     }  # fmt: skip
 
 

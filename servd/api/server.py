@@ -20,7 +20,7 @@ from servd.api.http_protocol import HttpProtocol
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
-from servd.api.start import Start
+from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.tokenizer import Tokenizer
 from servd.child import read_start
 from servd.core.client import EngineCoreClient
@@ -112,7 +112,7 @@ async def serve(start: Start) -> int:
     await server.serve(sockets=[listener])
     async_llm.close()
     client.close()
-    return 1 if isinstance(async_llm.status, EngineDead) else 0
+    return ENGINE_IS_DEAD if isinstance(async_llm.status, EngineDead) else 0
 
 
 def main() -> None:

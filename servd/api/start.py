@@ -7,6 +7,8 @@ import msgspec
 from servd.config import Config
 from servd.hf import ModelSpec
 
+ENGINE_IS_DEAD = 3  # exit code of an API server whose engine reported its end
+
 
 class Start(msgspec.Struct):
     """What an API server is told on its stdin."""

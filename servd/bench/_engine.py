@@ -6,7 +6,7 @@ import argparse
 
 from servd.bench import _data
 from servd.cli import add_config_options, load_options
-from servd.config import section_of_option
+from servd.config import options_by_name
 from servd.llm import LLM
 
 
@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser, batch: int, input_len: int, out
 
 def make_llm(arguments: argparse.Namespace) -> LLM:
     """The engine in this process. Prefix caching is off unless asked for: repeated prompts must be computed."""
-    names = {*section_of_option(), "config"}
+    names = {*options_by_name(), "config"}
     options = load_options({name: value for name, value in vars(arguments).items() if name in names})
     options.setdefault("enable_prefix_caching", False)
     return LLM(**options)

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from servd.config import Config
+from servd.config import Config, format_bytes
 from servd.errors import NotEnoughMemory
 from servd.hf import ModelSpec
 from servd.worker.attention._base import Backend
 
 log = logging.getLogger("servd.worker")
-
-GIB = 2**30
 
 
 def bytes_per_block(backend: Backend[Any], num_layers: int) -> int:
@@ -27,7 +25,7 @@ def count_blocks(config: Config, block_bytes: int, memory: int, weights_bytes: i
     """Blocks to allocate in `memory` bytes: not more than all slots at full length can use.
 
     Raises:
-        NotEnoughMemory: not even one request of max_model_len fits.
+        NotEnoughMemory: not even one request of max_model_len fits, and the context may not be shortened.
     """
     max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
     assert max_model_len is not None and max_num_seqs is not None, "config must be resolved"
@@ -35,15 +33,21 @@ def count_blocks(config: Config, block_bytes: int, memory: int, weights_bytes: i
     per_request = -(-max_model_len // block_size)
     num_blocks = min(max(memory, 0) // block_bytes, max_num_seqs * per_request)
     numbers = (
-        f"weights {weights_bytes / GIB:.2f} GiB, KV cache {num_blocks} blocks of {block_size} tokens "
-        f"({num_blocks * block_bytes / GIB:.2f} GiB, {num_blocks * block_size} tokens)"
+        f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} tokens "
+        f"({format_bytes(num_blocks * block_bytes)}, {num_blocks * block_size} tokens)"
     )
     if num_blocks < per_request:
-        needed = per_request * block_bytes
+        needed = format_bytes(per_request * block_bytes)
         shorter = f"lower --max-model-len to {num_blocks * block_size} or " if num_blocks else ""
+        if config.model.shorten_max_model_len and num_blocks:
+            log.warning(
+                "%s: the context is shortened from %d to %d tokens; raise --kv-cache-memory to %s for all of it",
+                numbers, max_model_len, num_blocks * block_size, needed,
+            )  # fmt: skip
+            return num_blocks
         raise NotEnoughMemory(
-            f"{max(memory, 0) / GIB:.2f} GiB for the KV cache do not hold one request of {max_model_len} tokens, "
-            f"which takes {needed / GIB:.2f} GiB ({numbers}): {shorter}raise --kv-cache-memory to {needed}"
+            f"{format_bytes(max(memory, 0))} for the KV cache do not hold one request of {max_model_len} tokens, "
+            f"which takes {needed} ({numbers}): {shorter}raise --kv-cache-memory to {needed}"
         )
     log.info("%s: %.1f requests of %d tokens", numbers, num_blocks / per_request, max_model_len)
     return num_blocks

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from servd.config import parse_bytes
 from servd.errors import ConfigError, ModelNotFound, NotEnoughMemory, UnsupportedModel
 from servd.hf import read_spec
 from servd.messages import GrammarBitmask, SchedulerOutput
@@ -69,16 +70,26 @@ def test_cache_is_not_larger_than_all_requests_need(llama: Path, caplog: pytest.
 def test_not_enough_memory_says_what_would_be(llama: Path):
     with pytest.raises(NotEnoughMemory) as error:
         load(llama, kv_cache_memory=20_000)
-    numbers = re.search(r"lower --max-model-len to (\d+) or raise --kv-cache-memory to (\d+)", str(error.value))
+    numbers = re.search(r"lower --max-model-len to (\d+) or raise --kv-cache-memory to (\w+)", str(error.value))
     assert numbers is not None
     load(llama, kv_cache_memory=20_000, max_model_len=int(numbers[1]))
-    load(llama, kv_cache_memory=int(numbers[2]))
+    load(llama, kv_cache_memory=parse_bytes(numbers[2]))
     with pytest.raises(NotEnoughMemory):
         load(llama, kv_cache_memory=20_000, max_model_len=int(numbers[1]) + 1)
     with pytest.raises(NotEnoughMemory):
-        load(llama, kv_cache_memory=int(numbers[2]) - 1)
+        load(llama, kv_cache_memory=parse_bytes(numbers[2]) - 1)
     with pytest.raises(NotEnoughMemory, match="\\): raise --kv-cache-memory"):
         load(llama, kv_cache_memory=1)
+
+
+def test_the_context_is_shortened_to_the_cache_unless_asked_for(llama: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, logger="servd"):
+        load(llama, kv_cache_memory=20_000, shorten_max_model_len=True)
+    asked, given = map(int, re.search(r"shortened from (\d+) to (\d+) tokens", caplog.text).groups())
+    assert asked == 128 > given
+    load(llama, kv_cache_memory=20_000, max_model_len=given)
+    with pytest.raises(NotEnoughMemory):
+        load(llama, kv_cache_memory=1, shorten_max_model_len=True)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from servd.errors import NotFound
 
 router = APIRouter()
 
-MS = 1e-6  # per nanosecond
+
+def milliseconds(ns: int) -> float:
+    """Nanoseconds as milliseconds, to the microsecond."""
+    return round(ns / 1e6, 3)
 
 
 @router.get("/debug/requests/{request_id}")
@@ -28,11 +31,11 @@ async def request_timeline(request: Request, request_id: str) -> Response:
     for mark in marks:
         stage: dict[str, object] = {
             "stage": mark.stage,
-            "at_ms": (mark.at_ns - start) * MS,
-            "took_ms": (mark.at_ns - before) * MS,
+            "at_ms": milliseconds(mark.at_ns - start),
+            "took_ms": milliseconds(mark.at_ns - before),
         }
         if mark.step >= 0:
             stage["step"] = mark.step
         stages.append(stage)
         before = mark.at_ns
-    return json_response({"id": request_id, "wall_ms": (before - start) * MS, "stages": stages})
+    return json_response({"id": request_id, "wall_ms": milliseconds(before - start), "stages": stages})
