@@ -174,6 +174,11 @@ CONVERSATIONS: list[Any] = [
     ),
     (
         None,
+        [*user("a"), {"role": "system", "content": "be brief"}],
+        [{"role": "user", "content": [PART]}, {"role": "system", "content": [{"type": "text", "text": "be brief"}]}],
+    ),
+    (
+        None,
         user([{"type": "tool_result", "tool_use_id": "t1"}]),
         [{"role": "tool", "tool_call_id": "t1", "content": ""}],
     ),
@@ -248,7 +253,10 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 5000}, "maximum context length"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0]"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+    ({"messages": [*user("hi"), {"role": "assistant", "content": [TEXT, CALL]}]}, "text to go on with"),
+    ({"messages": [*user("hi"), {"role": "assistant", "content": []}]}, "text to go on with"),
+    ({"messages": user([])}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0]"),
     ({"messages": user([{"type": "image", "source": {}}])}, "image"),
     ({"messages": user([{"type": "text"}])}, "`text`"),

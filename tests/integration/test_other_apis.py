@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import anthropic
 import openai
+import pydantic
+import pytest
 
 from tests.integration.conftest import Server
 
@@ -41,6 +44,50 @@ async def test_a_conversation_is_kept_and_hits_the_prefix_cache(llama_server: Se
         second = await client.responses.create(input="and then?", previous_response_id=first.id, **shared)
         assert second.usage.input_tokens_details.cached_tokens >= 16
         assert (await client.responses.retrieve(second.id)).output_text == second.output_text
+
+
+class Person(pydantic.BaseModel):
+    """What the model has to tell."""
+
+    name: str
+    age: int
+
+
+CITIES: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Köln"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+async def test_structure_and_forced_calls(fake_server: Server):
+    async with openai.AsyncOpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0) as client:
+        model = (await client.models.list()).data[0].id
+        shared: dict[str, Any] = {"model": model, "input": "who?", "max_output_tokens": 1000}
+        parsed = await client.responses.parse(text_format=Person, **shared)
+        assert isinstance(parsed.output_parsed, Person)
+        tool: Any = {"type": "function", "name": "weather", "parameters": CITIES, "strict": True}
+        called = await client.responses.create(tools=[tool], tool_choice="required", **shared)
+        (call,) = called.output
+        assert json.loads(call.arguments)["city"] in ("Bonn", "Köln")
+        bad: Any = {"format": {"type": "json_schema", "name": "bad", "schema": {"type": "nonsense"}}}
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.create(text=bad, stream=stream, **shared)
+            assert refused.value.param == "text.format"
+
+
+async def test_structure_and_forced_calls_of_messages(fake_server: Server):
+    async with anthropic.AsyncAnthropic(base_url=fake_server.url, api_key="none", max_retries=0) as client:
+        model = (await client.models.list()).data[0].id
+        shared: dict[str, Any] = {"model": model, "messages": QUESTION, "max_tokens": 1000}
+        assert isinstance((await client.messages.parse(output_format=Person, **shared)).parsed_output, Person)
+        tools: Any = [{"name": "weather", "input_schema": CITIES}]
+        for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+            message = await client.messages.create(tools=tools, tool_choice=choice, **shared)
+            assert message.stop_reason == "tool_use"
+            assert message.content[0].input["city"] in ("Bonn", "Köln")
 
 
 async def test_background_and_cancel(fake_server: Server):

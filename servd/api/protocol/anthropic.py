@@ -26,6 +26,7 @@ CHAT_NAMES = {
 }
 # Block type -> its required keys, by role.
 BLOCKS: dict[str, dict[str, dict[str, type]]] = {
+    "system": {"text": {"text": str}},
     "user": {"text": {"text": str}, "tool_result": {"tool_use_id": str}},
     "assistant": {
         "text": {"text": str},
@@ -52,20 +53,20 @@ def _check_blocks(content: Any, blocks: dict[str, dict[str, type]]) -> Any:
                 context = {"kind": kind, "key": key, "type": JSON_TYPES[needed]}
                 raise PydanticCustomError("content", "a {kind} block must have the {type} `{key}`", context)
         if kind == "tool_result":
-            _check_blocks(block.get("content") or "", {"text": {"text": str}})
+            _check_blocks(block.get("content") or "", BLOCKS["system"])
     return content
 
 
 def _check_message(message: Any) -> Any:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in BLOCKS:
-        raise PydanticCustomError("message", 'must be an object with the role "user" or "assistant"')
+        raise PydanticCustomError("message", "must be an object with the role user, assistant or system")
     _check_blocks(message.get("content"), BLOCKS[role])
     return message
 
 
 def _check_system(system: Any) -> Any:
-    return None if system is None else _check_blocks(system, {"text": {"text": str}})
+    return None if system is None else _check_blocks(system, BLOCKS["system"])
 
 
 def _check_tool(tool: Any) -> Any:
@@ -156,7 +157,11 @@ class CountTokensRequest(TranslatedRequest):
             "reasoning_effort": output.get("effort") if self.thinks else "none",
             "chat_template_kwargs": {"enable_thinking": True, "thinking": True} if self.thinks else None,
         }
-        if messages[-1]["role"] == "assistant":  # the answer goes on with it
+        if messages and messages[-1]["role"] == "assistant":  # the answer goes on with it
+            if "content" not in messages[-1] or "tool_calls" in messages[-1]:
+                raise InvalidRequest(
+                    "the last message is the assistant's, and not just text to go on with", param="messages"
+                )
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -216,7 +221,13 @@ def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str,
     for message in messages:
         content = message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        chat += [_assistant(blocks)] if message["role"] == "assistant" else _user(blocks)
+        match message["role"]:
+            case "assistant":
+                chat.append(_assistant(blocks))
+            case "user":
+                chat += _user(blocks)
+            case _:
+                chat.append({"role": "system", "content": _text_parts(blocks)})
     return chat
 
 
