@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+
+import httpx
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("default")  # their own warnings are not servd's
+pytestmark = pytest.mark.filterwarnings("ignore")  # their own warnings are not servd's
 
 MESSAGES = [{"role": "user", "content": "Licensed under what?"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def event_loop_of_the_libraries() -> Iterator[None]:
+    """LiteLLM makes an event loop if the thread has none, and never closes it."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
 
 
 @pytest.fixture(scope="module")
 def expected(llama_server) -> str:
     """What the server says by itself."""
-    import httpx
-
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
     answer = httpx.post(f"{llama_server.url}/v1/chat/completions", json=body).json()
     return answer["choices"][0]["message"]["content"]
@@ -26,7 +38,7 @@ class TestLiteLLM:
 
     @pytest.fixture
     def litellm(self):
-        return pytest.importorskip("litellm", reason="litellm is not installed: pip install -e '.[clients]'")
+        return pytest.importorskip("litellm", reason="litellm is not installed: pip install -e '.[dev]'")
 
     def test_chat(self, litellm, options, expected):
         answer = litellm.completion(**options, messages=MESSAGES, max_tokens=20, temperature=0)
@@ -52,7 +64,7 @@ class TestLangChain:
     @pytest.fixture
     def langchain(self):
         return pytest.importorskip(
-            "langchain_openai", reason="langchain-openai is not installed: pip install -e '.[clients]'"
+            "langchain_openai", reason="langchain-openai is not installed: pip install -e '.[dev]'"
         )
 
     @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[clients]'")
-pytestmark = pytest.mark.filterwarnings("default")  # its own warnings are not servd's
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[dev]'")
+pytestmark = pytest.mark.filterwarnings("ignore")  # its own warnings are not servd's
 
 PAIRS = [
     ("Licensed under the Apache License", ", Version 2.0"),
