@@ -1,0 +1,110 @@
+"""200 random requests: the stream, joined, is the answer that is not streamed, field by field."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.api.harness import events, serve
+
+NUM_SHAPES = 200
+PARTS = ("text", "content", "reasoning", "reasoning_content", "arguments")  # joined
+
+
+def random_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """Route and body of a request with a random set of fields."""
+
+    def maybe(probability: float, **fields: Any) -> dict[str, Any]:
+        return fields if draw.random() < probability else {}
+
+    words = ["one", "two words", "naïve 東京 🙂", "a " * draw.randrange(1, 90), "?"]
+    body: dict[str, Any] = {
+        **maybe(0.9, max_tokens=draw.randrange(1, 40)),
+        **maybe(0.5, n=draw.randrange(1, 5)),
+        **maybe(0.5, temperature=draw.choice([0, 0.5, 2.0])),
+        **maybe(0.4, seed=draw.randrange(1000)),
+        **maybe(0.4, stop=draw.sample(["a", "e ", "  ", "t\0", "zq", "q"], draw.randrange(1, 3))),
+        **maybe(0.3, include_stop_str_in_output=True),
+        **maybe(0.2, stop_token_ids=[ord("k")]),
+        **maybe(0.3, min_tokens=1),
+        **maybe(0.4, return_token_ids=True),
+        **maybe(0.2, ignore_eos=True),
+        **maybe(0.2, skip_special_tokens=draw.random() < 0.5),
+        **maybe(0.2, cache_salt="salt"),
+        **maybe(0.2, logit_bias={"97": 5}),
+    }
+    if draw.random() < 0.5:
+        prompts: list[Any] = draw.sample(words, draw.randrange(1, 4))
+        if draw.random() < 0.3:
+            prompts = [list(text.encode()) for text in prompts]
+        body["prompt"] = prompts if draw.random() < 0.6 else prompts[0]
+        logprobs = maybe(0.4, logprobs=draw.randrange(4))
+        body |= logprobs
+        if not logprobs:
+            body |= maybe(0.4, echo=True)
+        return "/v1/completions", body
+    body["messages"] = [{"role": draw.choice(["user", "system"]), "content": draw.choice(words)} for _ in range(2)]
+    body["messages"].append({"role": "user", "content": draw.choice(words)})
+    body.setdefault("max_tokens", 16)
+    if draw.random() < 0.4:
+        body |= {"logprobs": True, "top_logprobs": draw.randrange(4)}
+    return "/v1/chat/completions", body
+
+
+def join(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add a chunk's object to what came before."""
+    for name, value in part.items():
+        if value is None:
+            whole.setdefault(name, None)
+        elif isinstance(value, list):
+            whole[name] = (whole.get(name) or []) + value
+        elif name in PARTS:
+            whole[name] = (whole.get(name) or "") + value
+        elif isinstance(value, dict):
+            whole[name] = whole.get(name) or {}
+            join(whole[name], value)
+        else:
+            assert whole.get(name) in (None, value), f"{name} was {whole[name]!r} and is {value!r}"
+            whole[name] = value
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The whole answer that a stream tells, with the usage of its last chunk."""
+    answer: dict[str, Any] = {"choices": {}}
+    for chunk in chunks:
+        choices, usage = chunk.pop("choices"), chunk.pop("usage")
+        join(answer, chunk)
+        answer["usage"] = usage or answer.get("usage")
+        for choice in choices:
+            if "delta" in choice:
+                choice["message"] = choice.pop("delta")
+            join(answer["choices"].setdefault(choice["index"], {}), choice)
+    answer["choices"] = [answer["choices"][index] for index in sorted(answer["choices"])]
+    return answer
+
+
+@pytest.mark.parametrize("part", range(4))
+async def test_streams_equal_whole_answers(part):
+    draw = random.Random(part)
+    # A small budget, so that prompts are computed in chunks and choices are interleaved.
+    async with serve(max_num_batched_tokens=64, max_num_seqs=8) as served:
+        for _ in range(NUM_SHAPES // 4):
+            path, body = random_body(draw)
+            if body.get("temperature") != 0:
+                body.setdefault("seed", 5)  # else the two answers would differ
+            answer = await served.http.post(path, json=body)
+            assert answer.status_code == 200, (body, answer.text)
+            whole = answer.json()
+            options = {"include_usage": True, "continuous_usage_stats": draw.random() < 0.3}
+            stream = await served.http.post(path, json={**body, "stream": True, "stream_options": options})
+            got = joined(events(stream.text))
+            usage, streamed_usage = whole["usage"], got["usage"]
+            for counts in (usage, streamed_usage):
+                del counts["prompt_tokens_details"]  # the second request finds the first one's prompt
+            assert streamed_usage == usage, body
+            for name in ("id", "created", "object", "usage"):
+                del whole[name], got[name]
+            assert got == whole, body
+        assert served.async_llm.num_unfinished == 0
