@@ -61,7 +61,9 @@ PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "torch.load", "torch.save", "numpy
 
 # Package of plugins -> the one public name that every file in it must have (a model's is named as in config.json).
 PLUGINS = {
+    "servd/api/reasoning_parsers": "Parser",
     "servd/api/routes": "router",
+    "servd/api/tool_parsers": "Parser",
     "servd/bench": "run",
     "servd/core/executor": "Executor",
     "servd/worker/attention": "Backend",

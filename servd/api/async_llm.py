@@ -199,7 +199,11 @@ class AsyncLLM:
         )
         self.tracer.mark(request_id, "templated")
         reply = self.processor.message_format.reply(
-            prompt, tool_use, params.structured_output, params.skip_special_tokens
+            prompt,
+            tool_use,
+            params.structured_output,
+            params.skip_special_tokens,
+            continued=str(messages[-1].get("content") or "") if continue_final_message else "",
         )
         if reply.structured_output is not params.structured_output:
             params = msgspec.structs.replace(params, structured_output=reply.structured_output)

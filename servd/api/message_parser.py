@@ -177,6 +177,7 @@ class MessageFormat:
         tool_use: ToolUse | None = None,
         structured_output: StructuredOutput | None = None,
         skip_special_tokens: bool = True,
+        continued: str = "",
     ) -> ReplyFormat:
         """What to expect after `prompt`.
 
@@ -185,6 +186,7 @@ class MessageFormat:
             tool_use: None where the model may not call tools.
             structured_output: what the content must look like, unless the model calls tools.
             skip_special_tokens: as of the detokenizer.
+            continued: content of the message that the reply goes on with.
 
         Raises:
             InvalidRequest: the form of the reply cannot be held to begin after the thoughts.
@@ -192,7 +194,7 @@ class MessageFormat:
         tool_parser: type[ToolParser] | None = None
         if tool_use is not None:
             tool_parser, structured_output = self._calls(tool_use, structured_output)
-        reasoning_parser, is_thinking = self._reasoning(prompt)
+        reasoning_parser, is_thinking = self._reasoning(prompt, continued)
         if reasoning_parser is not None and structured_output is not None:
             if is_thinking or self.thinks_unasked:
                 structured_output = self._after_thoughts(structured_output, reasoning_parser.end_tag)
@@ -236,15 +238,17 @@ class MessageFormat:
         token_id = self.tokenizer.token_id(marker)
         return token_id if token_id in self.tokenizer.special_ids else None
 
-    def _reasoning(self, prompt: str) -> tuple[type[ThinkParser] | None, bool]:
+    def _reasoning(self, prompt: str, continued: str) -> tuple[type[ThinkParser] | None, bool]:
         """The parser, if the reply can have thoughts; and whether it begins inside them."""
         parser = self.reasoning_parser
         if parser is None:
             return None, False
-        end = prompt.rstrip()
-        if end.endswith(parser.end_tag):
+        end = prompt[-256:].rstrip()
+        opened, closed = continued.rfind(parser.start_tag), continued.rfind(parser.end_tag)
+        if end.endswith(parser.end_tag) or closed > opened:
             return None, False
-        return parser, parser.always or end.endswith(parser.start_tag)
+        is_thinking = end.endswith(parser.start_tag) or opened >= 0
+        return parser, is_thinking or (parser.always and not continued)
 
     def _after_thoughts(self, structured_output: StructuredOutput, end_tag: str) -> StructuredOutput:
         end_id = self.tokenizer.token_id(end_tag)

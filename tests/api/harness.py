@@ -22,6 +22,7 @@ from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
+from servd.core.structured_output.manager import Compiled
 from servd.hf import FAKE_SPEC, ModelSpec
 from servd.messages import EngineReady, FromEngine, GrammarBitmask, NewRequest, ToEngine
 from servd.resolve import Machine, resolve
@@ -32,9 +33,9 @@ ALIAS = "fake"
 
 
 class ScriptedExecutor(FakeExecutor):
-    """Answers every prompt with the bytes of `script`, and ends; for a model of bytes."""
+    """Answers every prompt with the tokens of `script`, and ends."""
 
-    script = ""
+    script: list[int] = []
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -51,7 +52,7 @@ class ScriptedExecutor(FakeExecutor):
         for item, sampled in zip(scheduled, done.output.sampled_token_ids, strict=True):
             if sampled:
                 token_ids = self.rows[item.slot].token_ids
-                rest = self.script.encode()[len(token_ids) - 1 - self.num_prompt_tokens[item.slot] :]
+                rest = self.script[len(token_ids) - 1 - self.num_prompt_tokens[item.slot] :]
                 token_ids[-1] = sampled[0] = rest[0] if rest else end
         return done
 
@@ -62,11 +63,13 @@ class InProcessEngine:
     `sent` keeps all messages to the engine. Clear `may_step` to hold the engine still.
     """
 
-    def __init__(self, config: Config, spec: ModelSpec, is_ready: bool = True, script: str | None = None) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, is_ready: bool = True, script: str | list[int] | None = None
+    ) -> None:
         self.client = 0
         executor = (FakeExecutor if script is None else ScriptedExecutor)(config, spec, lambda phase, progress: None)
         if isinstance(executor, ScriptedExecutor):
-            executor.script = script or ""
+            executor.script = list(script.encode()) if isinstance(script, str) else script or []
         self.executor = executor
         self.worker = executor.start()
         self.core = EngineCore(config, spec, executor, self.worker.num_blocks)
@@ -84,6 +87,11 @@ class InProcessEngine:
         # Through the wire format, so that nothing is shared between the rooms.
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine)
         self.sent.append(message)
+        loop = asyncio.get_running_loop()
+        self.core.grammars.on_compiled = lambda news: loop.call_soon_threadsafe(self._handle, news)
+        self._handle(message)
+
+    def _handle(self, message: ToEngine | Compiled) -> None:
         self.core.handle(message)
         if self._steps is None or self._steps.done():
             self._steps = asyncio.get_running_loop().create_task(self._run())
@@ -134,10 +142,10 @@ async def serve(
     is_ready: bool = True,
     keep_alive: float = 15.0,
     spec: ModelSpec = FAKE_SPEC,
-    script: str | None = None,
+    script: str | list[int] | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
-    """Run a server, whose model says `script` if there is one; `options` are those of Config."""
+    """Run a server, whose model says `script` if there is one, text or tokens; `options` are those of Config."""
     settings = {"executor": "fake", "served_model_name": [MODEL, ALIAS], "max_model_len": 4096, **options}
     config = resolve(Config.load(settings), spec, Machine())
     tokenizer = Tokenizer.load(spec.folder) if spec.folder else Tokenizer.bytes()

@@ -1,0 +1,383 @@
+"""Tools and thoughts through the whole chat route: a scripted model, HTTP, and the openai client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from servd.hf import FAKE_SPEC, ModelSpec
+from servd.messages import EngineCoreRequest
+from tests.api.harness import MODEL, Served, events, serve, user
+
+CHAT = "/v1/chat/completions"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"enum": [1, 3, 7]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"City": {"enum": ["Paris", "東京"]}},
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+TOOLS = [WEATHER, NOW]
+
+# In the manner of Qwen3: tools in the system message, calls and results in tags, thoughts that can be switched off.
+TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\n# Tools\n<tools>' }}
+{%- for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}
+{{- '\n</tools>\nFor each call: <tool_call>\n' }}
+{{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
+{{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- if THINKING %}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- if open_thoughts %}{{ '<think>\n' }}{% endif %}
+{%- endif %}
+{%- endif %}"""
+TOOL_TEMPLATE = TEMPLATE.replace("THINKING", "false").replace("</think>", "")  # of a model that does not think
+PLAIN = "{{ messages[0].content }}\n"
+THINKING_TEMPLATE = TEMPLATE.replace("THINKING", "true")
+
+CALLS = (
+    'I look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "東京", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+EXPECTED = [("get_weather", '{"city": "東京", "days": 3}'), ("now", "{}")]
+
+
+def scripted(script: str | list[int] | None, template: str = TOOL_TEMPLATE, **options: Any):
+    return serve(script=script, chat_template=template, **options)
+
+
+async def ask(served: Served, **body: Any) -> dict[str, Any]:
+    answer = await served.http.post(CHAT, json={"messages": user("hi"), **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def ask_stream(served: Served, **body: Any) -> dict[int, dict[str, Any]]:
+    """A streamed answer put together: choice index -> message and finish_reason."""
+    answer = await served.http.post(CHAT, json={"messages": user("hi"), "stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in events(answer.text):
+        for choice in chunk["choices"]:
+            whole = choices.setdefault(choice["index"], {"finish": [], "calls": [], "texts": {}})
+            whole["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            for name in ("content", "reasoning", "reasoning_content"):
+                if name in choice["delta"]:
+                    whole["texts"][name] = whole["texts"].get(name, "") + choice["delta"][name]
+            for call in choice["delta"].get("tool_calls", []):
+                if call["index"] == len(whole["calls"]):
+                    assert call["id"] and call["type"] == "function"
+                    whole["calls"].append([call["function"]["name"], ""])
+                whole["calls"][call["index"]][1] += call["function"]["arguments"]
+    return choices
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
+    assert all(call["type"] == "function" and call["id"] for call in message.get("tool_calls", []))
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+
+
+async def test_calls_whole_and_streamed():
+    async with scripted(CALLS) as served:
+        (choice,) = (await ask(served, tools=TOOLS))["choices"]
+        assert (calls_of(choice["message"]), choice["message"]["content"]) == (EXPECTED, "I look.")
+        assert choice["finish_reason"] == "tool_calls"
+        streamed = await ask_stream(served, tools=TOOLS, n=2)
+        for i in range(2):
+            assert [tuple(call) for call in streamed[i]["calls"]] == EXPECTED
+            assert streamed[i]["texts"] == {"content": "I look."}
+            assert streamed[i]["finish"] == ["tool_calls"]
+
+
+async def test_only_the_first_call_where_parallel_ones_are_not_wanted():
+    async with scripted(CALLS) as served:
+        (choice,) = (await ask(served, tools=TOOLS, parallel_tool_calls=False))["choices"]
+        assert calls_of(choice["message"]) == EXPECTED[:1]
+        streamed = await ask_stream(served, tools=TOOLS, parallel_tool_calls=False)
+        assert [tuple(call) for call in streamed[0]["calls"]] == EXPECTED[:1]
+
+
+@pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+async def test_without_tools_nothing_is_parsed(body):
+    async with scripted(CALLS) as served:
+        (choice,) = (await ask(served, **body))["choices"]
+        assert choice["message"] == {"role": "assistant", "content": CALLS}
+        assert choice["finish_reason"] == "stop"
+        prompt = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest)).prompt_token_ids
+        assert b"get_weather" not in bytes(prompt)
+
+
+async def test_a_reply_without_calls():
+    async with scripted("Just text.\n") as served:
+        (choice,) = (await ask(served, tools=TOOLS))["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "Just text.\n"}
+        assert choice["finish_reason"] == "stop"
+
+
+async def test_a_call_that_is_cut_off_ends_by_length_and_its_beginning_is_told():
+    async with scripted(CALLS) as served:
+        max_tokens = len(CALLS[: CALLS.index('", "days')].encode())
+        (choice,) = (await ask(served, tools=TOOLS, max_tokens=max_tokens))["choices"]
+        assert calls_of(choice["message"]) == [("get_weather", '{"city": "東京')]
+        assert choice["finish_reason"] == "length"
+
+
+async def test_parsers_are_chosen_by_option():
+    script = '[get_weather(city="Paris", days=1)]'
+    async with scripted(script, tool_call_parser="pythonic") as served:
+        (choice,) = (await ask(served, tools=TOOLS))["choices"]
+        assert calls_of(choice["message"]) == [("get_weather", '{"city": "Paris", "days": 1}')]
+    for options in ({"tool_call_parser": "none"}, {"enable_auto_tool_choice": False}):
+        async with scripted(CALLS, **options) as served:
+            (choice,) = (await ask(served, tools=TOOLS))["choices"]
+            assert choice["message"]["content"] == CALLS
+
+
+@pytest.mark.parametrize(
+    "template", [TOOL_TEMPLATE, *(PLAIN + marker for marker in ("", "[TOOL_CALLS]", "<|python_tag|>"))]
+)
+async def test_required_calls_obey_their_schemas(template):
+    """The fake model says anything that it may say."""
+    async with scripted(None, template) as served:
+        for seed in range(3):
+            body = {"messages": user(f"hi {seed}"), "tools": [WEATHER], "tool_choice": "required", "max_tokens": 2000}
+            (choice,) = (await ask(served, **body, parallel_tool_calls=False))["choices"]
+            ((name, arguments),) = calls_of(choice["message"])
+            values = json.loads(arguments)
+            assert name == "get_weather" and values.keys() == {"city", "days"}
+            assert values["city"] in ("Paris", "東京") and values["days"] in (1, 3, 7)
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+            (streamed,) = (await ask_stream(served, **body, parallel_tool_calls=False)).values()
+            assert [tuple(call) for call in streamed["calls"]] == [(name, arguments)]
+
+
+async def test_a_named_call():
+    async with scripted(None) as served:
+        body = {
+            "tools": [NOW, WEATHER],
+            "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+            "max_tokens": 2000,
+        }
+        (choice,) = (await ask(served, **body))["choices"]
+        assert [name for name, _ in calls_of(choice["message"])] == ["get_weather"]
+        assert choice["finish_reason"] == "stop"  # as OpenAI says
+        (streamed,) = (await ask_stream(served, **body)).values()
+        assert [tuple(call) for call in streamed["calls"]] == calls_of(choice["message"])
+        assert streamed["finish"] == ["stop"]
+
+
+async def test_a_broken_schema_of_a_required_call_is_refused():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": 3}}}}
+    async with scripted(None) as served:
+        answer = await served.http.post(
+            CHAT, json={"messages": user("hi"), "tools": [tool], "tool_choice": "required", "max_tokens": 9}
+        )
+        assert answer.status_code == 400, answer.text
+
+
+async def test_a_conversation_with_results_reaches_the_template():
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "é"}'}}
+    messages = [
+        *user("hi"),
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Hm."},
+        {"role": "tool", "content": "12:00", "tool_call_id": "c1"},
+    ]
+    async with scripted("ok") as served:
+        await ask(served, messages=messages, tools=TOOLS)
+        request = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest))
+        prompt = bytes(request.prompt_token_ids).decode()
+        assert prompt.endswith(
+            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>Hm."
+            '\n<tool_call>\n{"name": "now", "arguments": {"zone": "é"}}\n</tool_call><|im_end|>\n'
+            "<|im_start|>tool\n12:00<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert json.dumps(WEATHER, ensure_ascii=False) in prompt
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"open_thoughts": True}},
+    ],
+)
+async def test_tokenize_counts_the_same_prompt(fields):
+    async with scripted("ok", THINKING_TEMPLATE) as served:
+        body = {"messages": user("hi"), **fields}
+        count = (await served.http.post("/tokenize", json=body)).json()["count"]
+        assert count == (await ask(served, **fields))["usage"]["prompt_tokens"]
+
+
+# ---- thoughts ----
+
+THOUGHTS = "<think>\nThe user says hi – 你好.\n</think>\n\nHello!"
+
+
+async def check_thoughts(served: Served, num_tokens: int, **body: Any) -> None:
+    answer = await ask(served, **body)
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "The user says hi – 你好."
+    assert message["content"] == "Hello!"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
+    streamed = await ask_stream(served, **body)
+    assert streamed[0]["texts"] == {name: message[name] for name in ("content", "reasoning", "reasoning_content")}
+
+
+async def test_thoughts_that_the_model_opens():
+    async with scripted(THOUGHTS, THINKING_TEMPLATE) as served:
+        inside = THOUGHTS.removeprefix("<think>").partition("</think>")[0]
+        await check_thoughts(served, len(inside.encode()))
+
+
+async def test_thoughts_that_the_prompt_opens():
+    script = THOUGHTS.removeprefix("<think>\n")
+    async with scripted(script, THINKING_TEMPLATE) as served:
+        num_tokens = len(script.partition("</think>")[0].encode())
+        await check_thoughts(served, num_tokens, chat_template_kwargs={"open_thoughts": True})
+
+
+@pytest.mark.parametrize("body", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])
+async def test_thinking_can_be_switched_off(body):
+    async with scripted("Hello!", THINKING_TEMPLATE) as served:
+        answer = await ask(served, **body)
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Hello!"}
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+async def test_hidden_thoughts_are_counted():
+    async with scripted(THOUGHTS, THINKING_TEMPLATE) as served:
+        whole = await ask(served)
+        hidden = await ask(served, include_reasoning=False)
+        assert hidden["choices"][0]["message"] == {"role": "assistant", "content": "Hello!"}
+        for name in ("completion_tokens", "completion_tokens_details"):
+            assert hidden["usage"][name] == whole["usage"][name]
+        assert (await ask_stream(served, include_reasoning=False))[0]["texts"] == {"content": "Hello!"}
+
+
+async def test_thoughts_then_calls():
+    async with scripted("<think>I need tools.</think>\n\n" + CALLS, THINKING_TEMPLATE) as served:
+        (choice,) = (await ask(served, tools=TOOLS))["choices"]
+        assert choice["message"]["reasoning"] == "I need tools."
+        assert (calls_of(choice["message"]), choice["finish_reason"]) == (EXPECTED, "tool_calls")
+        streamed = (await ask_stream(served, tools=TOOLS))[0]
+        assert [tuple(call) for call in streamed["calls"]] == EXPECTED
+        assert streamed["texts"]["reasoning"] == "I need tools."
+
+
+async def test_a_reply_that_is_all_thought():
+    async with scripted("<think>Hm, well", THINKING_TEMPLATE) as served:
+        answer = await ask(served, max_tokens=12)
+        assert answer["choices"][0]["message"]["content"] is None
+        assert answer["choices"][0]["message"]["reasoning"] == "Hm, w"
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+
+
+async def test_a_model_that_does_not_think_has_no_reasoning_tokens():
+    async with scripted(THOUGHTS, TOOL_TEMPLATE) as served:
+        answer = await ask(served)
+        assert answer["choices"][0]["message"]["content"] == THOUGHTS
+        assert "completion_tokens_details" not in answer["usage"]
+
+
+# ---- special tokens ----
+
+MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+
+
+@pytest.fixture
+def special_spec(tmp_path) -> ModelSpec:
+    """The fake model with the markers as special tokens, which the detokenizer would leave out."""
+    from servd.api.tokenizer import Tokenizer as Wrapped
+
+    backend: Tokenizer = Wrapped.bytes()._backend
+    backend.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    return msgspec.structs.replace(FAKE_SPEC, folder=str(tmp_path), vocab_size=257 + len(MARKERS))
+
+
+def with_markers(text: str, spec: ModelSpec) -> list[int]:
+    ids = Tokenizer.from_file(f"{spec.folder}/tokenizer.json").encode(text, add_special_tokens=False).ids
+    assert any(i > 256 for i in ids)
+    return ids
+
+
+async def test_special_tokens_that_mark_calls_and_thoughts(special_spec):
+    script = with_markers("<think>\nHm.</think>\n\n" + CALLS, special_spec)
+    async with scripted(script, THINKING_TEMPLATE, spec=special_spec) as served:
+        answer = await ask(served, tools=TOOLS)
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("Hm.", "I look.")
+        assert calls_of(message) == EXPECTED
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+        streamed = (await ask_stream(served, tools=TOOLS))[0]
+        assert [tuple(call) for call in streamed["calls"]] == EXPECTED
+        plain = await ask(served, reasoning_effort="none")
+        assert not any(marker in plain["choices"][0]["message"]["content"] for marker in MARKERS)
+
+
+async def test_structured_output_begins_after_the_thoughts(special_spec):
+    async with scripted([], THINKING_TEMPLATE, spec=special_spec) as served:
+        end_id = with_markers("</think>", special_spec)[0]
+        body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 1}
+        for fields, starts_after in (
+            ({}, [end_id]),
+            ({"chat_template_kwargs": {"open_thoughts": True}}, [end_id]),
+            ({"reasoning_effort": "none"}, []),
+        ):
+            served.engine.sent.clear()
+            await served.http.post(CHAT, json={"messages": user("hi"), **body, **fields})
+            (request,) = (m for m in served.engine.sent if isinstance(m, EngineCoreRequest))
+            assert request.params.structured_output.starts_after == starts_after
+
+
+# ---- the real client ----
+
+
+async def test_the_openai_client():
+    async with (
+        scripted("<think>Tools!</think>" + CALLS, THINKING_TEMPLATE, listen=True) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        whole = await client.chat.completions.create(model=MODEL, messages=user("hi"), tools=TOOLS)
+        calls = whole.choices[0].message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == EXPECTED
+        assert whole.choices[0].message.reasoning_content == "Tools!"
+        assert whole.usage.completion_tokens_details.reasoning_tokens == 6
+        strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # the helper wants it
+        async with client.chat.completions.stream(model=MODEL, messages=user("hi"), tools=strict) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_completion()
+        assert kinds.count("tool_calls.function.arguments.done") == 2
+        message = final.choices[0].message
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == EXPECTED
+        assert (message.content, final.choices[0].finish_reason) == ("I look.", "tool_calls")
