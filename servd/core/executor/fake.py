@@ -23,7 +23,7 @@ from servd.params import PoolingParams, SamplingParams
 
 BYTE_VOCAB = 257  # of hf.FAKE_SPEC
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32: five bits choose one
-CLOSERS = frozenset(b'"]}')
+CLOSERS = frozenset([*b'"]}', 256])  # 256: end of sequence
 MAX_CACHE_TOKENS = 2**20  # 8 MB, unless --kv-cache-memory says otherwise
 MASK = 2**64 - 1
 

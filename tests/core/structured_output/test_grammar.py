@@ -1,0 +1,119 @@
+"""Grammar: every output of a grammar has its form; what is not supported is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from servd.core.structured_output.grammar import MAX_MESSAGE, GrammarError
+
+from .driver import EOS, compile_grammar, random_output
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def outputs(kind: str, value: str = "") -> list[str]:
+    found = [random_output(compile_grammar(kind, value), seed) for seed in range(20)]
+    texts = [output.decode() for output in found if output is not None]
+    assert len(texts) >= 10
+    return texts
+
+
+def test_json_schema():
+    for text in outputs("json", json.dumps(PERSON)):
+        person = json.loads(text)
+        assert list(person) == ["name", "age"]
+        assert len(person["name"]) <= 8 and type(person["age"]) is int and person["age"] >= 0
+
+
+def test_json_object():
+    assert all(type(json.loads(text)) is dict for text in outputs("json_object"))
+
+
+@pytest.mark.parametrize("regex", [r"[a-c]{2,5}-\d+", r"^(yes|no)\n?$", r"é[^\x00-\x7f]{1,3}"])
+def test_regex_matches_the_whole_output(regex):
+    assert all(re.fullmatch(regex, text) for text in outputs("regex", regex))
+
+
+def test_choice():
+    choices = ['say "hi"\n', "back\\slash", "é😀", "/a/ | b", "<eos>"]
+    assert set(outputs("choice", json.dumps(choices))) <= set(choices)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ['root ::= "<" word ">"\nword ::= [a-z]+', 'start: "<" WORD ">"\nWORD: /[a-z]+/'],
+    ids=["gbnf", "lark"],
+)
+def test_grammar(grammar):
+    assert all(re.fullmatch(r"<[a-z]+>", text) for text in outputs("grammar", grammar))
+
+
+def test_a_json_schema_inside_lark():
+    grammar = f'start: "<call>" call "</call>"\ncall: %json {json.dumps(PERSON)}'
+    for text in outputs("grammar", grammar):
+        assert json.loads(text.removeprefix("<call>").removesuffix("</call>"))["age"] >= 0
+
+
+def test_white_space_cannot_go_on_for_ever():
+    matcher = compile_grammar("json", json.dumps(PERSON)).matcher()
+    matcher.accept(ord("{"))
+    for _ in range(32):
+        matcher.accept(ord(" "))
+    with pytest.raises(GrammarError):
+        matcher.accept(ord(" "))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        ("json", "{", "EOF"),
+        ("json", "[1]", "schema"),
+        ("json", '{"type": "bogus"}', "bogus"),
+        ("json", '{"not": {}}', "Unimplemented keys"),
+        ("json", '{"type": "string", "pattern": "("}', "unclosed group"),
+        ("json", '{"$ref": "#/nowhere"}', "nowhere"),
+        ("regex", "(", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("grammar", "hello", "::="),
+        ("grammar", 'root ::= "a" b', "'b' not found"),
+        ("grammar", "start: " + "(" * 1000, "nested"),
+        ("json", "[" * 10_000, "recursion"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_a_reason(kind, value, reason):
+    with pytest.raises(GrammarError, match=re.escape(reason)) as error:
+        compile_grammar(kind, value).matcher().bitmask()
+    assert len(str(error.value)) <= MAX_MESSAGE and "\n" not in str(error.value)
+
+
+def test_a_form_that_no_output_has_is_refused():
+    with pytest.raises(GrammarError, match="no output could satisfy it"):
+        compile_grammar("json", '{"$ref": "#"}').matcher().bitmask()
+
+
+def test_matchers_of_one_grammar_are_independent():
+    grammar = compile_grammar("regex", "ab|cd")
+    one, two = grammar.matcher(), grammar.matcher()
+    one.accept(ord("a"))
+    two.accept(ord("c"))
+    one.accept(ord("b"))
+    assert one.is_complete and not two.is_complete
+    assert grammar.matcher().bitmask() == compile_grammar("regex", "ab|cd").matcher().bitmask()
+
+
+def test_the_end_is_allowed_where_the_output_may_stop():
+    matcher = compile_grammar("regex", "a+").matcher()
+    assert not matcher.bitmask()[EOS // 8] & 1 << EOS % 8
+    matcher.accept(ord("a"))
+    assert matcher.bitmask()[EOS // 8] & 1 << EOS % 8
+    assert not matcher.is_complete
+    matcher.accept(EOS)
+    assert matcher.is_complete
