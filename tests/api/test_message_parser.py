@@ -1,0 +1,196 @@
+"""MessageFormat: which parsers a template asks for, and what a reply's form is."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import jsonschema
+import llguidance
+import pytest
+from llguidance import LLMatcher
+
+from servd.api.chat_template import ChatTemplate
+from servd.api.incremental import Content, Reasoning, ToolCallStart
+from servd.api.message_parser import MessageFormat, ToolUse
+from servd.api.tokenizer import Tokenizer
+from servd.api.tool_parsers import hermes
+from servd.api.tool_parsers._forced import calls_schema
+from servd.config import Config
+from servd.core.structured_output.grammar import ByteVocabulary
+from servd.errors import ConfigError, InvalidRequest
+from servd.params import StructuredOutput
+
+# Lines of the models' own templates that tell the format.
+TEMPLATES = {
+    "Qwen2.5": (
+        '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call> <tool_call>',
+        "hermes",
+        None,
+    ),
+    "Qwen3": (
+        '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>'
+        "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
+        "hermes",
+        "qwen3",
+    ),
+    "Qwen3-Coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=a>", "qwen3_coder", None),
+    "GLM-4.5": ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> arguments </think>", None, "qwen3"),
+    "Llama 3.1": (
+        '"Respond in the format {"name": function name, "parameters": ...}" <|python_tag|>',
+        "llama3_json",
+        None,
+    ),
+    "Llama 3.2": (
+        '\'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.\'',
+        "llama3_json",
+        None,
+    ),
+    "Llama 4": ("[func_name1(params_name1=params_value1), func_name2(params)] <|python_start|>", "pythonic", None),
+    "Mistral": ("{{- '[TOOL_CALLS] [' }}", "mistral", None),
+    "Magistral": ("[TOOL_CALLS]{{ name }}[ARGS] [THINK]{{ thoughts }}[/THINK]", "mistral", "mistral"),
+    "DeepSeek R1": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜> content.split('</think>')[-1]", "deepseek", "qwen3"),
+    "GPT-2": ("{{ messages[0].content }}", None, None),
+}
+
+
+def choose(template: str, **options: str) -> MessageFormat:
+    return MessageFormat.choose(Config.load(options), ChatTemplate("{#" + template + "#}"), Tokenizer.bytes())
+
+
+def name_of(parser: type | None) -> str | None:
+    return parser.__module__.rpartition(".")[2] if parser else None
+
+
+@pytest.mark.parametrize(("template", "tools", "reasoning"), TEMPLATES.values(), ids=TEMPLATES)
+def test_the_template_tells_the_parsers(template, tools, reasoning, caplog):
+    with caplog.at_level(logging.INFO, "servd.api"):
+        chosen = choose(template)
+    assert (name_of(chosen.tool_parser), name_of(chosen.reasoning_parser)) == (tools, reasoning)
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        f"tool parser: {tools or 'none'}",
+        f"reasoning parser: {reasoning or 'none'}",
+    ]
+
+
+def test_options_win_over_the_template():
+    chosen = choose(TEMPLATES["Qwen3"][0], tool_call_parser="mistral", reasoning_parser="deepseek-r1")
+    assert (name_of(chosen.tool_parser), name_of(chosen.reasoning_parser)) == ("mistral", "deepseek_r1")
+    chosen = choose(TEMPLATES["Qwen3"][0], tool_call_parser="none", reasoning_parser="none")
+    assert chosen.tool_parser is None and chosen.reasoning_parser is None
+    with pytest.raises(ConfigError, match="qwen3_coder"):
+        choose("", tool_call_parser="gpt")
+
+
+def test_the_template_for_tools_counts():
+    template = ChatTemplate("{{ 1 }}", TEMPLATES["Qwen2.5"][0])
+    assert MessageFormat.choose(Config(), template, Tokenizer.bytes()).tool_parser is hermes.Parser
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continued", "first"),
+    [
+        ("user: hi\nassistant:\n", "", Content("Hm.")),
+        ("user: <think>\nassistant:\n", "", Content("Hm.")),
+        ("assistant:\n<think>\n", "", Reasoning("Hm.")),
+        ("assistant:\n<think>\n\n</think>\n\n", "", Content("Hm.")),
+        ("assistant:\n<think>So", "<think>So", Reasoning("Hm.")),
+        ("assistant:\n<think>So</think>Well", "<think>So</think>Well", Content("Hm.")),
+        ("assistant:\nWell", "Well", Content("Hm.")),
+    ],
+)
+def test_the_prompt_tells_where_the_reply_begins(prompt, continued, first):
+    reply = choose(TEMPLATES["Qwen3"][0]).reply(prompt, continued=continued)
+    parser = reply.new_parser()
+    assert parser.feed("Hm.") + parser.finish() == [first]
+
+
+def test_a_form_cannot_wait_for_a_tag_that_is_no_token():
+    schema = StructuredOutput("json_object")
+    with pytest.raises(InvalidRequest, match="</think>"):
+        choose(TEMPLATES["Qwen3"][0]).reply("assistant:", structured_output=schema)
+    closed = choose(TEMPLATES["Qwen3"][0]).reply("<think>\n\n</think>\n\n", structured_output=schema)
+    assert closed.structured_output == schema
+    # A model that is not known to think by itself is held to the form at once.
+    assert choose(TEMPLATES["DeepSeek R1"][0]).reply("assistant:", structured_output=schema).is_plain
+
+
+# ---- forms of calls ----
+
+CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+        "additionalProperties": False, "$defs": {"City": {"enum": ["Rome", "Bonn"]}}}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def allows(output: StructuredOutput, text: str) -> bool:
+    """Whether the engine lets a model of bytes write exactly `text`."""
+    vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(ByteVocabulary(256)))
+    is_json = output.kind == "json"
+    source = LLMatcher.grammar_from_json_schema(output.value) if is_json else output.value
+    matcher = LLMatcher(vocabulary, source, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+
+FORMATS = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Rome"}}; {"name": "now", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]',
+    "pythonic": '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]',
+    "none": '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]',
+}
+
+
+@pytest.mark.parametrize(("name", "text"), FORMATS.items(), ids=FORMATS)
+def test_forced_calls_are_written_in_the_models_format_and_obey_their_schemas(name, text):
+    chosen = choose("", tool_call_parser=name)
+    reply = chosen.reply("", ToolUse(TOOLS, forced=TOOLS))
+    assert reply.structured_output is not None
+    assert allows(reply.structured_output, text)
+    assert not allows(reply.structured_output, text.replace("Rome", "Paris"))
+    assert not allows(reply.structured_output, text.replace("now", "then"))
+    assert not allows(reply.structured_output, "Hello")
+    parser = reply.new_parser()
+    deltas = parser.feed(text) + parser.finish()
+    assert [delta.name for delta in deltas if isinstance(delta, ToolCallStart)] == ["get_weather", "now"]
+    assert not any(isinstance(delta, Content) for delta in deltas)
+    one = chosen.reply("", ToolUse(TOOLS, forced=TOOLS, parallel=False)).structured_output
+    assert one is not None and not allows(one, text)
+    named = chosen.reply("", ToolUse(TOOLS, forced=TOOLS[1:])).structured_output
+    assert named is not None and not allows(named, text)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_content_of_a_form_or_calls(name):
+    answer = StructuredOutput("json", '{"type": "array", "items": {"type": "integer"}}')
+    output = choose("", tool_call_parser=name).reply("", ToolUse(TOOLS), answer).structured_output
+    assert output is not None
+    assert allows(output, "[1, 2]") and allows(output, FORMATS[name])
+    assert not allows(output, '["a"]') and not allows(output, FORMATS[name].replace("Rome", "Paris"))
+
+
+def test_free_calls_have_no_form():
+    assert choose("", tool_call_parser="hermes").reply("", ToolUse(TOOLS)).structured_output is None
+
+
+def test_references_in_schemas_stay_inside_their_tool():
+    recursive = {
+        "type": "object",
+        "properties": {"child": {"$ref": "#"}, "x": {"$ref": "#/definitions/X"}},
+        "additionalProperties": False,
+        "definitions": {"X": {"type": "integer"}},
+    }
+    tools = [TOOLS[0], {"type": "function", "function": {"name": "tree", "parameters": recursive}}]
+    schema = json.loads(calls_schema(tools, parallel=True))
+    validator = jsonschema.Draft202012Validator(schema)
+
+    def is_valid(name: str, arguments: object) -> bool:
+        return validator.is_valid([{"name": name, "arguments": arguments}])
+
+    assert is_valid("get_weather", {"city": "Bonn"}) and not is_valid("get_weather", {"city": "Oslo"})
+    assert is_valid("tree", {"child": {"child": {"x": 1}}}) and not is_valid("tree", {"child": {"x": "1"}})
+    assert not is_valid("tree", {"city": "Bonn"}) and not validator.is_valid([])
