@@ -9,7 +9,7 @@ import pytest
 
 from servd.core.structured_output.grammar import MAX_MESSAGE, GrammarError
 
-from .driver import EOS, compile_grammar, random_output
+from tests.core.structured_output.driver import EOS, compile_grammar, random_output
 
 PERSON = {
     "type": "object",

@@ -13,7 +13,7 @@ import pytest
 
 from servd.core.structured_output.grammar import Grammar, GrammarError
 
-from .driver import EOS, compile_grammar, random_output
+from tests.core.structured_output.driver import EOS, compile_grammar, random_output
 
 DEFAULT = Path(__file__).resolve().parents[4] / "shared/data/json-schema-test-suite"
 SUITE = Path(os.environ.get("JSON_SCHEMA_TEST_SUITE", DEFAULT)) / "draft2020-12"

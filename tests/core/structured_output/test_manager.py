@@ -1,0 +1,165 @@
+"""GrammarManager in an engine: outputs have their form at every depth, and nobody waits for a compilation."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+from typing import Any
+
+import pytest
+
+from servd.core.engine_core import EngineCore
+from servd.core.structured_output import manager
+from servd.core.structured_output.grammar import GrammarError
+from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
+from servd.params import StructuredOutput
+from tests.core.engines import Log, make_engine, make_request, solo
+
+REGEX = StructuredOutput("regex", "[a-z]{3}-[0-9]{2}")
+SCHEMA = StructuredOutput(
+    "json",
+    json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+)
+
+
+class Driver:
+    """Steps an engine and hands it what was compiled, when told to."""
+
+    def __init__(self, engine: EngineCore, *requests: EngineCoreRequest) -> None:
+        self.engine = engine
+        self.news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.log = Log()
+        engine.grammars.on_compiled = self.news.put
+        for request in requests:
+            engine.handle(request)
+
+    def compiled(self) -> None:
+        """Wait for one grammar."""
+        self.engine.handle(self.news.get(timeout=30))
+
+    def run(self) -> Log:
+        """Until nothing is left."""
+        while self.engine.grammars.is_compiling:
+            self.compiled()
+        return self.log.run(self.engine)
+
+
+def last(log: Log, request_id: str) -> EngineCoreOutput:
+    return log.outputs[request_id][-1]
+
+
+def text(log: Log, request_id: str) -> str:
+    return bytes(token_id for token_id in log.token_ids(request_id) if token_id < 256).decode()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_blocks", [64, 13], ids=["roomy", "preempting"])
+def test_outputs_have_their_form_whatever_runs_beside_them(depth, num_blocks):
+    free = [make_request(f"free{i}", [i, 2, 3], max_tokens=20) for i in range(3)]
+    bound = [make_request(f"bound{i}", [9, i], max_tokens=40, structured_output=REGEX) for i in range(3)]
+    engine = make_engine(num_blocks, depth)
+    log = Driver(engine, *free, *bound).run()
+    for request in free:
+        assert log.token_ids(request.request_id) == solo(request)
+    reference = Driver(make_engine(), *bound).run()
+    for i in range(3):
+        assert re.fullmatch(REGEX.value, text(log, f"bound{i}"))
+        assert log.token_ids(f"bound{i}") == reference.token_ids(f"bound{i}")
+        assert last(log, f"bound{i}").finish_reason is FinishReason.STOP
+    assert bool(log.total("num_preemptions")) is (num_blocks == 13)
+
+
+def test_a_request_whose_grammar_compiles_holds_nothing():
+    engine = make_engine(max_num_seqs=1)
+    driver = Driver(engine, make_request("bound", [1], structured_output=REGEX), make_request("free", [1]))
+    driver.log.run(engine)
+    assert driver.log.finished("free") and not driver.log.finished("bound")
+    driver.run()
+    assert re.fullmatch(REGEX.value, text(driver.log, "bound"))
+
+
+def test_one_compilation_serves_all_who_wait_and_all_who_follow():
+    engine = make_engine()
+    driver = Driver(engine, *[make_request(f"r{i}", [i], max_tokens=30, structured_output=REGEX) for i in range(3)])
+    driver.compiled()
+    assert not engine.grammars.is_compiling
+    engine.handle(make_request("later", [7], max_tokens=30, structured_output=REGEX))
+    driver.run()
+    assert all(re.fullmatch(REGEX.value, text(driver.log, name)) for name in ("r0", "r1", "r2", "later"))
+
+
+def test_an_aborted_request_does_not_come_back():
+    engine = make_engine()
+    driver = Driver(engine, make_request("gone", [1], structured_output=REGEX))
+    engine.handle(AbortRequests(["gone"]))
+    driver.run()
+    assert not driver.log.outputs["gone"]
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request():
+    broken = StructuredOutput("regex", "(")
+    log = Driver(make_engine(), make_request("a", [1], structured_output=broken), make_request("b", [1])).run()
+    assert last(log, "a").finish_reason is FinishReason.ERROR
+    assert "unclosed group" in (last(log, "a").error or "")
+    assert last(log, "b").finish_reason is FinishReason.LENGTH
+
+
+def test_a_forgotten_grammar_is_compiled_again(monkeypatch):
+    monkeypatch.setattr(manager, "MAX_GRAMMARS", 1)
+    requests = [
+        make_request("a", [1], 30, structured_output=REGEX),
+        make_request("b", [1], 60, structured_output=SCHEMA),
+    ]
+    log = Driver(make_engine(max_num_seqs=1), *requests).run()
+    assert re.fullmatch(REGEX.value, text(log, "a"))
+    assert type(json.loads(text(log, "b"))["a"]) is int
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_form_begins_after_its_token(depth):
+    begin = ord("a")
+    output = StructuredOutput(REGEX.kind, REGEX.value, starts_after=[begin])
+    request = make_request("a", [1, 2], max_tokens=60, structured_output=output)
+    thoughts = bytes(solo(request)).decode().partition("a")[0]
+    assert 0 < len(thoughts) < 40
+    log = Driver(make_engine(depth=depth), request).run()
+    before, _, after = text(log, "a").partition("a")
+    assert before == thoughts
+    assert re.fullmatch(REGEX.value, after)
+
+
+def test_a_complete_output_ends_without_an_end_token():
+    request = make_request("a", [1], max_tokens=6, eos_token_ids=[], structured_output=REGEX)
+    log = Driver(make_engine(), request).run()
+    assert len(log.token_ids("a")) == 6  # as long as max_tokens allows, and yet not cut off
+    assert last(log, "a").finish_reason is FinishReason.STOP
+    assert last(log, "a").is_complete and last(log, "a").stop_reason is None
+
+
+def test_max_tokens_cuts():
+    log = Driver(make_engine(), make_request("a", [1], max_tokens=5, structured_output=REGEX)).run()
+    assert last(log, "a").finish_reason is FinishReason.LENGTH
+    assert not last(log, "a").is_complete
+
+
+def test_an_output_that_leaves_its_form_ends_with_an_error(monkeypatch):
+    """As when logit_bias or allowed_token_ids leave none of the tokens that the grammar allows."""
+    engine = make_engine()
+    sample = engine.executor.sample_tokens
+    monkeypatch.setattr(engine.executor, "sample_tokens", lambda bitmask: sample(None))
+    digits = StructuredOutput("regex", "[0-9]+")
+    log = Driver(engine, make_request("a", [1], structured_output=digits), make_request("b", [1])).run()
+    assert last(log, "a").finish_reason is FinishReason.ERROR
+    assert "structure" in (last(log, "a").error or "")
+    assert last(log, "b").finish_reason is FinishReason.LENGTH
+
+
+def test_a_mask_beyond_the_limits_ends_only_its_request(monkeypatch):
+    def fail(self):
+        raise GrammarError("too many states")
+
+    monkeypatch.setattr(manager.Matcher, "bitmask", fail)
+    log = Driver(make_engine(), make_request("a", [1], structured_output=REGEX), make_request("b", [1])).run()
+    assert "too many states" in (last(log, "a").error or "")
+    assert last(log, "b").finish_reason is FinishReason.LENGTH
