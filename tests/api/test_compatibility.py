@@ -1,0 +1,32 @@
+"""docs/compatibility.md is what the server answers now, and speaks of every field."""
+
+from __future__ import annotations
+
+from servd.api.protocol.anthropic import MessagesRequest
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.completions import CompletionRequest
+from servd.api.protocol.embeddings import EmbeddingRequest
+from servd.api.protocol.generation import UNSUPPORTED
+from servd.api.protocol.responses import ResponsesRequest
+from tests.api import compatibility
+
+KINDS = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
+
+
+async def test_the_page_is_current():
+    page = await compatibility.page()
+    assert compatibility.PAGE.read_text(encoding="utf8") == page, "run `python -m tests.api.compatibility`"
+
+
+def test_every_field_is_tried():
+    assert KINDS.keys() == compatibility.ROUTES.keys()
+    for path, kind in KINDS.items():
+        tried = compatibility.ROUTES[path][1].keys()
+        assert kind.model_fields.keys() - tried == set(), path
+    assert set(UNSUPPORTED) - compatibility.ROUTES["/v1/chat/completions"][1].keys() == set()
