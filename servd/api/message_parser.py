@@ -54,7 +54,8 @@ class MessageParser:
         self, reasoning: ThinkParser | None, tools: ToolParser | None, only_first: bool, table: Mapping[int, bytes]
     ) -> None:
         self.num_calls = 0
-        self._reasoning = reasoning
+        self._reasoning = reasoning  # until the thoughts are over
+        self._num_reasoning_tokens = 0  # once they are
         self._tools = tools
         self._only_first = only_first
         self._table = table
@@ -75,7 +76,11 @@ class MessageParser:
             for token_id in token_ids:
                 self._token_starts.append(self._num_chars)
                 self._num_chars += len(self._decoder.decode(self._table[token_id]))
-        return self._sort(self._reasoning.feed(text))
+        deltas = self._sort(self._reasoning.feed(text))
+        if self._reasoning.is_over:
+            self._num_reasoning_tokens = self.num_reasoning_tokens
+            self._reasoning = None
+        return deltas
 
     def finish(self) -> list[Delta]:
         """The rest, after the last text."""
@@ -86,7 +91,7 @@ class MessageParser:
     def num_reasoning_tokens(self) -> int:
         """Tokens of the thoughts so far, without their tags."""
         if self._reasoning is None or self._reasoning.begin is None:
-            return 0
+            return self._num_reasoning_tokens
         end = self._reasoning.end
         num_before_end = len(self._token_starts) if end is None else bisect_left(self._token_starts, end)
         return num_before_end - bisect_left(self._token_starts, self._reasoning.begin)

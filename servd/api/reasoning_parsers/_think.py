@@ -13,6 +13,7 @@ class ThinkParser(Parser):
     Attributes:
         begin: characters of the reply before the thoughts; None until they begin.
         end: characters before the end tag; None until it came.
+        is_over: all that follows is content.
 
     Args:
         is_thinking: the prompt opened the tag, so the reply begins with thoughts.
@@ -27,6 +28,7 @@ class ThinkParser(Parser):
         self.is_thinking = is_thinking
         self.begin: int | None = None
         self.end: int | None = None
+        self.is_over = False
         super().__init__()
 
     @classmethod
@@ -41,6 +43,7 @@ class ThinkParser(Parser):
             yield from self._thoughts()
         elif self.reader.taken:
             self.deltas.append(Content(self.reader.taken))
+        self.is_over = True
         while (piece := (yield from self.reader.piece()))[0]:
             self.reader.forget()
             self.deltas.append(Content(piece[0]))
