@@ -9,9 +9,10 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.chat import OPEN, Function
+from servd.api.protocol.chat import OPEN, Function, TokenLogprob
 from servd.api.protocol.translation import TranslatedRequest
 from servd.errors import InvalidRequest
+from servd.params import MAX_LOGPROBS
 
 # ---- request ----
 
@@ -23,6 +24,7 @@ CHAT_NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
+LOGPROBS = "message.output_text.logprobs"  # in `include`
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -186,7 +188,7 @@ class ResponsesRequest(TranslatedRequest):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     store: bool | None = None
     background: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -205,7 +207,6 @@ class ResponsesRequest(TranslatedRequest):
         for name, remedy in (
             ("conversation", "use `previous_response_id`"),
             ("prompt", "send `instructions` and `input`"),
-            ("top_logprobs", "ask the chat route for log-probabilities"),
         ):
             if getattr(self, name):
                 raise InvalidRequest(f"`{name}` is not supported: {remedy}", param=name)
@@ -215,7 +216,7 @@ class ResponsesRequest(TranslatedRequest):
 
     def ignored(self) -> list[str]:
         """Fields, and values of fields, that have no effect here."""
-        names = {f"include.{name}" for name in self.include or ()}
+        names = {f"include.{name}" for name in self.include or () if name != LOGPROBS}
         names |= {f"text.{name}" for name in (self.text or {}).keys() - {"format"}}
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
         if self.truncation == "auto":
@@ -236,6 +237,8 @@ class ResponsesRequest(TranslatedRequest):
             "tools": [{"type": "function", "function": _without_type(tool)} for tool in self.tools or ()] or None,
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
+            "logprobs": self.top_logprobs is not None or LOGPROBS in (self.include or ()) or None,
+            "top_logprobs": self.top_logprobs,
             "response_format": _chat_format((self.text or {}).get("format")),
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
@@ -315,7 +318,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
@@ -408,6 +411,7 @@ class Response(msgspec.Struct, kw_only=True, tag_field="object", tag="response")
     text: dict[str, Any]
     tool_choice: Any
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float
     truncation: str = "disabled"
     usage: ResponseUsage | None = None

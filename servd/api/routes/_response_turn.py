@@ -26,7 +26,9 @@ from servd.api.protocol.responses import (
     ResponseUsage,
     Status,
 )
+from servd.api.routes._context import context_of
 from servd.api.routes._turn import Event, Turn
+from servd.api.routes.chat import choice_logprobs
 from servd.messages import FinishReason
 from servd.outputs import CompletionOutput
 
@@ -49,6 +51,7 @@ class ResponseTurn(Turn):
     def __init__(self, request: Request, prepared: Prepared, answer: Response, keep: Callable[[], None]) -> None:
         super().__init__(request, prepared, answer)
         self.keep = keep
+        self.tokenizer = context_of(request).async_llm.processor.tokenizer
         self.item: OutputItem | None = None  # the open one
         self.sequence_number = 0
 
@@ -59,20 +62,30 @@ class ResponseTurn(Turn):
 
     def content(self, text: str) -> Iterator[Event]:
         if not isinstance(self.item, MessageItem):
-            yield from self._open_text(MessageItem(self._item_id("msg"), content=[]), OutputText())
-        yield from self._text(text, logprobs=[])
+            if isinstance(self.item, ReasoningItem):
+                self._drop_logprobs_before(text)  # of the tag that ended the thoughts
+            yield from self._open_text(MessageItem(self._item_id("msg"), content=[]), OutputText(logprobs=[]))
+        assert isinstance(self.item, MessageItem)
+        told = choice_logprobs(self.tokenizer, self.logprobs)
+        logprobs = told.content if told else []
+        self.item.content[0].logprobs += logprobs
+        self.logprobs = []
+        yield from self._text(text, logprobs=logprobs)
 
     def reasoning(self, text: str) -> Iterator[Event]:
+        self.logprobs = []  # they are told of messages only
         if not isinstance(self.item, ReasoningItem):
             yield from self._open_text(ReasoningItem(self._item_id("rs"), content=[]), ReasoningText())
         yield from self._text(text)
 
     def call(self, call_id: str, name: str) -> Iterator[Event]:
+        self.logprobs = []
         yield from self._open(FunctionCallItem(self._item_id("fc"), call_id, name))
 
     def arguments(self, text: str) -> Iterator[Event]:
         assert isinstance(self.item, FunctionCallItem)
         self.item.arguments += text
+        self.logprobs = []
         yield self._item_event("response.function_call_arguments.delta", delta=text)
 
     def end(self, output: CompletionOutput) -> Iterator[Event]:
@@ -133,12 +146,20 @@ class ResponseTurn(Turn):
             case FunctionCallItem(name=name, arguments=arguments):
                 yield self._item_event("response.function_call_arguments.done", name=name, arguments=arguments)
             case MessageItem(content=[part]) | ReasoningItem(content=[part]):
-                more = {"logprobs": []} if isinstance(part, OutputText) else {}
+                more = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
                 yield self._item_event(f"{TEXT_EVENT[type(self.item)]}.done", content_index=0, text=part.text, **more)
                 yield self._item_event("response.content_part.done", content_index=0, part=part)
         self.item.status = status
         yield self._event("response.output_item.done", output_index=len(self.answer.output) - 1, item=self.item)
         self.item = None
+
+    def _drop_logprobs_before(self, text: str) -> None:
+        num_bytes = len(text.encode())
+        first = len(self.logprobs)
+        while first and num_bytes > 0:
+            first -= 1
+            num_bytes -= len(self.tokenizer.token_bytes(self.logprobs[first].token_ids[0]))
+        del self.logprobs[:first]
 
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self.answer.id.removeprefix('resp_')}_{len(self.answer.output)}"

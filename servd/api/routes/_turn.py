@@ -18,6 +18,7 @@ from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.routes._context import context_of, ignored_header
 from servd.api.streaming import KEEP_ALIVE, EventStream, until_disconnect
+from servd.messages import TokenLogprobs
 from servd.outputs import CompletionOutput
 
 Event = dict[str, Any]  # with its name as "type"
@@ -51,6 +52,7 @@ class Turn(ABC):
         self.has_begun = False
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.logprobs: list[TokenLogprobs] = []  # of tokens whose text was not told yet
 
     @abstractmethod
     def begin(self) -> Iterator[Event]:
@@ -107,6 +109,7 @@ class Turn(ABC):
     def _take(self, output: CompletionOutput) -> Iterator[Event]:
         self.num_output_tokens += len(output.token_ids)
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.logprobs += output.logprobs or ()
         if not self.has_begun:
             self.has_begun = True
             yield from self.begin()

@@ -104,7 +104,7 @@ class ChatAnswer(Answer):
             choice = ChunkChoice(
                 output.index,
                 delta,
-                logprobs=_logprobs(self.tokenizer, output.logprobs),
+                logprobs=choice_logprobs(self.tokenizer, output.logprobs),
                 finish_reason=self._finish_reason(output),
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if self.body.return_token_ids else UNSET,
@@ -127,7 +127,7 @@ class ChatAnswer(Answer):
                 ChatChoice(
                     choice.index,
                     _message(self._delta(choice)),
-                    _logprobs(self.tokenizer, choice.logprobs),
+                    choice_logprobs(self.tokenizer, choice.logprobs),
                     self._finish_reason(choice),
                     choice.stop_reason,
                     token_ids=choice.token_ids if self.body.return_token_ids else UNSET,
@@ -201,7 +201,8 @@ def _message(delta: Delta) -> AssistantMessage:
     )
 
 
-def _logprobs(tokenizer: Tokenizer, positions: list[TokenLogprobs] | None) -> ChoiceLogprobs | None:
+def choice_logprobs(tokenizer: Tokenizer, positions: list[TokenLogprobs] | None) -> ChoiceLogprobs | None:
+    """The log-probabilities of `positions` with the texts of their tokens."""
     if positions is None:
         return None
     content: list[TokenLogprob] = []

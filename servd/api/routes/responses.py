@@ -38,8 +38,7 @@ async def create_response(request: Request) -> HTTPResponse:
         raise InvalidRequest("a background response has to be stored", param="background")
     previous = _previous(store, body)
     items = [*(previous.items if previous else ()), *cast(list[dict[str, Any]], body.input)]
-    if not body.background:  # else the timeline is longer than the request
-        start_timeline(request, response_id)
+    start_timeline(request, response_id)
     with renamed(ResponseTurn.names):
         prepared = await prepare_chat(context.async_llm, response_id, body.as_chat(body.chat_fields(items)))
     answer = _blank(response_id, model, body, prepared, is_stored)
@@ -53,6 +52,7 @@ async def create_response(request: Request) -> HTTPResponse:
     if not body.background:
         return await respond(turn, request, body, {})
     answer.status = "queued"
+    request.state.traced.remove(response_id)  # its timeline is longer than the request
     keep(asyncio.create_task(_run_detached(turn, request)))
     return json_response(answer, headers=ignored_header(body))
 
@@ -135,6 +135,7 @@ def _blank(response_id: str, model: str, body: ResponsesRequest, prepared: Prepa
         text={"format": (body.text or {}).get("format") or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
         tools=[_tool(dict(tool)) for tool in body.tools or ()],
+        top_logprobs=body.top_logprobs or 0,
         top_p=prepared.params.top_p,
         user=body.user,
     )
