@@ -8,7 +8,6 @@ import re
 import pytest
 
 from servd.core.structured_output.grammar import MAX_MESSAGE, GrammarError
-
 from tests.core.structured_output.driver import EOS, compile_grammar, random_output
 
 PERSON = {

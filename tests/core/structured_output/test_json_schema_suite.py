@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 
 from servd.core.structured_output.grammar import Grammar, GrammarError
-
 from tests.core.structured_output.driver import EOS, compile_grammar, random_output
 
 DEFAULT = Path(__file__).resolve().parents[4] / "shared/data/json-schema-test-suite"
