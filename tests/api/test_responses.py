@@ -197,6 +197,17 @@ async def test_a_conversation_is_what_the_same_chat_would_be(client: openai.Asyn
         await client.responses.retrieve(second.id)
 
 
+async def test_input_tokens_are_what_the_response_has(client: openai.AsyncOpenAI):
+    first = await client.responses.create(model=MODEL, input="one", max_output_tokens=5)
+    shared: Any = {"model": MODEL, "input": "two", "instructions": "be brief", "previous_response_id": first.id}
+    counted = await client.responses.input_tokens.count(**shared)
+    response = await client.responses.create(max_output_tokens=1, **shared)
+    assert counted.object == "response.input_tokens"
+    assert response.usage and counted.input_tokens == response.usage.input_tokens
+    long = await client.responses.input_tokens.count(model=MODEL, input="x" * 9000)
+    assert long.input_tokens > 9000
+
+
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 A = {"role": "assistant", "content": "a"}

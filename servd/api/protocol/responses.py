@@ -423,3 +423,9 @@ class DeletedResponse(msgspec.Struct, tag_field="object", tag="response"):
 
     id: str
     deleted: bool = True
+
+
+class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens"):
+    """Answer of /v1/responses/input_tokens."""
+
+    input_tokens: int

@@ -19,7 +19,7 @@ from servd.api.routes._context import context_of, ignored_header, json_response,
 from servd.api.routes._message_turn import MessageTurn
 from servd.api.routes._turn import respond
 from servd.api.routes.chat import prepare_chat
-from servd.api.routes.tokenize import render_chat
+from servd.api.routes.tokenize import count_chat_tokens
 
 router = APIRouter()
 
@@ -46,7 +46,6 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     context_of(request).model_name(body.model)
     with renamed(MessageTurn.names):
-        prompt = await render_chat(async_llm, body.as_chat(body.chat_fields()))
-        token_ids = await async_llm.encode(prompt, add_special_tokens=False)
+        num_tokens = await count_chat_tokens(async_llm, body.as_chat(body.chat_fields()))
     headers = {"request-id": request.state.request_id, **ignored_header(body)}
-    return json_response(TokensCount(len(token_ids)), headers=headers)
+    return json_response(TokensCount(num_tokens), headers=headers)

@@ -13,13 +13,14 @@ from starlette.responses import Response as HTTPResponse
 
 from servd.api.processor import Prepared
 from servd.api.protocol.errors import error_reply
-from servd.api.protocol.responses import DeletedResponse, Response, ResponsesRequest
+from servd.api.protocol.responses import DeletedResponse, InputTokens, Response, ResponsesRequest
 from servd.api.protocol.translation import renamed
 from servd.api.response_store import ResponseStore, Stored
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body, start_timeline
 from servd.api.routes._response_turn import ResponseTurn
 from servd.api.routes._turn import respond
 from servd.api.routes.chat import prepare_chat
+from servd.api.routes.tokenize import count_chat_tokens
 from servd.errors import InvalidRequest, NotFound
 
 router = APIRouter()
@@ -37,7 +38,7 @@ async def create_response(request: Request) -> HTTPResponse:
     if body.background and not is_stored:
         raise InvalidRequest("a background response has to be stored", param="background")
     previous = _previous(store, body)
-    items = [*(previous.items if previous else ()), *cast(list[dict[str, Any]], body.input)]
+    items = _conversation(previous, body)
     start_timeline(request, response_id)
     with renamed(ResponseTurn.names):
         prepared = await prepare_chat(context.async_llm, response_id, body.as_chat(body.chat_fields(items)))
@@ -55,6 +56,18 @@ async def create_response(request: Request) -> HTTPResponse:
     request.state.traced.remove(response_id)  # its timeline is longer than the request
     keep(asyncio.create_task(_run_detached(turn, request)))
     return json_response(answer, headers=ignored_header(body))
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(request: Request) -> HTTPResponse:
+    """How many tokens the prompt of a response would have."""
+    context = context_of(request)
+    body = await read_body(request, ResponsesRequest)
+    context.model_name(body.model)
+    items = _conversation(_previous(context.responses, body), body)
+    with renamed(ResponseTurn.names):
+        num_tokens = await count_chat_tokens(context.async_llm, body.as_chat(body.chat_fields(items)))
+    return json_response(InputTokens(num_tokens), headers=ignored_header(body))
 
 
 @router.get("/v1/responses/{response_id}")
@@ -95,6 +108,10 @@ def _previous(store: ResponseStore, body: ResponsesRequest) -> Stored | None:
     if stored.response.status not in ("completed", "incomplete"):
         raise InvalidRequest(f"the previous response is {stored.response.status}: it has no output", param=name)
     return stored
+
+
+def _conversation(previous: Stored | None, body: ResponsesRequest) -> list[dict[str, Any]]:
+    return [*(previous.items if previous else ()), *cast(list[dict[str, Any]], body.input)]
 
 
 async def _cancel(stored: Stored) -> None:

@@ -50,6 +50,16 @@ async def render_chat(async_llm: AsyncLLM, body: TokenizeRequest | ChatCompletio
     )
 
 
+async def count_chat_tokens(async_llm: AsyncLLM, body: ChatCompletionRequest) -> int:
+    """Tokens of the prompt of a chat, however long it is.
+
+    Raises:
+        InvalidRequest: see `AsyncLLM.render_chat`.
+    """
+    prompt = await render_chat(async_llm, body)
+    return len(await async_llm.encode(prompt, add_special_tokens=False))
+
+
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
