@@ -228,7 +228,7 @@ class MessageFormat:
         syntax = self.tool_parser.syntax if self.tool_parser else None
         if tool_use.forced and syntax is None:
             schema = calls_schema(tool_use.forced, tool_use.parallel)
-            return ForcedCallsParser, StructuredOutput("json", schema)
+            return ForcedCallsParser, StructuredOutput("json", schema, param="tools")
         content_schema = None
         if not tool_use.forced:
             if structured_output is None or structured_output.kind not in SCHEMAS or syntax is None:
@@ -237,7 +237,7 @@ class MessageFormat:
         assert syntax is not None
         tools = tool_use.forced or tool_use.tools
         grammar = calls_grammar(syntax, tools, tool_use.parallel, self._special_id, content_schema)
-        return self.tool_parser, StructuredOutput("grammar", grammar)
+        return self.tool_parser, StructuredOutput("grammar", grammar, param="tools")
 
     def _special_id(self, marker: str) -> int | None:
         token_id = self.tokenizer.token_id(marker)

@@ -173,6 +173,15 @@ def test_content_of_a_form_or_calls(name):
     assert not allows(output, '["a"]') and not allows(output, FORMATS[name].replace("Rome", "Paris"))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_name_can_be_forced(name):
+    for function in ("ARGUMENTS", "NAME", "calls", "call0", "a.b-C_9"):
+        tool = {"type": "function", "function": {"name": function}}
+        output = choose("", tool_call_parser=name).reply("", ToolUse([tool], forced=[tool])).structured_output
+        only = FORMATS[name].replace("get_weather", function).replace('{"city": "Rome"}', "{}").replace("now", function)
+        assert output is not None and allows(output, only)
+
+
 def test_free_calls_have_no_form():
     assert choose("", tool_call_parser="hermes").reply("", ToolUse(TOOLS)).structured_output is None
 

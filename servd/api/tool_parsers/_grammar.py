@@ -54,9 +54,11 @@ def calls_grammar(
     ]
     for number, tool in enumerate(tools):
         function = tool["function"]
-        before, after = syntax.call.replace("NAME", function["name"]).split("ARGUMENTS")
+        before, after = syntax.call.split("ARGUMENTS")
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        rules.append(f"call{number}: {literal(before)} arguments{number} {literal(after)}")
+        rules.append(
+            f"call{number}: {literal(before.replace('NAME', function['name']))} arguments{number} {literal(after)}"
+        )
         rules.append(f"arguments{number}: %json {_with_options(parameters)}")
     if content_schema is not None:
         rules.append(f"content: %json {_with_options(json.loads(content_schema))}")
