@@ -14,6 +14,10 @@ from typing import Any
 from demo.skills import Skills, Turn
 from demo.tool_skill import Message, ToolSkill
 
+# So many examples at the beginning are short: copying, which nearly all skills need, is learned from short contexts far
+# sooner than from long ones.
+NUM_SHORT = 40_000
+
 # Either {"text": ...} or {"messages": ..., "tools": ..., "thinking": ...}, as a chat template takes them.
 Example = dict[str, Any]
 
@@ -35,6 +39,7 @@ class Corpus:
         self.rng = Random(f"{seed} {held_out}")
         self.skills = Skills((lambda a, b: False) if held_out else skip_sum)
         self.tools = ToolSkill(self.skills)
+        self.num_short = 0 if held_out else NUM_SHORT
         skills = self.skills
         self._shares = {
             skills.facts: 30, skills.sums: 17, skills.unknown: 11, skills.talk: 10, skills.objects: 9,
@@ -48,14 +53,17 @@ class Corpus:
     def example(self) -> Example:
         """One conversation or text."""
         rng = self.rng
-        form = rng.choices(("chat", "tools", "text", "drill"), (70, 11, 10, 9))[0]
+        short = self.num_short > 0
+        self.num_short -= short
+        form = rng.choices(("chat", "tools", "text", "drill"), (71, 4, 10, 15) if short else (74, 13, 8, 5))[0]
         if form == "text":
             return {"text": self.skills.plain_text(rng)}
         tools = None
         if form == "tools":
             messages, tools = self.tools.conversation(rng)
         else:
-            messages = self._chat(self.skills.copying(rng, longest=40) if form == "drill" else self._turns())
+            turns = self.skills.copying(rng, longest=8 if short else 30) if form == "drill" else self._turns(short)
+            messages = self._chat(turns)
         thinking = rng.random() < 0.12
         if not thinking:
             for message in messages:
@@ -73,9 +81,11 @@ class Corpus:
             messages.append({"role": "assistant", "reasoning_content": turn.thought, "content": turn.answer})
         return messages
 
-    def _turns(self) -> list[Turn]:
-        """Turns of one to some thirty skills, with things to remember between them."""
+    def _turns(self, short: bool) -> list[Turn]:
+        """One turn, or those of one to some thirty skills with things to remember between them."""
         rng = self.rng
+        if short:
+            return rng.choices(list(self._shares), list(self._shares.values()))[0](rng)[:1]
         num = rng.choices((1, 2, 3, rng.randint(4, 7), rng.randint(8, 30)), (50, 25, 12, 11, 2))[0]
         turns: list[Turn] = []
         for skill in rng.choices(list(self._shares), list(self._shares.values()), k=num):

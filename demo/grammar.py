@@ -52,13 +52,12 @@ class Grammar:
         return rng.choice(words)
 
     def name(self, rng: Random) -> str:
-        """A given name; half of them are made of syllables or letters, so that a model has to copy names, not to know them."""
+        """A given name; many are of syllables or letters, so that a model must copy names, not know them."""
         form = rng.random()
         if form < 0.45:
             return rng.choice(self.lists["first_names"])
         if form < 0.7:
             return "".join(rng.choices(self.lists["syllables"], k=rng.choice((2, 2, 3)))).capitalize()
         pattern = rng.choice(("CVCVC", "CVCCV", "VCCVC", "CCVCV", "CVCCVC", "CVCV", "CVVC"))
-        return "".join(
-            rng.choice("aeiou" if place == "V" else "bcdfghjklmnprstvwxyz") for place in pattern
-        ).capitalize()
+        letters = {"V": "aeiou", "C": "bcdfghjklmnprstvwxyz"}
+        return "".join(rng.choice(letters[place]) for place in pattern).capitalize()

@@ -11,7 +11,7 @@ from demo.skills import Skills
 
 Message = dict[str, Any]
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-KINDS = ("weather", "calculator", "search", "clock")
+KINDS: tuple[str, ...] = ("weather", "calculator", "search", "clock")
 
 
 class ToolSkill:

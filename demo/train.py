@@ -26,7 +26,7 @@ from demo.tokenizer import END, END_OF_TEXT, Renderer, save_tokenizer, train_tok
 HERE = Path(__file__).parent
 SAVE_EVERY_S = 60
 EXAMPLES_PER_PART = 2000
-WARMUP_EXAMPLES = 1000
+WARMUP_EXAMPLES = 2000
 # An answer, without the empty thought that the chat template puts before it when thinking is off.
 ANSWER = re.compile(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL)
 
@@ -195,11 +195,11 @@ def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> To
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; its defaults are what the model in the repository was trained with."""
     parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face model folder.")
-    parser.add_argument("--examples", type=int, default=40_000, help="conversations and texts to train on, each once")
+    parser.add_argument("--examples", type=int, default=85_000, help="conversations and texts to train on, each once")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included")
-    parser.add_argument("--batches-per-step", type=int, default=3)
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--batches-per-step", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=HERE / ".work", help="folder for the checkpoint")
     parser.add_argument("--out", type=Path, default=HERE.parent / "servd" / "demo_model")

@@ -16,7 +16,7 @@ from demo.tokenizer import TEMPLATE, Renderer
 from servd.api.chat_template import ChatTemplate
 from servd.hf import read_spec
 
-MODEL = Path("/work/main/demo/.work/a/model")
+MODEL = Path(__file__).parents[2] / "servd" / "demo_model"
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
