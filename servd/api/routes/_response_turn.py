@@ -64,7 +64,7 @@ class ResponseTurn(Turn):
         if not isinstance(self.item, MessageItem):
             if isinstance(self.item, ReasoningItem):
                 self._drop_logprobs_before(text)  # of the tag that ended the thoughts
-            yield from self._open_text(MessageItem(self._item_id("msg"), content=[]), OutputText(logprobs=[]))
+            yield from self._open_text(MessageItem(self._item_id("msg")), OutputText())
         assert isinstance(self.item, MessageItem)
         told = choice_logprobs(self.tokenizer, self.logprobs)
         logprobs = told.content if told else []
@@ -75,7 +75,7 @@ class ResponseTurn(Turn):
     def reasoning(self, text: str) -> Iterator[Event]:
         self.logprobs = []  # they are told of messages only
         if not isinstance(self.item, ReasoningItem):
-            yield from self._open_text(ReasoningItem(self._item_id("rs"), content=[]), ReasoningText())
+            yield from self._open_text(ReasoningItem(self._item_id("rs")), ReasoningText())
         yield from self._text(text)
 
     def call(self, call_id: str, name: str) -> Iterator[Event]:

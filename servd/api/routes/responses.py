@@ -143,7 +143,6 @@ def _blank(response_id: str, model: str, body: ResponsesRequest, prepared: Prepa
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         model=model,
-        output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         reasoning={"effort": (body.reasoning or {}).get("effort"), "summary": None},
