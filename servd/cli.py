@@ -65,6 +65,15 @@ def bench(arguments: dict[str, Any]) -> int:
     return module.run(parser.parse_args(arguments["rest"]))
 
 
+def run_batch(arguments: dict[str, Any]) -> int:
+    """`servd run-batch`: answer a file of requests."""
+    import servd.run_batch
+
+    names = ("source", "results", "url", "concurrency")
+    own = {name: arguments.pop(name) for name in names}
+    return servd.run_batch.run_batch(load_options(arguments), **own)
+
+
 def client_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Sampling parameters that were given go into `options`, which are sent as they are."""
     sampling = {name: arguments.pop(name) for name in ("temperature", "max_tokens", "seed")}
@@ -106,11 +115,34 @@ def make_parser() -> argparse.ArgumentParser:
     complete_parser.add_argument("prompt", metavar="PROMPT")
     add_client_options(complete_parser)
 
+    add_batch_parser(commands)
     bench_parser = commands.add_parser("bench", help="measure a server or the engine", usage="servd bench NAME ...")
     bench_parser.set_defaults(command=bench)
     bench_parser.add_argument("name", metavar="NAME", choices=plugins.names("servd.bench"), help="%(choices)s")
     bench_parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="try servd bench NAME --help")
     return parser
+
+
+def add_batch_parser(commands: Any) -> None:
+    """The parser of `servd run-batch`."""
+    parser = commands.add_parser(
+        "run-batch",
+        help="answer the requests of an OpenAI batch file",
+        usage="servd run-batch [MODEL] -i IN.jsonl -o OUT.jsonl [OPTION ...]",
+        description="Starts a server of its own with the options of `servd serve`, unless --url names one. Run again "
+        "with the same files, it goes on where it stopped.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+    )
+    parser.set_defaults(command=run_batch)
+    parser.add_argument("-i", dest="source", metavar="FILE", required=True, help="requests, one per line")
+    parser.add_argument("-o", dest="results", metavar="FILE", required=True, help="answers, one per line")
+    parser.add_argument("--url", default=None, help="a running OpenAI-compatible server to use instead")
+    parser.add_argument(
+        "--concurrency", type=int, default=64, metavar="N", help="requests at the same time [%(default)s]"
+    )
+    add_config_options(parser)
 
 
 def add_client_options(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ ONE_DOOR = {
     "starlette": ["servd/api/"],
     "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py"],
     "torch": ["servd/worker/"],
-    "tqdm": ["servd/llm.py", "servd/bench/"],
+    "tqdm": ["servd/llm.py", "servd/run_batch.py", "servd/bench/"],
     "transformers": ["servd/worker/"],
     "triton": ["servd/worker/"],
     "typing_extensions": ["servd/api/"],

@@ -25,6 +25,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative
 OTHER_FLAGS = {
     "--rm", "--gpus", "--user", "--build-arg", "--build",  # docker
     "--check",  # docs/generate.py
+    "--url", "--concurrency",  # servd run-batch
 }  # fmt: skip
 
 

@@ -1,0 +1,264 @@
+"""`servd run-batch`: answers the requests of an OpenAI batch file into another file."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
+
+from servd import ipc
+from servd.errors import ConfigError
+
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+RETRIES = 5  # of requests that the server has no room for
+STOP_TIMEOUT = 20.0  # seconds that the own server gets to end
+
+
+class Target(NamedTuple):
+    """Where requests go: a URL, or the Unix socket of our own server."""
+
+    url: str
+    api_key: str | None = None
+    uds: str | None = None
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A new connection."""
+        if self.uds is not None:
+            return UnixConnection(self.uds)
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return kind(parts.netloc)
+
+    def ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> Answer:
+        """One request and its whole answer, with retries while the server is too busy."""
+        headers = {"content-type": "application/json"}
+        if self.api_key:
+            headers["authorization"] = f"Bearer {self.api_key}"
+        prefix = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
+        attempts_left = RETRIES
+        while True:
+            connection.request(method, prefix + path, body if body is None else json.dumps(body), headers)
+            reply = connection.getresponse()
+            data = reply.read()
+            retry_after = reply.headers.get("retry-after")
+            if retry_after is None or not attempts_left:
+                break
+            attempts_left -= 1
+            time.sleep(float(retry_after))
+        try:
+            content = json.loads(data)
+        except ValueError:
+            content = data.decode("utf8", "replace")
+        return Answer(reply.status, reply.headers.get("x-request-id"), content)
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    request_id: str | None
+    body: Any
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost")
+        self.path = path
+
+    def connect(self) -> None:
+        """Open the socket."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self.path)
+
+
+class Batch:
+    """Answers lines of the input that the output does not have yet, several at a time, in any order.
+
+    Args:
+        target: the server.
+        source: batch file, one request per line.
+        results: gets one line per request; lines that are there and tell of no server failure are kept.
+
+    Raises:
+        ConfigError: a file cannot be read or written.
+    """
+
+    def __init__(self, target: Target, source: Path, results: Path) -> None:
+        self.target = target
+        self.num_failed = 0
+        self.done = keep_finished(results)
+        try:
+            self.lines = [line for line in source.read_text(encoding="utf8").splitlines() if line.strip()]
+            self.output = results.open("a", encoding="utf8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"run-batch: {error}") from None
+        self.waiting = iter(enumerate(self.lines, 1))
+        self.lock = threading.Lock()
+        self.bar = tqdm(total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True)
+
+    def run(self, concurrency: int) -> int:
+        """Answer all lines; returns how many failed."""
+        threads = [threading.Thread(target=self.work, daemon=True) for _ in range(min(concurrency, len(self.lines)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.bar.close()
+        self.output.close()
+        return self.num_failed
+
+    def work(self) -> None:
+        """Take lines until there are none."""
+        connection = self.target.connect()
+        while True:
+            with self.lock:
+                number, line = next(self.waiting, (0, ""))
+            if not number:
+                return connection.close()
+            result = self.answer(connection, number, line)
+            with self.lock:
+                if result is not None:
+                    self.output.write(json.dumps(result, ensure_ascii=False) + "\n")
+                    self.output.flush()
+                self.bar.update()
+
+    def answer(self, connection: http.client.HTTPConnection, number: int, line: str) -> dict[str, Any] | None:
+        """The output line of an input line; None if it is done already."""
+        custom_id: Any = f"line {number}"
+        answer, error = None, None
+        try:
+            request = json.loads(line)
+            custom_id = request["custom_id"]
+            if custom_id in self.done:
+                return None
+            check(request)
+            answer = self.target.ask(connection, "POST", request["url"], request["body"])
+        except (ValueError, KeyError, TypeError) as problem:
+            error = {"code": "invalid_request", "message": f"line {number}: {describe(problem)}"}
+        except (OSError, http.client.HTTPException) as problem:
+            connection.close()  # the next request opens it again
+            error = {"code": "connection", "message": f"{type(problem).__name__}: {problem}"}
+        if answer is None or answer.status != 200:
+            with self.lock:
+                self.num_failed += 1
+        response = answer and {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
+        return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+
+
+def check(request: dict[str, Any]) -> None:
+    """Refuse what cannot be part of a batch.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if request.get("method", "POST") != "POST" or request["url"] not in ROUTES:
+        raise ValueError(f"method must be POST and url one of {', '.join(ROUTES)}")
+    if not isinstance(request["body"], dict):
+        raise ValueError("body must be a JSON object")
+    if request["body"].get("stream"):
+        raise ValueError("a batch cannot be streamed: leave out `stream`")
+
+
+def describe(problem: Exception) -> str:
+    """One line for a broken input line."""
+    if isinstance(problem, KeyError):
+        return f"{problem.args[0]!r} is missing"
+    if isinstance(problem, json.JSONDecodeError):
+        return f"not valid JSON: {problem}"
+    return "must be a JSON object" if isinstance(problem, TypeError) else str(problem)
+
+
+def keep_finished(results: Path) -> set[Any]:
+    """Drop from an earlier run's output what has to be done again; returns the ids of what stays."""
+    if not results.exists():
+        return set()
+    kept: dict[Any, str] = {}
+    for line in results.read_text(encoding="utf8").splitlines():
+        try:
+            entry = json.loads(line)
+            if entry["response"]["status_code"] < 500:
+                kept[entry["custom_id"]] = line
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off in the middle, or without an answer
+    temporary = results.with_name(f"{results.name}.tmp")
+    temporary.write_text("".join(f"{line}\n" for line in kept.values()), encoding="utf8")
+    os.replace(temporary, results)
+    return set(kept)
+
+
+@contextmanager
+def own_server(options: dict[str, Any]) -> Iterator[Target]:
+    """Run `servd serve` on a private socket until the block ends.
+
+    Raises:
+        ConfigError: it ended before it was ready; its log says why.
+    """
+    folder = ipc.private_dir()
+    config, uds = folder / "config.json", str(folder / "http")
+    config.write_text(json.dumps({**options, "uds": uds}), encoding="utf8")
+    process = subprocess.Popen([sys.executable, "-m", "servd", "serve", "--config", str(config)])
+    keys = options.get("api_key") or [None]
+    target = Target("", keys[0], uds)
+    try:
+        while not is_ready(target):
+            if process.poll() is not None:
+                raise ConfigError("run-batch: the server did not start")
+            time.sleep(0.1)
+        yield target
+    finally:
+        process.terminate()
+        process.wait(STOP_TIMEOUT)
+        for file in (config, Path(uds)):
+            file.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def is_ready(target: Target) -> bool:
+    """Whether the server answers and has its model."""
+    connection = target.connect()
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def run_batch(options: dict[str, Any], source: str, results: str, url: str | None, concurrency: int) -> int:
+    """Answer a batch file; returns the exit code: 1 if a request failed.
+
+    Args:
+        options: of Config, for a server of its own.
+        source: input file.
+        results: output file.
+        url: of a running server to use instead.
+        concurrency: requests at the same time.
+
+    Raises:
+        ConfigError: the server does not start, or a file cannot be read or written.
+    """
+    if url is not None:
+        keys = options.get("api_key") or [os.environ.get("SERVD_API_KEY")]
+        num_failed = Batch(Target(url, keys[0]), Path(source), Path(results)).run(concurrency)
+    else:
+        with own_server(options) as target:
+            num_failed = Batch(target, Path(source), Path(results)).run(concurrency)
+    if num_failed:
+        print(f"servd: {num_failed} requests failed; {results} says why", file=sys.stderr)
+    return int(num_failed > 0)
