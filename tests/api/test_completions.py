@@ -135,3 +135,15 @@ async def test_the_openai_client(listening_server: Served):
         assert [choice.text for choice in whole.choices] == [output_text("x", 7), output_text("y", 7)]
         stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=7, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == output_text("x", 7)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_choices_share_the_prompt(served, temperature):
+    prompt = "x" * 160
+    answer = await ask(served.http, prompt=prompt, n=5, temperature=temperature, max_tokens=3)
+    assert [choice["text"] for choice in answer["choices"]] == [output_text(prompt, 3)] * 5  # the fake has one answer
+    assert answer["usage"]["prompt_tokens"] == 160 and answer["usage"]["completion_tokens"] == 15
+    # The first choice computes the prompt; the others compute its last block, which yields their first token.
+    stats = served.async_llm.metrics.render()[0].decode()
+    (hits,) = [line.split()[-1] for line in stats.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+    assert float(hits) == 4 * 144

@@ -162,7 +162,7 @@ SHARED_PROBLEMS = [
     ({"bad_words": ["x" * 40]}, "bad_words"),
     ({"bad_words": "x"}, "bad_words"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
 ]
 
 
@@ -305,3 +305,18 @@ async def test_an_engine_that_fails_on_a_request_before_its_first_token(served: 
     served.engine.send = fail  # type: ignore[method-assign]
     answer = await served.http.post(CHAT, json={"messages": user("hi"), "stream": stream})
     assert "no blocks" in check(answer, 500, code="engine_error")
+
+
+async def test_strict_fields_refuse_what_has_no_effect():
+    async with serve(strict_fields=True) as served:
+        for path, body in (
+            (CHAT, {"messages": user("hi"), "max_tokens": 1}),
+            (COMPLETIONS, {"prompt": "a"}),
+            ("/v1/embeddings", {"input": "a"}),
+            ("/tokenize", {"prompt": "a"}),
+        ):
+            assert (await served.http.post(path, json=body)).status_code == 200
+            message = check(await served.http.post(path, json={**body, "temprature": 1, "x": 2}), 400, "temprature")
+            assert "`temprature`, `x`" in message
+        stream = {"prompt": "a", "stream": True, "stream_options": {"include_all": True}}
+        check(await served.http.post(COMPLETIONS, json=stream), 400, "stream_options.include_all")
