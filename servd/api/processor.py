@@ -179,6 +179,13 @@ class Processor:
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1 or at least 1, got {keep}", param="truncate_prompt_tokens"
             )
+        # Tokenising costs a second per few megabytes: what cannot fit, whatever its tokens, is not even tried.
+        if isinstance(prompt, str) and keep is None and len(prompt) > self.max_model_len * self.tokenizer.longest_token:
+            raise ContextTooLong(
+                f"This model's maximum context length is {self.max_model_len} tokens, which the {len(prompt)} "
+                f"characters of the {param} exceed. Please reduce the length of the {param}.",
+                param=param,
+            )
         token_ids = self.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         self.check_token_ids(token_ids, param)
         if not token_ids:

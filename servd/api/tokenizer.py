@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,11 @@ class Tokenizer:
             skipped = self.special_ids - visible_ids
             self._tables[visible_ids] = _Table(lambda i: b"" if i in skipped else self._bytes[i])
         return self._tables[visible_ids]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token stands for."""
+        return max(len(self._backend.id_to_token(i) or "") for i in range(self.vocab_size))
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its text; None if there is no such token."""

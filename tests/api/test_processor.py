@@ -79,6 +79,18 @@ def test_context_too_long_has_the_numbers():
     )
 
 
+def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch):
+    processor = make(100)
+    longest = processor.tokenizer.longest_token
+    # As many characters as 100 of the longest tokens: only the tokenizer can tell.
+    with pytest.raises(ContextTooLong, match="you requested"):
+        processor.process("r", "x" * 100 * longest, SamplingParams(max_tokens=1))
+    monkeypatch.setattr(processor.tokenizer, "encode", None)
+    with pytest.raises(ContextTooLong, match="characters") as error:
+        processor.process("r", "x" * (100 * longest + 1), SamplingParams(max_tokens=1))
+    assert error.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(("num_prompt", "fits"), [(99, True), (100, False), (500, False)])
 def test_a_prompt_leaves_room_for_one_token(num_prompt: int, fits: bool):
     params = SamplingParams(max_tokens=None)
