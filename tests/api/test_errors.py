@@ -162,7 +162,7 @@ SHARED_PROBLEMS = [
     ({"bad_words": ["x" * 40]}, "bad_words"),
     ({"bad_words": "x"}, "bad_words"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
 ]
 
 
