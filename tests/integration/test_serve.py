@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import openai
@@ -66,6 +67,27 @@ async def test_chat_stream_equals_whole_answer_and_transformers(llama_server: Se
         output = model.generate(**inputs, max_new_tokens=20, do_sample=False)
     expected = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert whole.choices[0].message.content == expected
+
+
+async def test_a_required_call_obeys_its_schema(llama_server: Server):
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"enum": [1, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "weather?"}], "tools": tools}
+    async with openai.AsyncOpenAI(base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0) as client:
+        for seed in range(4):
+            answer = await client.chat.completions.create(
+                **body, tool_choice="required", parallel_tool_calls=False, seed=seed, max_tokens=300
+            )
+            (call,) = answer.choices[0].message.tool_calls
+            assert call.function.name == "get_weather"
+            arguments = json.loads(call.function.arguments)
+            assert arguments["city"] in ("Paris", "Oslo") and arguments["days"] in (1, 3)
+            assert answer.choices[0].finish_reason == "tool_calls"
 
 
 async def test_prefix_cache_is_reported_and_changes_nothing(llama_server: Server):

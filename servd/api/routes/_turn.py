@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
-from servd.api.message_parser import MessageParser
 from servd.api.processor import Prepared
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.translation import TranslatedRequest, renamed
@@ -47,7 +46,7 @@ class Turn(ABC):
     def __init__(self, request: Request, prepared: Prepared, answer: msgspec.Struct) -> None:
         self.prepared = prepared
         self.outputs = context_of(request).async_llm.generate(prepared)
-        self.parser = prepared.reply.new_parser() if prepared.reply.new_parser else MessageParser(None, None, False, {})
+        self.parser = prepared.reply.new_parser()
         self.answer = answer
         self.has_begun = False
         self.num_output_tokens = 0

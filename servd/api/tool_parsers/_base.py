@@ -86,19 +86,18 @@ class ToolParser(Parser):
         elif text:
             self.deltas.append(ToolCallArguments(self.num_calls - 1, text))
 
-    def attempt(self, call: Steps[bool]) -> Steps[bool]:
+    def attempt(self, call: Steps[bool]) -> Steps[None]:
         """Read what may be a call; what is none becomes content, also a rest that does not belong to the call.
 
-        Returns:
-            Whether all of it was well formed.
+        Args:
+            call: returns whether all of it was well formed.
         """
         num_calls = self.num_calls
         is_call = yield from call
-        cut_off = self.num_calls > num_calls and self.reader.ended and not (yield from self.reader.peek())
-        if not is_call and not cut_off:
+        is_cut_off = self.num_calls > num_calls and self.reader.ended and not (yield from self.reader.peek())
+        if not is_call and not is_cut_off:
             self.content(self.reader.taken)
         self.reader.forget()
-        return is_call
 
     def json_call(self, needs_arguments: bool = False) -> Steps[bool]:
         """Read `{"name": ..., "arguments": {...}}`, also with the key `parameters`, in any order.
@@ -125,14 +124,14 @@ class ToolParser(Parser):
                 return False
         return call.end(needs_arguments)
 
-    def json_calls(self, needs_arguments: bool = False) -> Steps[bool]:
+    def json_calls(self) -> Steps[bool]:
         """Read a JSON array of calls."""
         reader = self.reader
         if not (yield from reader.accept("[")):
             return False
         while True:
             yield from reader.space()
-            if not (yield from self.json_call(needs_arguments)):
+            if not (yield from self.json_call()):
                 return False
             yield from reader.space()
             if (yield from reader.accept("]")):
@@ -147,7 +146,8 @@ class ToolParser(Parser):
             return (yield from self.reader.json_value(self.arguments))
         if first == '"':
             text = yield from self.reader.json_string()
-            self.arguments(text or "{}")
+            if text is not None:
+                self.arguments(text or "{}")
             return text is not None
         pieces: list[str] = []
         found = yield from self.reader.json_value(pieces.append)

@@ -57,6 +57,7 @@ CASES = {
     "cut off in the arguments": Case(
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par', [("get_weather", '{"city": "Par')]
     ),
+    "cut off in arguments as text": Case('<tool_call>{"name": "now", "arguments": "{\\"a', [("now", "")]),
     "cut off in the end tag": Case('<tool_call>{"name": "now", "arguments": {}}</tool', [("now", "{}")]),
     "talk about the tag": Case(
         "Write <tool_ call> or <tool_calls>. a < b", [], "Write <tool_ call> or <tool_calls>. a < b"
