@@ -37,7 +37,8 @@ class TestLiteLLM:
         return {"model": "openai/tiny", "api_base": f"{llama_server.url}/v1", "api_key": "any"}
 
     @pytest.fixture
-    def litellm(self):
+    def litellm(self, monkeypatch):
+        monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it downloads a list of prices
         return pytest.importorskip("litellm", reason="litellm is not installed: pip install -e '.[dev]'")
 
     def test_chat(self, litellm, options, expected):
