@@ -50,8 +50,9 @@ def test_a_gpu_with_a_cpu_build_of_torch_is_a_cpu_and_is_said(caplog):
 
 
 GIVEN = {
-    "device": "cpu", "dtype": "float16", "shorten_max_model_len": False, "max_model_len": 100, "max_num_seqs": 3, "max_num_batched_tokens": 7,
-    "async_scheduling": True, "served_model_name": ["x"], "executor": "fake", "block_size": 4,
+    "device": "cpu", "dtype": "float16", "shorten_max_model_len": False, "max_model_len": 100, "max_num_seqs": 3,
+    "max_num_batched_tokens": 7, "async_scheduling": True, "served_model_name": ["x"], "executor": "fake",
+    "block_size": 4,
 }  # fmt: skip
 
 
