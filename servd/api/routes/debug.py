@@ -12,11 +12,6 @@ from servd.errors import NotFound
 router = APIRouter()
 
 
-def milliseconds(ns: int) -> float:
-    """Nanoseconds as milliseconds, to the microsecond."""
-    return round(ns / 1e6, 3)
-
-
 @router.get("/debug/requests/{request_id}")
 async def request_timeline(request: Request, request_id: str) -> Response:
     """The stages of a running or recent request, by the `id` of its answer.
@@ -27,15 +22,12 @@ async def request_timeline(request: Request, request_id: str) -> Response:
     if not marks:
         raise NotFound(f"there is no running or recent request {request_id[:200]!r}", param="request_id")
     stages: list[dict[str, object]] = []
-    start = before = marks[0].at_ns
+    before = 0.0
     for mark in marks:
-        stage: dict[str, object] = {
-            "stage": mark.stage,
-            "at_ms": milliseconds(mark.at_ns - start),
-            "took_ms": milliseconds(mark.at_ns - before),
-        }
+        at = round((mark.at_ns - marks[0].at_ns) / 1e6, 3)  # to the microsecond
+        stage: dict[str, object] = {"stage": mark.stage, "at_ms": at, "took_ms": round(at - before, 3)}
         if mark.step >= 0:
             stage["step"] = mark.step
         stages.append(stage)
-        before = mark.at_ns
-    return json_response({"id": request_id, "wall_ms": milliseconds(before - start), "stages": stages})
+        before = at
+    return json_response({"id": request_id, "wall_ms": before, "stages": stages})
