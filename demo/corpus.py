@@ -16,9 +16,10 @@ from demo.tool_skill import Message, ToolSkill
 
 # So many examples at the beginning are short: copying, which nearly all skills need, is learned from short contexts far
 # sooner than from long ones.
-NUM_SHORT = 40_000
+NUM_SHORT = 45_000
 
-# Either {"text": ...} or {"messages": ..., "tools": ..., "thinking": ...}, as a chat template takes them.
+# Either {"text": ..., "counted": pattern of what the loss counts}, or {"messages": ..., "tools": ..., "thinking": ...} as
+# a chat template takes them.
 Example = dict[str, Any]
 
 
@@ -55,9 +56,12 @@ class Corpus:
         rng = self.rng
         short = self.num_short > 0
         self.num_short -= short
-        form = rng.choices(("chat", "tools", "text", "drill"), (71, 4, 10, 15) if short else (74, 13, 8, 5))[0]
+        shares = (68, 4, 3, 10, 15) if short else (72, 13, 5, 5, 5)
+        form = rng.choices(("chat", "tools", "text", "sums", "drill"), shares)[0]
         if form == "text":
-            return {"text": self.skills.plain_text(rng)}
+            return {"text": self.skills.plain_text(rng), "counted": r"(?s)(.*)"}
+        if form == "sums":
+            return {"text": self.skills.sum_lines(rng), "counted": r"= (.*)"}
         tools = None
         if form == "tools":
             messages, tools = self.tools.conversation(rng)

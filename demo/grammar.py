@@ -37,7 +37,7 @@ class Grammar:
         """
         while match := _CHOICE.search(phrase):
             phrase = phrase[: match.start()] + rng.choice(match[1].split("|")) + phrase[match.end() :]
-        phrase = _SLOT.sub(lambda slot: str(values.get(slot[1]) or self.word(slot[1], rng)), phrase)
+        phrase = _SLOT.sub(lambda slot: str(values[slot[1]] if slot[1] in values else self.word(slot[1], rng)), phrase)
         return tidy(_ARTICLE.sub(r"\1n ", phrase))
 
     def pick(self, phrases: list[str], rng: Random, **values: object) -> str:

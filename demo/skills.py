@@ -42,13 +42,13 @@ class Skills:
     def facts(self, rng: Random) -> list[Turn]:
         """A question about servd."""
         topic = rng.choice(self.topics)
-        form = rng.choices(("questions", "nouns", "verbs"), (3, 2, 2))[0]
+        form = rng.choices(("questions", "nouns", "verbs", "keys"), (3, 2, 2, 4))[0]
         thought = f"The user asks about {topic['about']}. I know this about servd."
         return [Turn(self.loosely(self._question(topic, form, rng), rng), thought, rng.choice(topic["answers"]))]
 
     def unknown(self, rng: Random) -> list[Turn]:
         """A question whose answer the model does not know, in the same words as those that it knows."""
-        form = rng.choices(("questions", "nouns", "verbs"), (2, 2, 1))[0]
+        form = rng.choices(("questions", "nouns", "verbs", "keys"), (2, 2, 1, 2))[0]
         user = self.loosely(self._question(self.words["unknown"], form, rng), rng)
         return [Turn(user, "I have not learned this, so I say so.", rng.choice(self.phrases["unknown"]["answer"]))]
 
@@ -209,18 +209,20 @@ class Skills:
         sentences += rng.choice(phrases["plots"])["sentences"] + [rng.choice(phrases["ending"])]
         return " ".join(self.grammar.expand(sentence, rng, **cast) for sentence in sentences)
 
+    def sum_lines(self, rng: Random) -> str:
+        """Many sums, one per line."""
+        lines = []
+        for _ in range(rng.randint(6, 24)):
+            a, b, sign = self.sum_pair(rng)
+            lines.append(f"{a} {sign} {b} = {a + b if sign == '+' else a - b}.")
+        return "\n".join(lines)
+
     def plain_text(self, rng: Random) -> str:
         """Text without a chat, for the completions endpoint."""
-        form = rng.choices(("story", "facts", "scenes", "sums"), (4, 3, 2, 7))[0]
+        form = rng.choices(("story", "facts", "scenes"), (4, 3, 2))[0]
         if form == "story":
             two = rng.random() < 0.2
             return self.story(rng, self.cast(rng, two), two)
-        if form == "sums":
-            lines = []
-            for _ in range(rng.randint(3, 24)):
-                a, b, sign = self.sum_pair(rng)
-                lines.append(f"{a} {sign} {b} = {a + b if sign == '+' else a - b}")
-            return "\n".join(lines)
         sentences = rng.sample(self.phrases["text"][form], rng.randint(3, 6))
         return " ".join(self.grammar.expand(sentence, rng) for sentence in sentences)
 
@@ -236,12 +238,10 @@ class Skills:
             if words[place].isalpha() and len(words[place]) > 4:
                 words[place] = _mistype(words[place], rng)
         text = self.roughly(" ".join(words), rng)
-        if rng.random() < 0.15:
-            text = rng.choice(self.phrases["rough"]["contexts"]) + " " + text[0].upper() + text[1:]
         return text.lower() if rng.random() < 0.15 else text
 
     def roughly(self, text: str, rng: Random) -> str:
-        """The text as people type it: with or without an address, a capital, a question mark."""
+        """The text as people type it: with or without an address, a capital, a question mark, a remark."""
         rough = self.phrases["rough"]
         text = tidy(text)
         if rng.random() < 0.3:
@@ -250,13 +250,34 @@ class Skills:
             text = text[0].upper() + text[1:]
         if text[-1].isalnum() and rng.random() < 0.75:
             text += rng.choice(rough["ends"]) if rng.random() < 0.5 else rng.choice("??.")
+        if rng.random() < 0.12:
+            text = rng.choice(rough["contexts"]) + " " + text[0].upper() + text[1:]
         return text
 
     def _question(self, topic: dict[str, Any], form: str, rng: Random) -> str:
+        if form == "keys":
+            return self._around(rng.choice(topic.get("keys", [""])), rng)
         phrase = self.grammar.pick(topic[form], rng)
         if form == "questions":
             return phrase
         return self.grammar.pick(self._carriers[form.removesuffix("s")], rng, it=phrase)
+
+    def _around(self, key: str, rng: Random) -> str:
+        """A key among words that do not matter: beginnings and ends of questions about something else, in any order."""
+        unknown = self.words["unknown"]
+        words: list[str] = []
+        while len(words) < 3 or rng.random() < 0.45:
+            form = rng.choice(("questions", "nouns", "verbs", "noun", "verb", "contexts"))
+            if form == "contexts":
+                other = rng.choice(self.phrases["rough"]["contexts"])
+            else:
+                other = self.grammar.pick(unknown.get(form) or self._carriers[form], rng, it="")
+            part = other.split()
+            cut = rng.randint(0, len(part))
+            words += part[:cut] if rng.random() < 0.5 else part[cut:]
+        words = words[:14]
+        words.insert(rng.randint(0, len(words)), key)
+        return " ".join(words)
 
     def _sum(self, form: str, a: int, b: int, sign: str, rng: Random) -> Turn:
         result = a + b if sign == "+" else a - b

@@ -36,13 +36,14 @@ Batch = tuple[Tensor, Tensor]
 
 
 def encode(examples: Iterable[dict[str, Any]], tokenizer: Tokenizer, max_length: int) -> list[Sequence]:
-    """Tokens of the examples; the loss counts the assistant's answers, and all of a plain text."""
+    """Tokens of the examples; the loss counts the assistant's answers, and a plain text or the part it states."""
     render = Renderer()
     sequences = []
     for example in examples:
         text = render(example)
         encoding = tokenizer.encode(text)
-        spans = [(0, len(text))] if "text" in example else [match.span(1) for match in ANSWER.finditer(text)]
+        pattern = re.compile(example["counted"]) if "text" in example else ANSWER
+        spans = [match.span(1) for match in pattern.finditer(text)]
         counted = bytearray(len(text) + 1)
         for start, end in spans:
             counted[start:end] = b"\1" * (end - start)
@@ -195,7 +196,7 @@ def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> To
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; its defaults are what the model in the repository was trained with."""
     parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face model folder.")
-    parser.add_argument("--examples", type=int, default=85_000, help="conversations and texts to train on, each once")
+    parser.add_argument("--examples", type=int, default=100_000, help="conversations and texts to train on, each once")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included")
     parser.add_argument("--batches-per-step", type=int, default=2)
