@@ -18,8 +18,8 @@ from demo.tool_skill import Message, ToolSkill
 # sooner than from long ones.
 NUM_SHORT = 45_000
 
-# {"text": ..., "counted": pattern of what the loss counts}, or {"messages": ..., "tools": ..., "thinking": ...} as a chat
-# template takes them.
+# {"text": ..., "counted": pattern of what the loss counts}, or {"messages": ..., "tools": ..., "thinking": ...}
+# as a chat template takes them.
 Example = dict[str, Any]
 
 
