@@ -36,7 +36,6 @@ ONE_DOOR = {
     "huggingface_hub": ["servd/hf.py"],
     "jinja2": ["servd/api/chat_template.py"],
     "llguidance": ["servd/core/structured_output/"],
-    "matplotlib": ["servd/bench/_report.py"],
     "msgspec": ["servd/"],
     "numpy": ["servd/worker/", "servd/bench/_report.py"],
     "prometheus_client": ["servd/api/metrics.py"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,11 +80,10 @@ def plot(file: str, records: Sequence[Record]) -> None:
         ServdError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 3.5), layout="constrained")
+    except ModuleNotFoundError:
         raise ServdError("--plot needs matplotlib: pip install 'servd[bench]'") from None
     good = [record for record in records if record.error is None]
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
     series = {
         "time to first token": [record.ttft for record in good],
         "time between chunks": [gap for record in good for gap in record.itl],
