@@ -52,6 +52,7 @@ _SPACE = re.compile(r"\s*")
 _JSON_MARKS = re.compile(r'["\\{}\[\]]')
 _JSON_SCALAR = re.compile(r"[\w.+-]*")
 _STRING_MARKS = re.compile(r'["\\]')
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Reader:
@@ -270,6 +271,11 @@ class Parser(ABC):
 
 def _decode(raw: str) -> str | None:
     try:
-        return json.loads(raw, strict=False)  # models write line breaks in strings
+        return without_surrogates(json.loads(raw, strict=False))  # models write line breaks in strings
     except ValueError:
         return None
+
+
+def without_surrogates(text: str) -> str:
+    """Halves of surrogate pairs, which escapes can make and no answer can carry, become U+FFFD."""
+    return _SURROGATE.sub("\ufffd", text)

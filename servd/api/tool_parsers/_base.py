@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -144,16 +145,17 @@ class ToolParser(Parser):
         first = yield from self.reader.peek()
         if first in ("{", "["):
             return (yield from self.reader.json_value(self.arguments))
-        if first == '"':
-            text = yield from self.reader.json_string()
-            if text is not None:
-                self.arguments(text or "{}")
-            return text is not None
         pieces: list[str] = []
         found = yield from self.reader.json_value(pieces.append)
-        text = "".join(pieces)
-        self.arguments("{}" if text == "null" else text)
+        if found:
+            self.arguments(_unwrapped("".join(pieces)))
         return found
+
+
+def _unwrapped(arguments: str) -> str:
+    """A JSON value as the arguments that it means: models also write them into a string, or null for none."""
+    text = json.loads(arguments) if arguments.startswith('"') else arguments
+    return "{}" if text in ("", "null") else text
 
 
 class _JsonCall:
@@ -171,7 +173,7 @@ class _JsonCall:
             self.name = yield from self.parser.reader.json_string()
             if self.name and self.early is not None:
                 self._begin(self.name)
-                self.parser.arguments(self.early)
+                self.parser.arguments(_unwrapped(self.early))
             return bool(self.name)
         is_arguments = key in ("arguments", "parameters") and not self.has_begun and self.early is None
         if is_arguments and self.name is not None:

@@ -8,7 +8,7 @@ import re
 import warnings
 from typing import Any
 
-from servd.api.incremental import Steps
+from servd.api.incremental import Steps, without_surrogates
 from servd.api.tool_parsers._base import ToolParser
 
 START = "<|python_start|>"
@@ -97,7 +97,7 @@ def _arguments(parenthesis: str) -> str | None:
             return None
         values = {keyword.arg: _literal(keyword.value, MAX_DEPTH) for keyword in call.keywords}
         is_plain = len(values) == len(call.keywords) and None not in values  # no keyword twice, no `**x`
-        return json.dumps(values, ensure_ascii=False, allow_nan=False) if is_plain else None
+        return without_surrogates(json.dumps(values, ensure_ascii=False, allow_nan=False)) if is_plain else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -37,6 +37,15 @@ CASES = {
         '<tool_call>{"arguments": {"city": "Bonn"}, "name": "get_weather"}</tool_call>',
         [("get_weather", '{"city": "Bonn"}')],
     ),
+    "arguments first, as text": Case(
+        '<tool_call>{"arguments": "{\\"city\\": \\"Bonn\\"}", "name": "get_weather"}</tool_call>',
+        [("get_weather", '{"city": "Bonn"}')],
+    ),
+    "arguments first, null": Case('<tool_call>{"arguments": null, "name": "now"}</tool_call>', [("now", "{}")]),
+    "half a surrogate pair": Case(
+        r'<tool_call>{"name": "now\ud83d", "arguments": "{\"a\": \"\udc00\"}"}</tool_call>',
+        [("now\ufffd", '{"a": "\ufffd"}')],
+    ),
     "no arguments": Case('<tool_call>{"name": "now"}</tool_call>', [("now", "{}")]),
     "null arguments": Case('<tool_call>{"name": "now", "arguments": null}</tool_call>', [("now", "{}")]),
     "arguments as text, and more keys": Case(

@@ -17,6 +17,7 @@ CASES = {
     "unicode and escapes": Case(
         r"[get_weather(city='S\u00e3o \'Paulo\' 🌴\\')]", [("get_weather", '{"city": "São \'Paulo\' 🌴\\\\"}')]
     ),
+    "half a surrogate pair": Case(r"[now(a='\ud83d')]", [("now", '{"a": "\ufffd"}')]),
     "dotted name": Case("[math.gcd(a=1)]", [("math.gcd", '{"a": 1}')]),
     "text after": Case("[now()]\nDone.", [("now", "{}")], "Done."),
     "a link": Case("[docs](https://example.org) say (so)", [], "[docs](https://example.org) say (so)"),
