@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from pydantic import ValidationError
 
+from servd.api.protocol.anthropic import MessagesRequest
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.completions import CompletionRequest
+from servd.api.protocol.embeddings import EmbeddingRequest
+from servd.api.protocol.responses import ResponsesRequest
+from servd.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from servd.messages import EngineCoreOutput, EngineCoreOutputs, EngineDead, EngineStatus, FinishReason
 from tests.api.harness import ALIAS, MODEL, Served, serve, until, user
 
@@ -320,3 +327,17 @@ async def test_strict_fields_refuse_what_has_no_effect():
             assert "`temprature`, `x`" in message
         stream = {"prompt": "a", "stream": True, "stream_options": {"include_all": True}}
         check(await served.http.post(COMPLETIONS, json=stream), 400, "stream_options.include_all")
+
+
+@pytest.mark.parametrize("kind", [
+    ChatCompletionRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, ResponsesRequest,
+    MessagesRequest,
+])  # fmt: skip
+def test_no_field_collects_an_error_per_entry(kind):
+    """A body of 2 MB could make a million of them, which take seconds and a gigabyte."""
+    many = ([0] * 1000, ["a", 0] * 500, [{}] * 1000, {str(i): 0 for i in range(1000)})
+    for name in kind.model_fields:
+        for value in many:
+            with pytest.raises(ValidationError) as caught:
+                kind.model_validate_json(json.dumps({name: value, "model": 5}))
+            assert caught.value.error_count() < 50, name

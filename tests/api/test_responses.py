@@ -357,6 +357,7 @@ async def test_what_has_no_effect_is_named(http):
         "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
         "reasoning": {"effort": "low", "summary": "auto"},
         "text": {"verbosity": "low"},
+        "stream_options": {"include_obfuscation": True},
         "max_tool_calls": 3,
         "top_k": 5,
         "seed": 1,
@@ -367,6 +368,7 @@ async def test_what_has_no_effect_is_named(http):
         "include.reasoning.encrypted_content",
         "max_tool_calls",
         "reasoning.summary",
+        "stream_options.include_obfuscation",
         "text.verbosity",
         "truncation",
     ]

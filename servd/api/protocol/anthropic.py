@@ -170,7 +170,7 @@ class MessagesRequest(CountTokensRequest):
     """Body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import OPEN, Function, TokenLogprob
 from servd.api.protocol.translation import TranslatedRequest
+from servd.api.protocol.validation import FewKeys
 from servd.errors import InvalidRequest
 from servd.params import MAX_LOGPROBS
 
@@ -187,7 +188,7 @@ class ResponsesRequest(TranslatedRequest):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     store: bool | None = None
     background: bool | None = None
@@ -196,7 +197,7 @@ class ResponsesRequest(TranslatedRequest):
     prompt: Any = None
 
     # For the client's own records; they never change an answer.
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[str, str] | None, FewKeys] = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -218,6 +219,7 @@ class ResponsesRequest(TranslatedRequest):
         """Fields, and values of fields, that have no effect here."""
         names = {f"include.{name}" for name in self.include or () if name != LOGPROBS}
         names |= {f"text.{name}" for name in (self.text or {}).keys() - {"format"}}
+        names |= {f"stream_options.{name}" for name, value in (self.stream_options or {}).items() if value}
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
         if self.truncation == "auto":
             names.add("truncation")  # nothing is ever cut off: what is too long is refused

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from servd.api.protocol.validation import RequestBody
+from servd.api.protocol.validation import FewKeys, RequestBody
 from servd.errors import InvalidRequest
 from servd.params import StructuredOutput
 
@@ -51,8 +51,8 @@ class StructuredOutputs(TypedDict, total=False):
 class StructuredRequest(RequestBody):
     """The fields; at most one form may be asked for."""
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    response_format: Annotated[ResponseFormat | None, FewKeys] = None
+    structured_outputs: Annotated[StructuredOutputs | None, FewKeys] = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None

@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 from servd.errors import InvalidRequest
 
 MAX_PROBLEMS = 10
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
+MAX_KEYS = 16  # of OpenAI's metadata; the other objects have fewer
+
+
+def _check_size(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_KEYS:
+        raise PydanticCustomError("keys", "may have at most {max} keys", {"max": MAX_KEYS})
+    return value
+
+
+# For objects whose every key is checked: pydantic would list one error per key, and there may be a million.
+FewKeys = BeforeValidator(_check_size)
 
 
 class RequestBody(BaseModel):
