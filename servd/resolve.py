@@ -69,7 +69,7 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     if spec.dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedModel(f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16")
     if not config.model.served_model_name:
-        decided["served_model_name"] = [config.model.model or spec.model_type]
+        decided["served_model_name"] = _model_names(config.model.model or spec.model_type)
     if config.server.headless and config.server.attach:
         raise ConfigError("--headless runs no API server and --attach runs nothing else: give one of them")
     if config.server.headless and not config.server.ipc_dir:
@@ -77,6 +77,11 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     for name, value in decided.items():
         log.info("%s: %s", name, value)
     return config.replace(**decided)
+
+
+def _model_names(model: str) -> list[str]:
+    """MODEL; for a folder its own name first, which clients can know."""
+    return list(dict.fromkeys([Path(model).resolve().name, model])) if os.path.isdir(model) else [model]
 
 
 def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, object]:

@@ -56,6 +56,13 @@ GIVEN = {
 }  # fmt: skip
 
 
+def test_a_folder_is_known_by_its_own_name_too(tmp_path):
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    config = resolve(Config.load({"model": str(folder)}), SPEC, CPU)
+    assert config.model.served_model_name == ["gpt2", str(folder)]
+
+
 def test_what_is_given_is_kept():
     config = Config.load(GIVEN)
     assert resolve(config, SPEC, CUDA) == config
