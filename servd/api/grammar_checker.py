@@ -60,7 +60,7 @@ class GrammarChecker:
 
         Raises:
             InvalidRequest: it cannot: malformed, not supported, too large or too complex.
-            Overloaded: too many others are being checked.
+            Overloaded: too many others are being checked, or the process has died and is started by the next call.
         """
         error = self._verdicts[_key(output)] if self.knows(output) else self._try(output)
         if error is not None:
@@ -92,7 +92,13 @@ class GrammarChecker:
         channel = self._connect()
         if not self._is_ready:
             channel.settimeout(START_LIMIT)
-            if (error := self._receive(channel).error) is not None:
+            try:
+                error = self._receive(channel).error
+            except OSError as problem:
+                log.error("the grammar process did not start: %r", problem)
+                self._disconnect()
+                raise Overloaded("structured outputs cannot be checked at the moment: retry later") from None
+            if error is not None:
                 self._disconnect()
                 return error
             self._is_ready = True
