@@ -194,7 +194,7 @@ class MessageFormat:
             continued: content of the message that the reply goes on with.
 
         Raises:
-            InvalidRequest: the form of the reply cannot be held to begin after the thoughts.
+            InvalidRequest: the form of the reply cannot be held to begin after the thoughts, or is no JSON.
         """
         tool_parser: type[ToolParser] | None = None
         if tool_use is not None:
@@ -236,7 +236,12 @@ class MessageFormat:
             content_schema = structured_output.value or SCHEMAS[structured_output.kind]
         assert syntax is not None
         tools = tool_use.forced or tool_use.tools
-        grammar = calls_grammar(syntax, tools, tool_use.parallel, self._special_id, content_schema)
+        try:
+            grammar = calls_grammar(syntax, tools, tool_use.parallel, self._special_id, content_schema)
+        except (ValueError, RecursionError) as error:
+            assert structured_output is not None
+            param = structured_output.param
+            raise InvalidRequest(f"{param}: the schema is not valid JSON: {error}", param=param) from None
         return self.tool_parser, StructuredOutput("grammar", grammar, param="tools")
 
     def _special_id(self, marker: str) -> int | None:

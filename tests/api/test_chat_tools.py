@@ -202,6 +202,21 @@ async def test_a_broken_schema_of_a_required_call_is_refused():
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
+@pytest.mark.parametrize("schema", ["no JSON", "[" * 50_000])
+async def test_a_schema_as_text_beside_tools_that_is_no_json_is_refused(schema):
+    async with scripted("") as served:
+        answer = await served.http.post(CHAT, json={"messages": user("?"), "tools": TOOLS, "guided_json": schema})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "guided_json", answer.text
+
+
+async def test_arguments_nested_without_end_stay_text():
+    call = {"type": "function", "function": {"name": "now", "arguments": "[" * 100_000}}
+    messages = [*user("?"), {"role": "assistant", "tool_calls": [call]}]
+    async with scripted("") as served:
+        answer = await served.http.post(CHAT, json={"messages": messages})
+    assert answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+
+
 async def test_a_conversation_with_results_reaches_the_template():
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "é"}'}}
     messages = [

@@ -121,6 +121,6 @@ def _object(text: str) -> dict[str, Any]:
     """What a JSON text says; nothing if it was cut off."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
