@@ -103,7 +103,7 @@ class Batch:
         self.num_failed = 0
         self.done = keep_finished(results)
         try:
-            self.lines = [line for line in source.read_text(encoding="utf8").splitlines() if line.strip()]
+            self.lines = [line for line in source.read_text(encoding="utf8").split("\n") if line.strip()]
             self.output = results.open("a", encoding="utf8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"run-batch: {error}") from None
@@ -188,7 +188,7 @@ def keep_finished(results: Path) -> set[Any]:
     if not results.exists():
         return set()
     kept: dict[Any, str] = {}
-    for line in results.read_text(encoding="utf8").splitlines():
+    for line in results.read_text(encoding="utf8").split("\n"):
         try:
             entry = json.loads(line)
             if entry["response"]["status_code"] < 500:

@@ -25,7 +25,7 @@ def run(folder: Path, *lines: str, options: list[str]) -> tuple[int, dict[str, A
     source.write_text("\n".join(lines) + "\n", encoding="utf8")
     command = [sys.executable, "-m", "servd", "run-batch", *options, "-i", str(source), "-o", str(results)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ})
-    answers = [json.loads(text) for text in results.read_text(encoding="utf8").splitlines()]
+    answers = [json.loads(text) for text in results.read_text(encoding="utf8").strip().split("\n")]
     assert len({answer["custom_id"] for answer in answers}) == len(answers)
     return process.returncode, {answer["custom_id"]: answer for answer in answers}, process.stderr
 
@@ -90,6 +90,16 @@ def test_it_goes_on_where_it_stopped(tmp_path, url, fake_server):
     assert fake_server.metric("vllm:request_success_total") - before == 40 - 23
     assert set(answers) == {str(i) for i in range(40)}
     assert {answer["response"]["status_code"] for answer in answers.values()} == {200}
+
+
+def test_only_line_feeds_end_lines(tmp_path, url):
+    text = "a\u2028b\x85c"  # other ends of lines that JSON writes as they are
+    request = {"custom_id": text, "method": "POST", "url": COMPLETIONS, "body": {"prompt": text, "max_tokens": 1}}
+    request["body"]["echo"] = True
+    for _ in range(2):
+        code, answers, log = run(tmp_path, json.dumps(request, ensure_ascii=False), options=url)
+        assert code == 0 and list(answers) == [text], log
+    assert answers[text]["response"]["body"]["choices"][0]["text"].startswith(text)
 
 
 def test_errors_of_the_start(tmp_path):
