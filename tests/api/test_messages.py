@@ -12,7 +12,7 @@ from anthropic.types import Message as SDKMessage
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from servd.api.protocol.anthropic import chat_messages
+from servd.api.protocol.anthropic import MessagesRequest, chat_messages
 from servd.messages import AbortRequests, EngineDead, EngineStatus
 from tests.api.harness import MODEL, Served, chat_prompt, named_events, output_text, serve, until, user
 
@@ -365,3 +365,11 @@ async def test_what_has_no_effect_is_named(http):
     answer = await http.post(URL, json=body_of(**fields), headers={"anthropic-version": "2023-06-01"})
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-servd-ignored"] == "container, output_config.colour, thinking.budget_tokens"
+
+
+async def test_fields_of_the_chat_route_join_those_of_this_one(http):
+    body = body_of(thinking={"type": "enabled"}, chat_template_kwargs={"a": 1})
+    chat = MessagesRequest.model_validate(body)
+    assert chat.as_chat(chat.chat_fields()).chat_template_kwargs == {"enable_thinking": True, "thinking": True, "a": 1}
+    answer = await http.post(URL, json=body_of(stop_sequences=["a"], stop=["b"]))
+    assert answer.status_code == 400 and "`stop`" in answer.json()["error"]["message"]

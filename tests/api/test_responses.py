@@ -434,3 +434,15 @@ def test_the_store_stays_within_its_bounds_and_forgets_the_oldest(steps):
             with pytest.raises(NotFound):
                 store.get(name, NotFound, "id")
         assert store.num_bytes == sum(model.values())
+
+
+async def test_a_background_response_that_is_cancelled_or_forgotten_before_it_begins():
+    async with serve(max_stored_responses=1) as served:
+        served.engine.may_step.clear()
+        body = {"input": "hi", "background": True}
+        first, second = [(await served.http.post(URL, json=body)).json()["id"] for _ in range(2)]
+        assert (await served.http.get(f"{URL}/{first}")).status_code == 404
+        cancelled = await served.http.post(f"{URL}/{second}/cancel")
+        assert cancelled.json()["status"] == "cancelled"
+        await until(lambda: not served.async_llm.tracer.marks)
+        assert served.async_llm.num_unfinished == 0

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.structured import StructuredRequest
 from servd.errors import InvalidRequest
-from servd.params import MAX_BEAMS, SamplingParams
+from servd.params import MAX_BEAMS, MAX_STOP, SamplingParams
 
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one must be told.
 # All other unknown fields are accepted and named in the header X-Servd-Ignored.
@@ -131,6 +131,12 @@ class GenerationRequest(StructuredRequest):
                 raise InvalidRequest(f"`{name}` is not supported with `use_beam_search`: leave it out", param=name)
         if (self.n or 1) > MAX_BEAMS:
             raise InvalidRequest(f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n")
+        if len(self.stop_token_ids or ()) > MAX_STOP:  # each beam needs so many candidates more, at every step
+            raise InvalidRequest(
+                f"`stop_token_ids` may have at most {MAX_STOP} with `use_beam_search`", param="stop_token_ids"
+            )
+        if self.max_tokens == 0:
+            raise InvalidRequest("`max_tokens` must be at least 1 with `use_beam_search`", param="max_tokens")
         if not math.isfinite(self.length_penalty or 0) or abs(self.length_penalty or 0) > 10:
             raise InvalidRequest("`length_penalty` must be between -10 and 10", param="length_penalty")
         if (form := self.structured_output()) is not None:

@@ -11,7 +11,7 @@ import msgspec
 
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.validation import RequestBody, parse
-from servd.errors import RequestError
+from servd.errors import InvalidRequest, RequestError
 
 # Fields of the chat route that keep their name and meaning in both other APIs, which do not have them of themselves.
 EXTENSIONS = frozenset({
@@ -35,10 +35,17 @@ class TranslatedRequest(RequestBody):
         """The chat request with these fields, and those that the body took over from the chat route.
 
         Raises:
-            InvalidRequest: what the chat route would say.
+            InvalidRequest: what the chat route would say, or a field is there under two names.
         """
         extra = self.model_extra or {}
-        fields |= {name: extra[name] for name in EXTENSIONS & extra.keys()}
+        for name in EXTENSIONS & extra.keys():
+            made = fields.get(name)  # of fields of this API
+            if isinstance(made, dict) and isinstance(extra[name], dict):
+                fields[name] = made | extra[name]
+            elif made is not None:
+                raise InvalidRequest(f"`{name}` says the same as a field of this API: leave it out", param=name)
+            else:
+                fields[name] = extra[name]
         return parse(ChatCompletionRequest, msgspec.json.encode(fields))
 
 

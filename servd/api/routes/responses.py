@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -22,6 +23,7 @@ from servd.api.routes._turn import respond
 from servd.api.routes.chat import prepare_chat
 from servd.api.routes.tokenize import count_chat_tokens
 from servd.errors import InvalidRequest, NotFound
+from servd.tracing import Tracer
 
 router = APIRouter()
 
@@ -54,7 +56,9 @@ async def create_response(request: Request) -> HTTPResponse:
         return await respond(turn, request, body, {})
     answer.status = "queued"
     request.state.traced.remove(response_id)  # its timeline is longer than the request
-    keep(asyncio.create_task(_run_detached(turn, request)))
+    task = asyncio.create_task(_run_detached(turn, request))
+    task.add_done_callback(partial(_end_detached, turn, context.async_llm.tracer))
+    keep(task)
     return json_response(answer, headers=ignored_header(body))
 
 
@@ -123,14 +127,16 @@ async def _cancel(stored: Stored) -> None:
 async def _run_detached(turn: ResponseTurn, request: Request) -> None:
     try:
         await turn.run()
-    except asyncio.CancelledError:
-        turn.answer.status = "cancelled"
-        raise
     except Exception as error:
         for _ in turn.fail(error_reply(error, request.state.request_id)):
             pass
-    finally:
-        context_of(request).async_llm.tracer.finish(turn.answer.id)
+
+
+def _end_detached(turn: ResponseTurn, tracer: Tracer, task: asyncio.Task[None]) -> None:
+    """What follows in any case, also if the task was cancelled before it began."""
+    if task.cancelled():
+        turn.answer.status = "cancelled"
+    tracer.finish(turn.answer.id)
 
 
 def _blank(response_id: str, model: str, body: ResponsesRequest, prepared: Prepared, is_stored: bool) -> Response:
