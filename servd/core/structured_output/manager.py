@@ -41,6 +41,7 @@ class Compiled:
 class Row:
     """A running request with a grammar."""
 
+    key: Key
     matcher: Matcher | None  # None after an error
     starts_after: frozenset[int]  # not empty: the grammar has not begun
     error: str | None = None
@@ -127,16 +128,19 @@ class GrammarManager:
 
     def take(self, compiled: Compiled) -> list[EngineCoreRequest]:
         """Keep a compiled grammar; returns the requests that waited for it."""
-        if compiled.grammar is not None:
-            self._grammars[compiled.key] = compiled.grammar
-            if len(self._grammars) > MAX_GRAMMARS:
-                self._grammars.popitem(last=False)
+        self._keep(compiled)
         return self._compiling.pop(compiled.key)
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests that wait for their grammars."""
         for requests in self._compiling.values():
             requests[:] = [request for request in requests if request.request_id not in request_ids]
+
+    def _keep(self, compiled: Compiled) -> None:
+        if compiled.grammar is not None:
+            self._grammars[compiled.key] = compiled.grammar
+            if len(self._grammars) > MAX_GRAMMARS:
+                self._grammars.popitem(last=False)
 
     def _find(self, key: Key) -> Grammar | None:
         if key in self._grammars:
@@ -148,9 +152,10 @@ class GrammarManager:
         assert self._vocabulary is not None
         try:
             return Compiled(key, Grammar(output, self._vocabulary.result()))
-        except (GrammarError, ConfigError, ValueError) as error:
-            logger.warning("a %s grammar that the API accepted cannot be compiled: %s", output.kind, error)
-            return Compiled(key, None, f"the {output.kind} grammar cannot be compiled: {error}")
+        except BaseException as error:  # whatever it is, a panic of the library too: its requests wait for the news
+            logger.warning("a %s grammar that the API accepted cannot be compiled: %r", output.kind, error)
+            reason = error if isinstance(error, GrammarError | ConfigError | ValueError) else type(error).__name__
+            return Compiled(key, None, f"the {output.kind} grammar cannot be compiled: {reason}")
 
     # ---- steps ----
 
@@ -199,13 +204,17 @@ class GrammarManager:
                 row.accept(token_id)
             if (end := row.end) is not None:
                 ends[index] = end
+            if end:  # the states that it shares with its outputs may be at their limit: the next ones begin anew
+                self._grammars.pop(row.key, None)
         return ends
 
     def _row(self, request: NewRequest, output: StructuredOutput) -> Row:
-        grammar = self._find((output.kind, output.value))
+        key = (output.kind, output.value)
+        grammar = self._find(key)
         if grammar is None:  # it waited for so long that its grammar is forgotten
-            grammar = self._compile(output).grammar
-        row = Row(grammar.matcher() if grammar else None, frozenset(output.starts_after))
+            self._keep(compiled := self._compile(output))
+            grammar = compiled.grammar
+        row = Row(key, grammar.matcher() if grammar else None, frozenset(output.starts_after))
         if grammar is None:
             row.fail(GrammarError("the grammar cannot be compiled again"))
         for token_id in request.token_ids[request.num_prompt_tokens :]:

@@ -6,8 +6,10 @@ import json
 import re
 
 import pytest
+from llguidance import LLTokenizer, TokenizerWrapper
 
-from servd.core.structured_output.grammar import MAX_MESSAGE, GrammarError
+from servd.core.structured_output.grammar import MAX_MESSAGE, ByteVocabulary, Grammar, GrammarError
+from servd.params import StructuredOutput
 from tests.core.structured_output.driver import EOS, compile_grammar, random_output
 
 PERSON = {
@@ -116,3 +118,21 @@ def test_the_end_is_allowed_where_the_output_may_stop():
     assert not matcher.is_complete
     matcher.accept(EOS)
     assert matcher.is_complete
+
+
+class Runs(ByteVocabulary):
+    """Long tokens, as real vocabularies have them."""
+
+    def __init__(self, eos_token_id: int) -> None:
+        super().__init__(eos_token_id)
+        self.tokens += [10 * run + end for run in (b"a", b"b", b"ab") for end in (b"", b"c", b"cc", 20 * b"a")]
+
+
+def test_a_mask_of_an_ambiguous_grammar_is_bounded():
+    """Its first masks are fast; later ones would take half a second, while every request waits."""
+    ambiguous = StructuredOutput("grammar", 'start: "z" e\ne: e e e | "a" | "aa" | "b" e | e "c" | e e')
+    matcher = Grammar(ambiguous, LLTokenizer(TokenizerWrapper(Runs(EOS)))).matcher()
+    with pytest.raises(GrammarError, match="Too many items"):
+        for token_id in b"z" + 300 * b"a":
+            matcher.bitmask()
+            matcher.accept(token_id)

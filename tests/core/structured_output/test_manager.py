@@ -7,10 +7,11 @@ import queue
 import re
 from typing import Any
 
+import llguidance
 import pytest
 
 from servd.core.engine_core import EngineCore
-from servd.core.structured_output import manager
+from servd.core.structured_output import grammar, manager
 from servd.core.structured_output.grammar import GrammarError
 from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
 from servd.params import StructuredOutput
@@ -163,3 +164,27 @@ def test_a_mask_beyond_the_limits_ends_only_its_request(monkeypatch):
     log = Driver(make_engine(), make_request("a", [1], structured_output=REGEX), make_request("b", [1])).run()
     assert "too many states" in (last(log, "a").error or "")
     assert last(log, "b").finish_reason is FinishReason.LENGTH
+
+
+def test_a_grammar_whose_shared_states_are_used_up_is_not_kept(monkeypatch):
+    """Its states are shared by all its outputs: at the limit, every later request would fail, for ever."""
+    monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=40))
+    digits = StructuredOutput("regex", "[0-9]{200}")
+    engine = make_engine()
+    for name, expected in {"a": FinishReason.LENGTH, "b": FinishReason.ERROR, "c": FinishReason.LENGTH}.items():
+        max_tokens = 60 if name == "b" else 20
+        log = Driver(engine, make_request(name, [1], max_tokens=max_tokens, structured_output=digits)).run()
+        assert last(log, name).finish_reason is expected, last(log, name).error
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
+def test_whatever_a_compilation_raises_ends_its_request(monkeypatch, kind):
+    """A panic of the library is a BaseException."""
+
+    def fail(*_):
+        raise kind("bug")
+
+    monkeypatch.setattr(manager, "Grammar", fail)
+    log = Driver(make_engine(), make_request("a", [1], structured_output=REGEX)).run()
+    assert last(log, "a").finish_reason is FinishReason.ERROR
+    assert kind.__name__ in (last(log, "a").error or "")
