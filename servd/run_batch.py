@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -101,6 +102,7 @@ class Batch:
     def __init__(self, target: Target, source: Path, results: Path) -> None:
         self.target = target
         self.num_failed = 0
+        self.problem: OSError | None = None  # with the output file
         self.done = keep_finished(results)
         try:
             self.lines = [line for line in source.read_text(encoding="utf8").split("\n") if line.strip()]
@@ -112,13 +114,22 @@ class Batch:
         self.bar = tqdm(total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True)
 
     def run(self, concurrency: int) -> int:
-        """Answer all lines; returns how many failed."""
+        """Answer all lines; returns how many failed.
+
+        Raises:
+            ConfigError: the output file cannot be written any further.
+        """
         threads = [threading.Thread(target=self.work, daemon=True) for _ in range(min(concurrency, len(self.lines)))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            self.waiting = iter(())  # interrupted: no thread begins another
         self.bar.close()
+        if self.problem is not None:
+            raise ConfigError(f"run-batch: {self.output.name}: {self.problem.strerror}; run again to go on")
         self.output.close()
         return self.num_failed
 
@@ -132,9 +143,13 @@ class Batch:
                 return connection.close()
             result = self.answer(connection, number, line)
             with self.lock:
-                if result is not None:
-                    self.output.write(json.dumps(result, ensure_ascii=False) + "\n")
-                    self.output.flush()
+                try:
+                    if result is not None:
+                        self.output.write(json.dumps(result, ensure_ascii=False) + "\n")
+                        self.output.flush()
+                except OSError as problem:
+                    self.problem, self.waiting = problem, iter(())
+                    return
                 self.bar.update()
 
     def answer(self, connection: http.client.HTTPConnection, number: int, line: str) -> dict[str, Any] | None:
@@ -211,6 +226,9 @@ def own_server(options: dict[str, Any]) -> Iterator[Target]:
     folder = ipc.private_dir()
     config, uds = folder / "config.json", str(folder / "http")
     config.write_text(json.dumps({**options, "uds": uds}), encoding="utf8")
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # or the server would outlive this process
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
     process = subprocess.Popen([sys.executable, "-m", "servd", "serve", "--config", str(config)])
     keys = options.get("api_key") or [None]
     target = Target("", keys[0], uds)
@@ -222,7 +240,11 @@ def own_server(options: dict[str, Any]) -> Iterator[Target]:
         yield target
     finally:
         process.terminate()
-        process.wait(STOP_TIMEOUT)
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:  # the processes that it has started end with it
+            process.kill()
+            process.wait()
         for file in (config, Path(uds)):
             file.unlink(missing_ok=True)
         folder.rmdir()

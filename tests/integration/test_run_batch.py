@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +115,33 @@ def test_errors_of_the_start(tmp_path):
         process = subprocess.run([*base, *arguments], capture_output=True, text=True, timeout=60)
         assert process.returncode == 2
         assert word in process.stderr and "Traceback" not in process.stderr
+
+
+def test_an_output_that_cannot_be_written_is_an_error(tmp_path, url):
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(line(str(i), prompt="a", max_tokens=20) for i in range(40)), encoding="utf8")
+    command = [sys.executable, "-m", "servd", "run-batch", *url, "-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    full = ["bash", "-c", 'ulimit -f 2; exec "$@"', "bash"]  # kB, as on a full disk
+    process = subprocess.run([*full, *command], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2, process.stderr
+    assert "File too large" in process.stderr and "Traceback" not in process.stderr
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+    answers = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text(encoding="utf8").splitlines()]
+    assert len(answers) == 40
+
+
+def test_its_server_ends_with_it(tmp_path):
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(line(str(i), prompt="a", max_tokens=99) for i in range(9999)), encoding="utf8")
+    command = [sys.executable, "-m", "servd", "run-batch", "--executor", "fake", "--shutdown-timeout", "2"]
+    process = subprocess.Popen([*command, "-i", str(source), "-o", str(results)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (results.exists() and results.stat().st_size):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        [server] = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    finally:
+        process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{server}").exists()
