@@ -11,6 +11,8 @@ from tests.api.harness import events, serve
 
 NUM_SHAPES = 200
 PARTS = ("text", "content", "reasoning", "reasoning_content", "arguments")  # joined
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("get", "put")]
 
 
 def random_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
@@ -48,6 +50,9 @@ def random_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
     body["messages"] = [{"role": draw.choice(["user", "system"]), "content": draw.choice(words)} for _ in range(2)]
     body["messages"].append({"role": "user", "content": draw.choice(words)})
     body.setdefault("max_tokens", 16)
+    body["max_tokens"] *= draw.choice([1, 5])  # calls take more
+    body |= maybe(0.15, response_format={"type": "json_object"}) or maybe(0.3, tools=TOOLS, tool_choice="required")
+    body |= maybe(0.3, parallel_tool_calls=False)
     if draw.random() < 0.4:
         body |= {"logprobs": True, "top_logprobs": draw.randrange(4)}
     return "/v1/chat/completions", body
@@ -58,6 +63,12 @@ def join(whole: dict[str, Any], part: dict[str, Any]) -> None:
     for name, value in part.items():
         if value is None:
             whole.setdefault(name, None)
+        elif name == "tool_calls":
+            calls = whole[name] = whole.get(name) or []
+            for call in value:
+                assert call["index"] in (len(calls), len(calls) - 1)
+                calls += [{}] * (call["index"] == len(calls))
+                join(calls[-1], {key: value for key, value in call.items() if key != "index"})
         elif isinstance(value, list):
             whole[name] = (whole.get(name) or []) + value
         elif name in PARTS:
@@ -88,8 +99,9 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("part", range(4))
 async def test_streams_equal_whole_answers(part):
     draw = random.Random(part)
+    num_calls = 0
     # A small budget, so that prompts are computed in chunks and choices are interleaved.
-    async with serve(max_num_batched_tokens=64, max_num_seqs=8) as served:
+    async with serve(max_num_batched_tokens=64, max_num_seqs=8, tool_call_parser="hermes") as served:
         for _ in range(NUM_SHAPES // 4):
             path, body = random_body(draw)
             if body.get("temperature") != 0:
@@ -106,5 +118,12 @@ async def test_streams_equal_whole_answers(part):
             assert streamed_usage == usage, body
             for name in ("id", "created", "object", "usage"):
                 del whole[name], got[name]
+            for choice in [*whole["choices"], *got["choices"]]:
+                if calls := choice.get("message", {}).get("tool_calls"):  # whose stream begins with an empty content
+                    choice["message"]["content"] = choice["message"]["content"] or None
+                for call in calls or ():
+                    assert call.pop("id").startswith("call_")
+                    num_calls += 1
             assert got == whole, body
         assert served.async_llm.num_unfinished == 0
+    assert num_calls
