@@ -37,7 +37,8 @@ class ModelConfig(Section, frozen=True):
         Meta(description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, inside servd."),
     ] = None
     served_model_name: Annotated[
-        list[str], Meta(description="Names that clients may use for the model; the first is shown. Default: MODEL, and the name of its folder.")
+        list[str],
+        Meta(description="Names that clients may use; the first is shown. Default: MODEL, and the name of its folder."),
     ] = []
     tokenizer: Annotated[
         str | None, Meta(description="Folder or Hugging Face id of the tokenizer, if not the model's own.")
