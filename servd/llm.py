@@ -63,6 +63,7 @@ class LLM:
 
         Raises:
             InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
+            EngineError: a request failed in the engine; the others are dropped.
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
@@ -132,6 +133,9 @@ class LLM:
                 started, num_tokens = time.perf_counter(), 0
                 while self.engine.has_unfinished_requests():
                     for output in self.engine.step():
+                        for choice in output.outputs:
+                            if choice.error is not None:
+                                raise EngineError(choice.error)
                         if output.finished:
                             finished[output.request_id] = output
                             num_tokens += sum(len(o.token_ids) for o in output.outputs)
@@ -195,17 +199,16 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Wait for the next outputs of the engine; return the requests that got some, each whole up to now.
 
+        A choice that failed in the engine has finish_reason "error", and `error` says why.
+
         Raises:
             EngineDead: the engine process is gone.
-            EngineError: a request failed in the engine.
         """
         deltas, stopped = self.output_processor.process(self.port.receive())
         if stopped:  # a stop string ended them, of which the engine knows nothing
             self.port.send(AbortRequests(stopped))
         progressed: dict[str, RequestOutput] = {}
         for request_id, delta in deltas:
-            if delta.error is not None:
-                raise EngineError(delta.error)
             progressed[request_id] = self.requests[request_id]
             progressed[request_id].outputs[delta.index].add(delta)
         for request_id, output in progressed.items():

@@ -1,4 +1,4 @@
-"""LLM.embed, with the engine in this process and in its own; generation is in the examples of docs/offline.md."""
+"""LLM.embed, with the engine in this process and in its own, and failing requests; docs/offline.md has the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import pytest
 
 from servd import LLM, PoolingParams, SamplingParams
 from servd.core.executor.fake import next_state, vector
-from servd.errors import InvalidRequest
+from servd.core.structured_output import manager
+from servd.core.structured_output.grammar import GrammarError
+from servd.errors import EngineError, InvalidRequest
+from servd.messages import FinishReason
+from servd.params import StructuredOutput
 
 
 def expected(text: str, params: PoolingParams) -> list[float]:
@@ -34,5 +38,34 @@ def test_embed(separate_process):
         assert output.outputs[0].text == "" and output.outputs[0].prompt_logprobs is None
         (output,) = llm.generate("abc", SamplingParams(max_tokens=2, prompt_logprobs=0))
         assert [position.token_ids[0] for position in output.outputs[0].prompt_logprobs] == [98, 99]
+    finally:
+        llm.close()
+
+
+def test_a_request_that_fails_in_the_engine_ends_alone(monkeypatch):
+    masks = iter(range(4))
+    bitmask = manager.Matcher.bitmask
+
+    def fail(self: manager.Matcher) -> bytes:
+        if next(masks, None) is None:
+            raise GrammarError("too many states")
+        return bitmask(self)
+
+    monkeypatch.setattr(manager.Matcher, "bitmask", fail)
+    digits = SamplingParams(max_tokens=20, structured_output=StructuredOutput("regex", "[0-9]{9}"))
+    llm = LLM(executor="fake", use_tqdm=False)
+    try:
+        llm.engine.add_request("bad", "a", digits)
+        llm.engine.add_request("good", "a", SamplingParams(max_tokens=30))
+        finished = {}
+        for _ in range(100):
+            finished |= {output.request_id: output.outputs[0] for output in llm.engine.step() if output.finished}
+        assert not llm.engine.has_unfinished_requests()
+        assert finished["bad"].finish_reason is FinishReason.ERROR
+        assert "too many states" in finished["bad"].error
+        assert len(finished["good"].token_ids) == 30
+        with pytest.raises(EngineError, match="too many states"):
+            llm.generate(["b", "c"], [digits, SamplingParams()])
+        assert not llm.engine.has_unfinished_requests()
     finally:
         llm.close()
