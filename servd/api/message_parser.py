@@ -266,7 +266,7 @@ class MessageFormat:
             raise InvalidRequest(
                 f"this model thinks before it answers, and its {end_tag} is not one token, so the form of the answer "
                 'cannot be held: switch thinking off with "reasoning_effort": "none"',
-                param="response_format",
+                param=structured_output.param,
             )
         return msgspec.structs.replace(structured_output, starts_after=[end_id])
 

@@ -193,6 +193,21 @@ async def test_a_named_call():
         assert streamed["finish"] == ["stop"]
 
 
+@pytest.mark.parametrize(("path", "body", "forced"), [
+    (CHAT, {"messages": user("?"), "tools": [{"type": "function", "function": {**NOW["function"], "strict": True}}]},
+     "required"),
+    ("/v1/responses", {"input": "?", "tools": [{"type": "function", **NOW["function"], "strict": True}]}, "required"),
+    ("/v1/messages", {"messages": user("?"), "max_tokens": 400,
+                      "tools": [{"name": "now", "input_schema": {"type": "object"}, "strict": True}]}, {"type": "any"}),
+])  # fmt: skip
+async def test_strict_is_named_where_calls_are_free(path, body, forced):
+    async with scripted(None) as served:
+        answer = await served.http.post(path, json=body)
+        assert answer.headers["x-servd-ignored"] == "tools.strict", answer.text
+        answer = await served.http.post(path, json={**body, "tool_choice": forced})
+        assert answer.status_code == 200 and "x-servd-ignored" not in answer.headers, answer.text
+
+
 async def test_a_broken_schema_of_a_required_call_is_refused():
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": 3}}}}
     async with scripted(None) as served:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.chat import OPEN
+from servd.api.protocol.chat import OPEN, idle_strict
 from servd.api.protocol.translation import TranslatedRequest
 from servd.errors import InvalidRequest
 
@@ -142,6 +142,7 @@ class CountTokensRequest(TranslatedRequest):
         """Fields, and values of fields, that have no effect here."""
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - {"type"}}
         names |= {f"output_config.{name}" for name in (self.output_config or {}).keys() - {"format", "effort"}}
+        names |= idle_strict(self.tools or (), self.tool_choice is not None and self.tool_choice["type"] != "auto")
         return sorted({*super().ignored(), *names})
 
     def chat_fields(self) -> dict[str, Any]:

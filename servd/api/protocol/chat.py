@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec
@@ -132,6 +133,11 @@ class NamedTool(TypedDict):
     function: FunctionName
 
 
+def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
+    """`strict`, if it has no effect: only calls that the model has to make are held to their schemas."""
+    return {"tools.strict"} if not are_forced and any(function.get("strict") for function in functions) else set()
+
+
 Messages = Annotated[list[Annotated[ChatMessage, AfterValidator(_check_message)]], Field(fail_fast=True, min_length=1)]
 Tools = Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=1024), AfterValidator(_check_tools)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
@@ -201,6 +207,12 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens")
         return self
+
+    def ignored(self) -> list[str]:
+        """Fields, and values of fields, that have no effect here."""
+        use = self.tool_use()
+        idle = idle_strict([tool["function"] for tool in use.tools], bool(use.forced)) if use else set()
+        return sorted({*super().ignored(), *idle})
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The request's sampling parameters over the model's `defaults`; without a limit, up to the context's end."""

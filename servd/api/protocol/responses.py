@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.chat import OPEN, Function, TokenLogprob
+from servd.api.protocol.chat import OPEN, Function, TokenLogprob, idle_strict
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys
 from servd.errors import InvalidRequest
@@ -221,6 +221,7 @@ class ResponsesRequest(TranslatedRequest):
         names |= {f"text.{name}" for name in (self.text or {}).keys() - {"format"}}
         names |= {f"stream_options.{name}" for name, value in (self.stream_options or {}).items() if value}
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
+        names |= idle_strict(self.tools or (), self.tool_choice not in (None, "auto"))
         if self.truncation == "auto":
             names.add("truncation")  # nothing is ever cut off: what is too long is refused
         return sorted({*super().ignored(), *names})
