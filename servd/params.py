@@ -18,7 +18,7 @@ MAX_BAD_WORD_TOKENS = 32
 INT64_MAX = 2**63 - 1
 
 
-class StructuredOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+class StructuredOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, weakref=True):
     """What an output must look like, in a form that the engine can follow token by token."""
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar"]

@@ -7,6 +7,7 @@ NewRequest, also after preemption, when the outputs so far are in it, and ends w
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,7 +42,7 @@ class Compiled:
 class Row:
     """A running request with a grammar."""
 
-    key: Key
+    grammar: Grammar | None
     matcher: Matcher | None  # None after an error
     starts_after: frozenset[int]  # not empty: the grammar has not begun
     error: str | None = None
@@ -97,6 +98,7 @@ class GrammarManager:
         self._threads = ThreadPoolExecutor(NUM_COMPILERS, "compile")
         self._vocabulary: Future[Any] | None = None
         self._grammars: OrderedDict[Key, Grammar] = OrderedDict()  # the least recently used first
+        self._held: dict[int, Grammar] = {}  # by id of a StructuredOutput, for as long as that is referred to
         self._compiling: dict[Key, list[EngineCoreRequest]] = {}
         self._rows: dict[int, Row] = {}  # by slot
         self._step: list[tuple[int, Row]] = []  # (index in `scheduled`, row) of the rows that sample
@@ -117,7 +119,11 @@ class GrammarManager:
     def admit(self, request: EngineCoreRequest) -> bool:
         """Whether a request can run now. If not, it is kept until its grammar is compiled."""
         output = _structured_output(request.params)
-        if output is None or self._find(key := (output.kind, output.value)):
+        if output is None:
+            return True
+        key = (output.kind, output.value)
+        if grammar := self._find(key):
+            self._hold(output, grammar)
             return True
         if key not in self._compiling:
             self.warm_up()
@@ -129,7 +135,11 @@ class GrammarManager:
     def take(self, compiled: Compiled) -> list[EngineCoreRequest]:
         """Keep a compiled grammar; returns the requests that waited for it."""
         self._keep(compiled)
-        return self._compiling.pop(compiled.key)
+        requests = self._compiling.pop(compiled.key)
+        for request in requests:
+            if compiled.grammar and (output := _structured_output(request.params)):
+                self._hold(output, compiled.grammar)
+        return requests
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests that wait for their grammars."""
@@ -141,6 +151,18 @@ class GrammarManager:
             self._grammars[compiled.key] = compiled.grammar
             if len(self._grammars) > MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
+
+    def _hold(self, output: StructuredOutput, grammar: Grammar) -> None:
+        """Keep a grammar until the requests with this object have ended, however many others are compiled."""
+        if id(output) not in self._held:
+            weakref.finalize(output, self._held.pop, id(output), None).atexit = False
+        self._held[id(output)] = grammar
+
+    def _forget(self, grammar: Grammar | None) -> None:
+        for key in [key for key, other in self._grammars.items() if other is grammar]:
+            del self._grammars[key]
+        for output_id in [output_id for output_id, other in self._held.items() if other is grammar]:
+            del self._held[output_id]
 
     def _find(self, key: Key) -> Grammar | None:
         if key in self._grammars:
@@ -205,16 +227,15 @@ class GrammarManager:
             if (end := row.end) is not None:
                 ends[index] = end
             if end:  # the states that it shares with its outputs may be at their limit: the next ones begin anew
-                self._grammars.pop(row.key, None)
+                self._forget(row.grammar)
         return ends
 
     def _row(self, request: NewRequest, output: StructuredOutput) -> Row:
-        key = (output.kind, output.value)
-        grammar = self._find(key)
-        if grammar is None:  # it waited for so long that its grammar is forgotten
+        grammar = self._held.get(id(output)) or self._find((output.kind, output.value))
+        if grammar is None:  # another output has used up its grammar
             self._keep(compiled := self._compile(output))
             grammar = compiled.grammar
-        row = Row(key, grammar.matcher() if grammar else None, frozenset(output.starts_after))
+        row = Row(grammar, grammar.matcher() if grammar else None, frozenset(output.starts_after))
         if grammar is None:
             row.fail(GrammarError("the grammar cannot be compiled again"))
         for token_id in request.token_ids[request.num_prompt_tokens :]:

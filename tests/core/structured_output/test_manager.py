@@ -106,15 +106,25 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request():
     assert last(log, "b").finish_reason is FinishReason.LENGTH
 
 
-def test_a_forgotten_grammar_is_compiled_again(monkeypatch):
+def test_waiting_requests_keep_their_grammars(monkeypatch):
+    """Compiled again, they would stop the step loop; and once nobody needs them, they are gone."""
     monkeypatch.setattr(manager, "MAX_GRAMMARS", 1)
-    requests = [
-        make_request("a", [1], 30, structured_output=REGEX),
-        make_request("b", [1], 60, structured_output=SCHEMA),
-    ]
-    log = Driver(make_engine(max_num_seqs=1), *requests).run()
-    assert re.fullmatch(REGEX.value, text(log, "a"))
-    assert type(json.loads(text(log, "b"))["a"]) is int
+    engine = make_engine(max_num_seqs=1)
+    forms = [f"[a-z]{{{n}}}" for n in range(3, 9)]
+    driver = Driver(
+        engine,
+        *[
+            make_request(form, [1], 30, structured_output=StructuredOutput("regex", form), eos_token_ids=[])
+            for form in forms
+        ],
+    )
+    while engine.grammars.is_compiling:
+        driver.compiled()
+    monkeypatch.setattr(engine.grammars, "_compile", None)
+    driver.log.run(engine)
+    assert all(re.fullmatch(form, text(driver.log, form)) for form in forms)
+    engine.executor.steps.clear()  # the test's own record
+    assert len(engine.grammars._held) <= 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])
