@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib
 import json
 import sys
@@ -50,7 +51,7 @@ class Client:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             raise ServdError(f"{self.url}{path}: {message_of(error)}") from None
-        except (urllib.error.URLError, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
             reason = getattr(error, "reason", error)
             raise ServdError(f"no server answers at {self.url} ({reason}); start one with `servd serve`") from None
 

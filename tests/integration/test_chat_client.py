@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 
 import httpx
 
@@ -58,3 +60,12 @@ def test_errors_are_one_line(fake_server: Server):
     assert nobody.returncode == 2
     assert nobody.stderr.startswith("servd: error: no server answers at http://127.0.0.1:1")
     assert "Traceback" not in nobody.stderr + refused.stderr
+
+
+def test_a_server_that_hangs_up_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        result = subprocess.run([sys.executable, "-m", "servd", "chat", "--url", url], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"servd: error: no server answers at {url}") and "Traceback" not in result.stderr
