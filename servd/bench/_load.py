@@ -123,7 +123,7 @@ async def _send(session: aiohttp.ClientSession, load: Load, prompt: Prompt) -> R
                 record.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
             else:
                 await _read(reply, record)
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:  # also an answer in another shape
         record.error = str(error) or type(error).__name__
     record.ended = time.perf_counter()
     return record

@@ -70,7 +70,8 @@ def _best(runs: list[dict[int, dict[str, Any]]], concurrency: int) -> dict[str, 
 
 
 def _get(summary: dict[str, Any], path: tuple[str, ...]) -> float:
+    """A figure; not a number where there is none, such as the TPOT of one token."""
     value: Any = summary
     for name in path:
-        value = value[name]
-    return value
+        value = value.get(name, {})
+    return value if isinstance(value, int | float) else float("nan")

@@ -11,6 +11,7 @@ import time
 from tqdm import tqdm
 
 from servd.bench import _data, _load, _report, _server
+from servd.errors import ServdError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         with _server.running(command, url, arguments.timeout) as seconds:
             ready.append(seconds)
             record = asyncio.run(_one_token(url))
+            if record.error is not None:
+                raise ServdError(f"the first request failed: {record.error}")
             first_token.append(record.chunks[0] - started)
     summary = {"ready_ms": _report.spread(ready), "first_token_ms": _report.spread(first_token)}
     print(_report.table(summary))
