@@ -22,6 +22,7 @@ from servd.messages import (
 from servd.params import PoolingParams, SamplingParams
 
 BYTE_VOCAB = 257  # of hf.FAKE_SPEC
+NEARLY_ALL = 250  # allowed tokens; inside a JSON string it is about 150 of the bytes
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32: five bits choose one
 CLOSERS = frozenset([*b'"]}', 256])  # 256: end of sequence
 MAX_CACHE_TOKENS = 2**20  # 8 MB, unless --kv-cache-memory says otherwise
@@ -38,9 +39,14 @@ def sample(state: int, vocab_size: int) -> int:
     return LETTERS[state >> 59] if vocab_size == BYTE_VOCAB else (state >> 32) % (vocab_size - 1)
 
 
-def sample_allowed(state: int, mask: bytes) -> int:
-    """The token that follows a state where a grammar rules; texts end soon, as it often closes what is open."""
+def sample_allowed(state: int, mask: bytes, token_id: int) -> int:
+    """The token that follows a state where a grammar rules; texts end soon, as it often closes what is open.
+
+    A mask that forbids hardly anything is no form yet: `token_id`, what would follow without one, stays if it may.
+    """
     allowed = [8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+    if len(allowed) >= NEARLY_ALL and token_id in allowed:
+        return token_id
     closing = [token_id for token_id in allowed if token_id in CLOSERS]
     plain = [token_id for token_id in allowed if token_id < 128]
     candidates = closing if closing and state >> 62 == 0 else plain or allowed
@@ -153,7 +159,7 @@ class FakeExecutor(_base.Executor):
             row = self.rows[item.slot]
             token_id = sample(row.state, self.spec.vocab_size)
             if i in masks:
-                token_id = sample_allowed(row.state, masks[i])
+                token_id = sample_allowed(row.state, masks[i], token_id)
             row.token_ids.append(token_id)
             output.sampled_token_ids.append([token_id])
             if isinstance(row.params, PoolingParams):

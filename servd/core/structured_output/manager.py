@@ -45,6 +45,7 @@ class Row:
     grammar: Grammar | None
     matcher: Matcher | None  # None after an error
     starts_after: frozenset[int]  # not empty: the grammar has not begun
+    until_begun: bytes | None  # the tokens that may come before: all but those that would end the output
     error: str | None = None
     num_awaited: int = 0  # tokens that steps in flight sample
 
@@ -61,7 +62,9 @@ class Row:
 
     def bitmask(self) -> bytes | None:
         """The tokens that may come next; None if all may."""
-        if self.starts_after or self.matcher is None:
+        if self.starts_after:
+            return self.until_begun
+        if self.matcher is None:
             return None
         try:
             return self.matcher.bitmask()
@@ -235,12 +238,25 @@ class GrammarManager:
         if grammar is None:  # another output has used up its grammar
             self._keep(compiled := self._compile(output))
             grammar = compiled.grammar
-        row = Row(grammar, grammar.matcher() if grammar else None, frozenset(output.starts_after))
+        row = Row(
+            grammar,
+            grammar.matcher() if grammar else None,
+            frozenset(output.starts_after),
+            all_but(request.eos_token_ids, self.spec.vocab_size) if request.eos_token_ids else None,
+        )
         if grammar is None:
             row.fail(GrammarError("the grammar cannot be compiled again"))
         for token_id in request.token_ids[request.num_prompt_tokens :]:
             row.accept(token_id)
         return row
+
+
+def all_but(token_ids: list[int], vocab_size: int) -> bytes:
+    """A bitmask of all tokens but these: int32 [ceil(vocab_size / 32)]."""
+    mask = bytearray(b"\xff" * (4 * -(-vocab_size // 32)))
+    for token_id in token_ids:
+        mask[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(mask)
 
 
 def _structured_output(params: SamplingParams | PoolingParams) -> StructuredOutput | None:

@@ -25,7 +25,7 @@ def random_output(grammar: Grammar, seed: int, max_tokens: int = 400) -> bytes |
     while not matcher.is_complete:
         if len(output) == max_tokens:
             return None
-        token_id = sample_allowed(state, matcher.bitmask())
+        token_id = sample_allowed(state, matcher.bitmask(), -1)
         matcher.accept(token_id)
         state = next_state(state, token_id)
         if token_id != EOS:

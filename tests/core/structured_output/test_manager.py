@@ -140,6 +140,18 @@ def test_the_form_begins_after_its_token(depth):
     assert re.fullmatch(REGEX.value, after)
 
 
+def test_an_output_does_not_end_before_its_form_has_begun():
+    begin, end = ord("a"), ord(" ")
+    free = bytes(solo(make_request("a", [1, 2], max_tokens=60)))
+    assert 0 < free.index(end) < free.index(begin), "the end would come first"
+    output = StructuredOutput(REGEX.kind, REGEX.value, starts_after=[begin])
+    request = make_request("a", [1, 2], max_tokens=200, eos_token_ids=[end], structured_output=output)
+    log = Driver(make_engine(128, max_model_len=256), request).run()
+    before, _, after = text(log, "a").partition("a")
+    assert " " not in before
+    assert re.fullmatch(REGEX.value, after)
+
+
 def test_a_complete_output_ends_without_an_end_token():
     request = make_request("a", [1], max_tokens=6, eos_token_ids=[], structured_output=REGEX)
     log = Driver(make_engine(), request).run()
