@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
+from io import BufferedRWPair
 from typing import Any
 
 import msgspec
@@ -26,6 +28,12 @@ def main() -> None:
     start = read_start(StartGrammarChecker)
     log.setup("grammar", start.config.observability.log_level)
     channel = socket.socket(fileno=start.channel).makefile("rwb")
+    with contextlib.suppress(ConnectionError):  # the API server has ended: nobody waits for an answer
+        serve(start, channel)
+
+
+def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
+    """Say whether grammars can be had at all, then try one after another until the channel is closed."""
 
     def answer(verdict: GrammarVerdict) -> None:
         channel.write(msgspec.json.encode(verdict) + b"\n")
