@@ -130,7 +130,7 @@ class EngineCoreOutput(Message):
     marks: list[Mark] = []  # on the first and on the last output
     error: str | None = None  # with finish_reason error
     prompt_logprobs: list[TokenLogprobs] | None = None  # on the first output; one per prompt token but the first
-    pooled: bytes | None = None  # float32, little-endian: the vector of a request with PoolingParams
+    pooled: bytes | None = None  # float32, little-endian: what PoolingParams ask for
     is_complete: bool = False  # it stops because nothing may follow: its last token is text, not a stop token
 
 
@@ -277,7 +277,7 @@ class ModelRunnerOutput(Message, tag=True):
     sampled_token_ids: list[list[int]]  # empty for a request that does not sample in this step
     logprobs: dict[int, list[TokenLogprobs]] = {}  # index in `scheduled` -> one per sampled token
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # index in `scheduled` -> those of the tokens computed
-    pooled: dict[int, bytes] = {}  # index in `scheduled` -> vector, float32
+    pooled: dict[int, bytes] = {}  # index in `scheduled` -> vector or vectors, float32
 
 
 class WorkerFailed(Message, tag=True):

@@ -26,7 +26,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None  # with finish_reason error
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first
-    pooled: bytes | None = None  # float32, little-endian: the vector that was asked for instead of text
+    pooled: bytes | None = None  # float32, little-endian: what was asked for instead of text
 
     def add(self, later: CompletionOutput) -> None:
         """Append a later delta of the same choice."""

@@ -114,9 +114,9 @@ class SamplingParams(
 class PoolingParams(
     msgspec.Struct, tag="pooling", array_like=True, omit_defaults=True, kw_only=True, frozen=True, gc=False
 ):
-    """How the hidden states of a prompt become one vector."""
+    """How the hidden states of a prompt become one vector, or with "all" one for each token, one after another."""
 
-    pooling: str = "last"  # last | mean
+    pooling: str = "last"  # last | mean | all
     normalize: bool = True
     dimensions: int | None = None  # keep only the first ones
 
@@ -126,8 +126,9 @@ class PoolingParams(
         Raises:
             InvalidRequest: with the field in `param`.
         """
-        if self.pooling not in ("last", "mean"):
-            raise InvalidRequest(f'pooling must be "last" or "mean", got {self.pooling[:32]!r}', param="pooling")
+        if self.pooling not in ("last", "mean", "all"):
+            message = f'pooling must be "last", "mean" or "all", got {self.pooling[:32]!r}'
+            raise InvalidRequest(message, param="pooling")
         if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
             raise InvalidRequest(
                 f"dimensions must be between 1 and {hidden_size}, the size of this model's vectors, "

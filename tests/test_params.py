@@ -76,7 +76,7 @@ def test_a_bad_word_has_a_limited_number_of_tokens():
 
 
 @pytest.mark.parametrize(("field", "inside", "outside"), [
-    ("pooling", ["last", "mean"], ["cls", ""]),
+    ("pooling", ["last", "mean", "all"], ["cls", ""]),
     ("dimensions", [None, 1, 64], [0, 65]),
 ])  # fmt: skip
 def test_bounds_of_pooling_params(field, inside, outside):

@@ -59,7 +59,7 @@ class Request:
         num_prompt_tokens = len(message.prompt_token_ids)
         assert num_prompt_tokens > 0
         if isinstance(params, PoolingParams):
-            max_output, min_tokens, reads_prompt = 0, 0, params.pooling == "mean"
+            max_output, min_tokens, reads_prompt = 0, 0, params.pooling != "last"
         else:
             max_output = max_model_len if params.max_tokens is None else params.max_tokens
             min_tokens, reads_prompt = params.min_tokens, params.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""Pooler: one vector per prompt, from the hidden states of its tokens."""
+"""Pooler: a vector per prompt, or per token of it, from the hidden states of its tokens."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Pooler:
         self.shape = (max_num_seqs, hidden_size)
         self.device = device
         self.params: dict[int, PoolingParams] = {}  # by slot
+        # What "all" has so far, by slot: [chunk, hidden] each. On the host, since the device's memory is all given out.
+        self.chunks: dict[int, list[Tensor]] = {}
 
     @cached_property
     def sums(self) -> Tensor:
@@ -35,23 +37,28 @@ class Pooler:
 
     def add(self, request: NewRequest) -> None:
         """A request enters its slot."""
-        if isinstance(request.params, PoolingParams):
-            self.params[request.slot] = request.params
-            if request.params.pooling == "mean":
-                assert request.num_computed_tokens == 0, "every token's hidden state is needed"
-                self.sums[request.slot] = 0
+        if not isinstance(request.params, PoolingParams):
+            return
+        self.params[request.slot] = request.params
+        if request.params.pooling == "last":
+            return
+        assert request.num_computed_tokens == 0, "every token's hidden state is needed"
+        if request.params.pooling == "all":
+            self.chunks[request.slot] = []
+        else:
+            self.sums[request.slot] = 0
 
     def remove(self, slot: int) -> None:
         """The request leaves its slot."""
         self.params.pop(slot, None)
+        self.chunks.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> Pooled | None:
         """The vectors of the prompts that end in this step. `hidden`: [num_tokens, hidden]."""
         if not self.params:
             return None
-        rows: list[int] = []
+        pooled = Pooled({}, {}, torch.empty(0))
         vectors: list[Tensor] = []
-        params: list[PoolingParams] = []
         ends = np.cumsum(batch.attention.query_lens)
         starts = ends - batch.attention.query_lens
         is_last = np.isin(np.arange(len(ends)), batch.sample_rows)
@@ -59,24 +66,28 @@ class Pooler:
             p = self.params.get(slot)
             if p is None:
                 continue
-            if p.pooling == "mean":
-                self.sums[slot] += hidden[starts[row] : ends[row]].sum(dim=0, dtype=torch.float32)
-            if is_last[row]:
+            chunk = hidden[starts[row] : ends[row]]
+            if p.pooling == "all":
+                self.chunks[slot].append(chunk.to("cpu", torch.float32, copy=True))
+            elif p.pooling == "mean":
+                self.sums[slot] += chunk.sum(dim=0, dtype=torch.float32)
+            if not is_last[row]:
+                continue
+            if p.pooling == "all":
+                pooled.by_token[row] = p, torch.cat(self.chunks[slot])
+            else:
                 mean = p.pooling == "mean"
-                vectors.append(
-                    self.sums[slot] / int(batch.attention.seq_lens[row]) if mean else hidden[ends[row] - 1].float()
-                )
-                rows.append(row)
-                params.append(p)
-        return Pooled(rows, params, torch.stack(vectors)) if rows else None
+                vectors.append(self.sums[slot] / int(batch.attention.seq_lens[row]) if mean else chunk[-1].float())
+                pooled.params[row] = p
+        return replace(pooled, vectors=torch.stack(vectors)) if vectors else pooled if pooled.by_token else None
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
     """Vectors of one step."""
 
-    rows: list[int]  # indices in `scheduled`
-    params: list[PoolingParams]
+    by_token: dict[int, tuple[PoolingParams, Tensor]]  # row of the step -> [num_prompt_tokens, hidden]
+    params: dict[int, PoolingParams]  # row of the step -> what its row of `vectors` becomes
     vectors: Tensor  # [n, hidden] float32
 
     def to_host(self) -> Pooled:
@@ -85,8 +96,9 @@ class Pooled:
 
     def write(self, output: ModelRunnerOutput) -> None:
         """Add the finished vectors to the step's output."""
-        for row, params, vector in zip(self.rows, self.params, self.vectors.numpy(), strict=True):
-            vector = vector[: params.dimensions]
+        found = {row: (p, vector[None]) for (row, p), vector in zip(self.params.items(), self.vectors, strict=True)}
+        for row, (params, vectors) in (found | self.by_token).items():
+            vectors = vectors[:, : params.dimensions].numpy()
             if params.normalize:
-                vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
-            output.pooled[row] = vector.astype("<f4").tobytes()
+                vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+            output.pooled[row] = vectors.astype("<f4").tobytes()

@@ -65,7 +65,7 @@ def test_without_output_the_prompt_is_all(depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", ["last", "mean", "all"])
 def test_vectors(depth, pooling):
     engine = make_engine(num_blocks=24, depth=depth, max_num_batched_tokens=16)
     params = PoolingParams(pooling=pooling)
@@ -74,11 +74,12 @@ def test_vectors(depth, pooling):
                    *(EngineCoreRequest(name, ids, params) for name, ids in texts.items()))  # fmt: skip
     for name, ids in texts.items():
         (output,) = log.outputs[name]
-        state = 0
+        state, vectors = 0, []
         for token_id in ids:
             state = next_state(state, token_id)
-        assert output.pooled == vector(state, params, FAKE_SPEC.hidden_size)
+            vectors.append(vector(state, params, FAKE_SPEC.hidden_size))
+        assert output.pooled == (b"".join(vectors) if pooling == "all" else vectors[-1])
         assert (output.new_token_ids, output.finish_reason) == ([], FinishReason.LENGTH)
-    # A mean needs every token's hidden state; the last one's is enough otherwise.
+    # All but "last" need every token's hidden state.
     cached = [log.outputs[name][0].num_cached_tokens for name in texts]
     assert any(cached) is (pooling == "last")

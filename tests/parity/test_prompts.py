@@ -87,6 +87,8 @@ def test_pooled_vectors(folder: Path, chunks: list[int]):
         PoolingParams(pooling="mean", normalize=False),
         PoolingParams(normalize=False, dimensions=5),
         PoolingParams(pooling="mean", dimensions=7),
+        PoolingParams(pooling="all", dimensions=6),
+        PoolingParams(pooling="all", normalize=False),
     ]
     all_prompts = prompts(*[31] * len(asked))
     slots = [driver.add(prompt, params) for prompt, params in zip(all_prompts, asked, strict=True)]
@@ -96,22 +98,25 @@ def test_pooled_vectors(folder: Path, chunks: list[int]):
     assert set(last.pooled) == set(range(len(asked)))
     for row, (prompt, params) in enumerate(zip(all_prompts, asked, strict=True)):
         hidden = hidden_of(folder, prompt)
-        expected = (hidden.mean(0) if params.pooling == "mean" else hidden[-1])[: params.dimensions]
+        pooled = {"last": hidden[-1:], "mean": hidden.mean(0, keepdim=True), "all": hidden}[params.pooling]
+        expected = pooled[:, : params.dimensions]
         if params.normalize:
-            expected = expected / expected.norm()
-        got = torch.tensor(struct.unpack(f"<{len(expected)}f", last.pooled[row]))
+            expected = expected / expected.norm(dim=1, keepdim=True)
+        got = torch.tensor(struct.unpack(f"<{expected.numel()}f", last.pooled[row])).view(expected.shape)
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_a_slot_forgets_who_had_it(folder: Path):
+@pytest.mark.parametrize("pooling", ["mean", "all"])
+def test_a_slot_forgets_who_had_it(folder: Path, pooling: str):
     driver = Driver(config_for(folder, max_num_seqs=1))
     (first, second) = prompts(9, 6)
-    slot = driver.add(first, PoolingParams(pooling="mean", normalize=False))
+    slot = driver.add(first, PoolingParams(pooling=pooling, normalize=False))
     driver.step({slot: 5})
     driver.free(slot)
-    slot = driver.add(second, PoolingParams(pooling="mean", normalize=False))
+    slot = driver.add(second, PoolingParams(pooling=pooling, normalize=False))
     pooled = driver.step({slot: 6}).pooled[0]
-    expected = hidden_of(folder, second).mean(0)
+    hidden = hidden_of(folder, second)
+    expected = hidden.mean(0) if pooling == "mean" else hidden.flatten()
     torch.testing.assert_close(
         torch.tensor(struct.unpack(f"<{len(expected)}f", pooled)), expected, atol=TOLERANCE, rtol=TOLERANCE
     )

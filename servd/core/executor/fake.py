@@ -163,7 +163,11 @@ class FakeExecutor(_base.Executor):
             row.token_ids.append(token_id)
             output.sampled_token_ids.append([token_id])
             if isinstance(row.params, PoolingParams):
-                output.pooled[i] = vector(row.state, row.params, self.spec.hidden_size)
+                is_last = row.params.pooling != "all"
+                first = row.num_prompt_tokens - 1 if is_last else 0
+                states = [self.cache[self._position(row, at)] for at in range(first, row.num_prompt_tokens)]
+                vectors = [vector(state, row.params, self.spec.hidden_size) for state in states]
+                output.pooled[i] = b"".join(vectors)
             elif row.params.logprobs is not None:
                 output.logprobs[i] = [self._logprobs(token_id, row.params.logprobs)]
         self.launched = None
