@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from servd.api.incremental import Content, Parser, Steps, ToolCallArguments, ToolCallStart
@@ -65,10 +65,16 @@ class ToolParser(Parser):
             self._is_after_call = False
             self.deltas.append(Content(visible))
 
-    def rest(self) -> Steps[None]:
-        """All that follows is content."""
-        while (piece := (yield from self.reader.piece()))[0]:
-            self.content(piece[0])
+    def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
+        """Read to the end: `call` (see `attempt`) reads what may follow a marker; everything else is content."""
+        while True:
+            text, marker = yield from self.reader.piece(*markers)
+            if marker and call:
+                yield from self.attempt(call())
+            elif text:
+                self.content(text)
+            else:
+                return
 
     def begin_call(self, name: str) -> None:
         """Tell of a call."""

@@ -25,14 +25,7 @@ class Parser(ToolParser):
 
     def body(self) -> Steps[None]:
         """Read the whole reply."""
-        while True:
-            text, marker = yield from self.reader.piece(CALLS_BEGIN)
-            if marker:
-                yield from self.attempt(self._calls())
-            elif text:
-                self.content(text)
-            else:
-                return
+        yield from self.rest(CALLS_BEGIN, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         while True:

@@ -24,14 +24,7 @@ class Parser(ToolParser):
 
     def body(self) -> Steps[None]:
         """Read the whole reply."""
-        while True:
-            text, marker = yield from self.reader.piece(OPEN)
-            if marker:
-                yield from self.attempt(self._call())
-            elif text:
-                self.content(text)
-            else:
-                return
+        yield from self.rest(OPEN, call=self._call)
 
     def _call(self) -> Steps[bool]:
         yield from self.reader.space()

@@ -28,14 +28,7 @@ class Parser(ToolParser):
             yield from self.attempt(self._calls())
         else:
             self.content(self.reader.taken)
-        while True:
-            text, marker = yield from self.reader.piece(TAG)
-            if marker:
-                yield from self.attempt(self._calls())
-            elif text:
-                self.content(text)
-            else:
-                return
+        yield from self.rest(TAG, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         while True:

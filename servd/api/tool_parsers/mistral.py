@@ -34,14 +34,7 @@ class Parser(ToolParser):
 
     def body(self) -> Steps[None]:
         """Read the whole reply."""
-        while True:
-            text, marker = yield from self.reader.piece(TAG)
-            if marker:
-                yield from self.attempt(self._calls())
-            elif text:
-                self.content(text)
-            else:
-                return
+        yield from self.rest(TAG, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
         yield from self.reader.space()

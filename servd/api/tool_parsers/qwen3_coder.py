@@ -30,19 +30,13 @@ class Parser(ToolParser):
 
     def body(self) -> Steps[None]:
         """Read the whole reply."""
-        while True:
-            text, marker = yield from self.reader.piece(OPEN, FUNCTION)
-            if marker:
-                yield from self.attempt(self._call(is_open=marker == FUNCTION))
-            elif text:
-                self.content(text)
-            else:
-                return
+        yield from self.rest(OPEN, FUNCTION, call=self._call)
 
-    def _call(self, is_open: bool) -> Steps[bool]:
+    def _call(self) -> Steps[bool]:
         reader = self.reader
+        has_function = reader.taken == FUNCTION  # without the opening tag
         yield from reader.space()
-        if not is_open and not (yield from reader.accept(FUNCTION)):
+        if not has_function and not (yield from reader.accept(FUNCTION)):
             return False
         name = yield from reader.until(">")
         if not name:
