@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-Metadata = TypeVar("Metadata")
+from servd.worker.layers.rotary import Rotation, rotate
+
+
+class StepMetadata(Protocol):
+    """What a backend knows of a step; the same in all layers."""
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """int64 [num_tokens]: block * block_size + offset."""
+        ...
+
+
+Metadata = TypeVar("Metadata", bound=StepMetadata)
 
 
 @dataclass(frozen=True)
@@ -57,17 +69,16 @@ class Backend(ABC, Generic[Metadata]):
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
         """Index tensors and masks of a step."""
 
-    @abstractmethod
-    def forward(
+    def write(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Metadata,
-        scale: float,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
-        """Write k and v to the cache, then attend.
+        """Turn queries and keys by their positions, and store keys and values at their slots.
 
         Args:
             q: [num_tokens, num_heads, head_dim].
@@ -75,14 +86,28 @@ class Backend(ABC, Generic[Metadata]):
             v: like k.
             kv_cache: of this layer, see `kv_cache_shape`.
             metadata: of this step.
+            rotation: None for a model without rotary positions.
+
+        Returns:
+            The queries to attend with, like q.
+        """
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        cache = kv_cache.view(2, -1, *k.shape[1:])
+        cache[0].index_copy_(0, metadata.slot_mapping, k)
+        cache[1].index_copy_(0, metadata.slot_mapping, v)
+        return q
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+        """Attention of the step's tokens over the cache, which has their own keys and values already.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], as `write` returned it.
+            kv_cache: of this layer.
+            metadata: of this step.
             scale: factor on the scores.
 
         Returns:
             [num_tokens, num_heads, head_dim], contiguous.
         """
-
-    def write(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Store the step's keys and values at their slots."""
-        cache = kv_cache.view(2, -1, *k.shape[1:])
-        cache[0].index_copy_(0, slot_mapping, k)
-        cache[1].index_copy_(0, slot_mapping, v)

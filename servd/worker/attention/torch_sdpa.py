@@ -101,17 +101,8 @@ class Backend(AttentionBackend[Metadata]):
             tokens = (starts[:, None] + torch.arange(query_len, device=device)).flatten()
         return Group(len(rows), tokens, blocks, mask.unsqueeze(1))
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Metadata,
-        scale: float,
-    ) -> torch.Tensor:
-        """Write all keys and values of the step, then attend group by group."""
-        self.write(k, v, kv_cache, metadata.slot_mapping)
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+        """Group by group."""
         key_blocks, value_blocks = kv_cache.flatten(2)  # [num_blocks, block_size * kv_heads * head_dim]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in metadata.groups:

@@ -26,6 +26,10 @@ class Metadata:
     max_query_len: int
     max_seq_len: int
 
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        return self.batch.slot_mapping
+
 
 class Backend(AttentionBackend[Metadata]):
     """One kernel call per layer for the whole mixed batch."""
@@ -34,7 +38,7 @@ class Backend(AttentionBackend[Metadata]):
         super().__init__(spec)
         attention = importlib.import_module("torch.nn.attention")
         attention.activate_flash_attention_impl("FA3")
-        self.attend = _varlen_attn()
+        self.kernel = _varlen_attn()
         # (left, right): keys seen beside the token itself; -1 is no limit.
         self.window = (-1 if spec.sliding_window is None else spec.sliding_window - 1, 0)
 
@@ -61,19 +65,10 @@ class Backend(AttentionBackend[Metadata]):
         """The kernel reads the batch's own tensors."""
         return Metadata(batch, int(batch.query_lens.max()), int(batch.seq_lens.max()))
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Metadata,
-        scale: float,
-    ) -> torch.Tensor:
-        """Write all keys and values of the step, then one kernel over all rows."""
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+        """One kernel over all rows."""
         batch = metadata.batch
-        self.write(k, v, kv_cache, batch.slot_mapping)
-        out = self.attend(
+        out = self.kernel(
             q,
             kv_cache[0],
             kv_cache[1],

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
-import torch.nn.functional as F
+from torch import nn
 
 from servd.errors import UnsupportedModel
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
+from servd.worker import ops
+from servd.worker.ops.reference import ACTIVATIONS
 
 
-def activation(name: str) -> Activation:
+class Activation(nn.Module):
     """The function called `name` in config.json.
 
     Raises:
         UnsupportedModel: not known here.
     """
-    if name not in ACTIVATIONS:
-        raise UnsupportedModel(f"activation {name!r} is not supported; there are: {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[name]
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        if name not in ACTIVATIONS:
+            raise UnsupportedModel(f"activation {name!r} is not supported; there are: {', '.join(sorted(ACTIVATIONS))}")
+        self.name = name
+        self.ops = ops.for_device(torch.get_default_device())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape, and the same shape back."""
+        return self.ops.activate(x, self.name)
+
+
+class Gate(Activation):
+    """The function of one half of the inputs, times the other half."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, 2 * size] -> [num_tokens, size]."""
+        return self.ops.gate(x, self.name)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from servd.worker.attention._base import Backend
+from servd.worker.layers.rotary import Rotation
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,16 @@ class Attention(nn.Module):
         self.kv_shape = (-1, num_kv_heads, head_dim)
         self.scale = scale
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ctx: ForwardContext,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
         """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q."""
-        out = ctx.backend.forward(
-            q.view(self.query_shape),
-            k.view(self.kv_shape),
-            v.view(self.kv_shape),
-            ctx.kv_caches[self.layer],
-            ctx.metadata,
-            self.scale,
-        )
-        return out.view(q.shape)
+        kv_cache = ctx.kv_caches[self.layer]
+        q, k, v = q.view(self.query_shape), k.view(self.kv_shape), v.view(self.kv_shape)
+        q = ctx.backend.write(q, k, v, kv_cache, ctx.metadata, rotation)
+        return ctx.backend.attend(q, kv_cache, ctx.metadata, self.scale).flatten(1)

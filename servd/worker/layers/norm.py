@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from servd.worker import ops
 from servd.worker.layers._weight import Weight
 from servd.worker.parallel import Parallel
 
@@ -17,10 +17,15 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = Weight((size,), parallel)
         self.eps = eps
+        self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.ops.rms_norm(x, None, self.weight, self.eps)[0]
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add x [num_tokens, size] to the residual stream; returns the stream normed, and the stream."""
+        return self.ops.rms_norm(x, residual, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -31,7 +36,8 @@ class LayerNorm(nn.Module):
         self.weight = Weight((size,), parallel)
         self.bias = Weight((size,), parallel)
         self.eps = eps
+        self.ops = ops.for_device(torch.get_default_device())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., size]."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add x [num_tokens, size] to the residual stream; returns the stream normed, and the stream."""
+        return self.ops.layer_norm(x, residual, self.weight, self.bias, self.eps)

@@ -12,7 +12,7 @@ from servd.errors import UnsupportedModel
 from servd.hf import ModelSpec
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of a step's positions, each [num_tokens, 1, head_dim]."""
+"""cos and sin of a step's positions, each [num_tokens, head_dim / 2]."""
 
 
 class Rotary(nn.Module):
@@ -27,15 +27,14 @@ class Rotary(nn.Module):
     def forward(self, positions: torch.Tensor) -> Rotation:
         """[num_tokens] -> cos and sin."""
         angles = torch.outer(positions.float(), self.inv_freq)
-        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         return (angles.cos() * self.magnitude).to(self.dtype), (angles.sin() * self.magnitude).to(self.dtype)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Turn the pairs (i, i + head_dim / 2) of `x` [num_tokens, num_heads, head_dim] by their position's angles."""
-    cos, sin = rotation
+    cos, sin = (part.unsqueeze(1) for part in rotation)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rope_parameters(spec: ModelSpec) -> dict[str, Any]:

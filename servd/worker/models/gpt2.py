@@ -9,7 +9,7 @@ from torch import nn
 
 from servd.errors import UnsupportedModel
 from servd.hf import ModelSpec
-from servd.worker.layers.activation import activation
+from servd.worker.layers.activation import Activation
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import Embedding, VocabEmbedding
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -43,7 +43,7 @@ class GPT2MLP(nn.Module):
         size = spec.config.get("n_inner") or 4 * spec.hidden_size
         self.c_fc = ColumnParallelLinear(spec.hidden_size, [size], parallel, bias=True, transposed=True)
         self.c_proj = RowParallelLinear(size, spec.hidden_size, parallel, bias=True, transposed=True)
-        self.act = activation(spec.config.get("activation_function", "gelu_new"))
+        self.act = Activation(spec.config.get("activation_function", "gelu_new"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
@@ -51,7 +51,7 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Layer(nn.Module):
-    """Attention and feed-forward, each on the normed stream and added to it."""
+    """Attention and feed-forward on the normed residual stream; the next norm adds to it what they yield."""
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
@@ -61,10 +61,13 @@ class GPT2Layer(nn.Module):
         self.ln_2 = LayerNorm(spec.hidden_size, eps, parallel)
         self.mlp = GPT2MLP(spec, parallel)
 
-    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        x = x + self.attn(self.ln_1(x), ctx)
-        return x + self.mlp(self.ln_2(x))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is to be added to the stream, and the stream; [num_tokens, hidden] each."""
+        x, residual = self.ln_1.add(x, residual)
+        x, residual = self.ln_2.add(self.attn(x, ctx), residual)
+        return self.mlp(x), residual
 
 
 class GPT2Model(nn.Module):
@@ -79,10 +82,10 @@ class GPT2Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
-        x = self.wte(input_ids) + self.wpe(positions)
+        x, residual = self.wte(input_ids) + self.wpe(positions), None
         for layer in self.h:
-            x = layer(x, ctx)
-        return self.ln_f(x)
+            x, residual = layer(x, residual, ctx)
+        return self.ln_f.add(x, residual)[0]
 
 
 class GPT2LMHeadModel(nn.Module):

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from servd.hf import ModelSpec
-from servd.worker.layers.activation import activation
+from servd.worker.layers.activation import Gate
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
-from servd.worker.layers.rotary import Rotary, Rotation, rotate
+from servd.worker.layers.rotary import Rotary, Rotation
 from servd.worker.parallel import Parallel
 
 
@@ -49,8 +49,7 @@ class LlamaAttention(nn.Module):
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, k = self.normalize(q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim)))
-        q, k = rotate(q, rotation), rotate(k, rotation)
-        return self.o_proj(self.attention(q.flatten(1), k.flatten(1), v, ctx))
+        return self.o_proj(self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation))
 
 
 class LlamaMLP(nn.Module):
@@ -61,16 +60,15 @@ class LlamaMLP(nn.Module):
         size, bias = spec.config["intermediate_size"], spec.config.get("mlp_bias", False)
         self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, [size, size], parallel, bias=bias)
         self.down_proj = RowParallelLinear(size, spec.hidden_size, parallel, bias=bias)
-        self.act = activation(spec.config.get("hidden_act", "silu"))
+        self.gate = Gate(spec.config.get("hidden_act", "silu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate) * up)
+        return self.down_proj(self.gate(self.gate_up_proj(x)))
 
 
 class LlamaLayer(nn.Module):
-    """Attention and feed-forward, each on the normed stream and added to it."""
+    """Attention and feed-forward on the normed residual stream; the next norm adds to it what they yield."""
 
     def __init__(self, spec: ModelSpec, attention: LlamaAttention, parallel: Parallel) -> None:
         super().__init__()
@@ -80,10 +78,13 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps, parallel)
         self.mlp = LlamaMLP(spec, parallel)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, ctx)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is to be added to the stream, and the stream; [num_tokens, hidden] each."""
+        x, residual = self.input_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, rotation, ctx), residual)
+        return self.mlp(x), residual
 
 
 class LlamaModel(nn.Module):
@@ -100,11 +101,11 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
-        x = self.embed_tokens(input_ids)
+        x, residual = self.embed_tokens(input_ids), None
         rotation = self.rotary(positions)
         for layer in self.layers:
-            x = layer(x, rotation, ctx)
-        return self.norm(x)
+            x, residual = layer(x, residual, rotation, ctx)
+        return self.norm.add(x, residual)[0]
 
 
 class LlamaForCausalLM(nn.Module):

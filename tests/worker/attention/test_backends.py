@@ -91,7 +91,9 @@ def test_equals_dense_attention(name: str, rows: str, shape: str, block_size: in
     new_keys = torch.cat([k[done:] for k, done in zip(keys, computed, strict=True)])
     new_values = torch.cat([v[done:] for v, done in zip(values, computed, strict=True)])
     scale = head_dim**-0.5
-    out = backend.forward(q, new_keys, new_values, cache, backend.build_metadata(batch), scale)
+    metadata = backend.build_metadata(batch)
+    queries = backend.write(q, new_keys, new_values, cache, metadata, None)
+    out = backend.attend(queries, cache, metadata, scale)
 
     assert out.shape == q.shape and out.is_contiguous()
     expected = torch.cat(

@@ -1,0 +1,38 @@
+"""Operations between the matrix products. `reference.py` has them all in plain torch; a device may have faster ones."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from servd.worker.ops import reference
+
+
+class Ops(Protocol):
+    """What each module of this package has, for contiguous inputs; tests/worker/ops runs its contract over all."""
+
+    def rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + residual` [..., size], also returned, over its root mean square, times weight [size]."""
+        ...
+
+    def layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + residual` [..., size], also returned, less its mean, over its deviation, times weight, plus bias."""
+        ...
+
+    def activate(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The function that config.json calls `name`, of each number."""
+        ...
+
+    def gate(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """[num_tokens, 2 * size] -> [num_tokens, size]: the function of the first half, times the second half."""
+        ...
+
+
+def for_device(device: torch.device) -> Ops:
+    """The fastest operations that run on `device`."""
+    return reference
