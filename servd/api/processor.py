@@ -111,7 +111,7 @@ class Processor:
         if params.bad_words:
             params = msgspec.structs.replace(params, bad_words_token_ids=self._encode_bad_words(params.bad_words))
             params.verify(self.spec.vocab_size)
-        room = self.max_model_len - max(params.max_tokens or 1, 1)
+        room = self.max_model_len - _least_output(params)
         prompt_token_ids, was_cut = self._encode(prompt, add_special_tokens, truncate_prompt_tokens, room, param)
         params = self._fill(params, len(prompt_token_ids), param, client)
         return Prepared(
@@ -147,8 +147,9 @@ class Processor:
     ) -> Prepared:
         """Validate and tokenise a prompt that becomes a vector. Arguments and errors as of `process`."""
         params.verify(self.spec.hidden_size)
-        room = self.max_model_len - 1
-        prompt_token_ids, _ = self._encode(prompt, add_special_tokens, truncate_prompt_tokens, room, param)
+        prompt_token_ids, _ = self._encode(
+            prompt, add_special_tokens, truncate_prompt_tokens, self.max_model_len, param
+        )
         no_output = self._fill(SamplingParams(max_tokens=0, temperature=0.0), len(prompt_token_ids), param, client)
         return Prepared(
             request_id=request_id,
@@ -203,7 +204,7 @@ class Processor:
     def _fill(self, params: SamplingParams, num_prompt_tokens: int, param: str, client: int) -> SamplingParams:
         """`params` with max_tokens and seed, after checking that the request fits into the context."""
         room = self.max_model_len - num_prompt_tokens
-        least = max(params.max_tokens or 1, 1)  # the engine samples after every prompt, and may drop the token
+        least = _least_output(params)
         if room < least:
             raise ContextTooLong(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
@@ -222,6 +223,11 @@ class Processor:
             # Different for every request and API server, yet the same in every run of a server with this --seed.
             seed = random.Random(f"{self.config.model.seed}/{client}/{next(self._ordinal)}").getrandbits(63)
         return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)
+
+
+def _least_output(params: SamplingParams) -> int:
+    """Tokens of the context that are not for the prompt."""
+    return 1 if params.max_tokens is None else params.max_tokens
 
 
 def _for_choice(params: SamplingParams, index: int) -> SamplingParams:

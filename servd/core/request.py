@@ -74,7 +74,8 @@ class Request:
             eos_token_ids=message.eos_token_ids,
             cache_salt=message.cache_salt,
             order=order,
-            max_num_tokens=min(num_prompt_tokens + max(max_output, 1), max_model_len),
+            # The token after a prompt that is all that was asked for is dropped, so it needs no room.
+            max_num_tokens=min(num_prompt_tokens + max_output, max_model_len) if max_output else num_prompt_tokens + 1,
             stop_token_ids=stop_token_ids.union(message.eos_token_ids) if max_output else frozenset(),
             min_tokens=min_tokens,
             reads_prompt=reads_prompt,

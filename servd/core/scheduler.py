@@ -85,7 +85,7 @@ class Scheduler:
         self._num_arrived += 1
         order = (message.priority if self.by_priority else 0, self._num_arrived)
         request = Request.from_message(message, order, self.max_model_len)
-        if request.num_prompt_tokens >= self.max_model_len:
+        if request.num_prompt_tokens + (not request.is_prompt_only) > self.max_model_len:
             self.reject(message, self._prompt_too_long(request.num_prompt_tokens))
             return
         self.requests[request.request_id] = request

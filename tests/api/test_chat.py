@@ -88,6 +88,18 @@ async def test_max_completion_tokens_wins_over_max_tokens(http):
     assert (await ask(http, max_tokens=None, max_completion_tokens=2))["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize(("path", "body", "param"), [
+    (CHAT, {"messages": user("hi"), "reasoning_effort": "turbo"}, "reasoning_effort"),
+    ("/v1/responses", {"input": "hi", "reasoning": {"effort": "turbo"}}, "reasoning.effort"),
+    ("/v1/messages", {"messages": user("hi"), "max_tokens": 1, "thinking": {"type": "adaptive"},
+                      "output_config": {"effort": "turbo"}}, "output_config.effort"),
+])  # fmt: skip
+async def test_an_unknown_reasoning_effort_is_refused_with_the_known_ones(http, path, body, param):
+    answer = await http.post(path, json={"model": "fake", **body})
+    assert answer.status_code == 400 and "'minimal', 'low', 'medium'" in answer.text
+    assert path == "/v1/messages" or answer.json()["error"]["param"] == param
+
+
 async def test_without_a_limit_the_answer_fills_the_context():
     async with serve(max_model_len=64) as served:
         usage = (await ask(served.http, max_tokens=None))["usage"]

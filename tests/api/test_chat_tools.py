@@ -178,6 +178,15 @@ async def test_required_calls_obey_their_schemas(template):
             assert [tuple(call) for call in streamed["calls"]] == [(name, arguments)]
 
 
+async def test_a_stop_string_in_the_midst_of_required_calls_is_a_stop():
+    async with scripted(None) as served:
+        body = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 2000, "stop": ["days"]}
+        (choice,) = (await ask(served, **body))["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "days")
+        (streamed,) = (await ask_stream(served, **body)).values()
+        assert streamed["finish"] == ["stop"]
+
+
 async def test_a_named_call():
     async with scripted(None) as served:
         body = {

@@ -12,7 +12,7 @@ from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import FAKE_SPEC, ModelSpec
-from servd.params import INT64_MAX, SamplingParams
+from servd.params import INT64_MAX, PoolingParams, SamplingParams
 
 
 def make(max_model_len: int = 100, spec: ModelSpec = FAKE_SPEC, **options) -> Processor:
@@ -99,6 +99,15 @@ def test_a_prompt_leaves_room_for_one_token(num_prompt: int, fits: bool):
     else:
         with pytest.raises(ContextTooLong):
             make(100).process("r", [1] * num_prompt, params)
+
+
+def test_a_prompt_without_output_may_fill_the_context():
+    params = SamplingParams(max_tokens=0)
+    assert len(make(100).process("r", [1] * 100, params).prompt_token_ids) == 100
+    assert len(make(100).process("r", [1] * 300, params, truncate_prompt_tokens=-1).prompt_token_ids) == 100
+    assert len(make(100).process_pooling("r", [1] * 100, PoolingParams()).prompt_token_ids) == 100
+    with pytest.raises(ContextTooLong, match=r"101 in the prompt, 0 in the completion"):
+        make(100).process("r", [1] * 101, params)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,18 @@ def test_without_output_the_prompt_is_all(depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [16, 64])
+def test_a_prompt_without_output_may_fill_the_context_and_the_cache(depth, num_blocks):
+    engine = make_engine(num_blocks, depth, max_num_batched_tokens=24)
+    prompt = [i % 50 for i in range(64)]
+    log = generate(engine, make_request("full", prompt, 0, prompt_logprobs=0), make_request("beyond", [*prompt, 1], 0))
+    assert scored(log, "full") == prompt[1:]
+    assert log.outputs["full"][0].finish_reason is FinishReason.LENGTH
+    assert log.outputs["beyond"][0].finish_reason is FinishReason.ERROR
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("pooling", ["last", "mean", "all"])
 def test_vectors(depth, pooling):
     engine = make_engine(num_blocks=24, depth=depth, max_num_batched_tokens=16)

@@ -163,9 +163,18 @@ class ChatAnswer(Answer):
         return _joined(parts)
 
     def _finish_reason(self, output: CompletionOutput) -> ChatFinishReason | None:
+        if (
+            output.finish_reason is not FinishReason.STOP
+            or not self.parsers
+            or not self.parsers[output.index].num_calls
+        ):
+            return output.finish_reason
         # OpenAI says "stop" where the request named the function: the call is all that was asked for.
-        has_chosen = self.parsers and self.parsers[output.index].num_calls and self.body.named_tool is None
-        return "tool_calls" if has_chosen and output.finish_reason is FinishReason.STOP else output.finish_reason
+        if self.body.named_tool is not None:
+            return FinishReason.STOP
+        # A reply that has to be calls ends by itself: what the request stops it at is in the midst of one.
+        is_cut = self.body.tool_choice == "required" and output.stop_reason is not None
+        return FinishReason.STOP if is_cut else "tool_calls"
 
 
 def _joined(parts: list[Part]) -> Delta:

@@ -44,8 +44,12 @@ class KVCacheManager:
         return cached
 
     def fits(self, request: Request, cached: Sequence[int]) -> bool:
-        """Whether there is room for all known tokens and the next one, `cached` blocks being shared."""
-        wanted = len(request.token_ids) // self.block_size + 1 - len(cached)
+        """Whether there is room for all known tokens and the next one, `cached` blocks being shared.
+
+        The last token of a request is never computed, so it needs no room.
+        """
+        num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
+        wanted = -(-num_tokens // self.block_size) - len(cached)
         idle = sum(self.pool.ref_counts[block] == 0 for block in cached)  # free now, but not for others
         return wanted <= self.pool.num_free - idle
 
