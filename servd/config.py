@@ -112,7 +112,12 @@ class SchedulerConfig(Section, frozen=True):
         Meta(description="Schedule the next step while the device computes this one. Default: on with CUDA."),
     ] = None
     max_waiting_requests: Annotated[
-        int, Meta(ge=0, description="Unfinished requests beyond which new ones get 503 with Retry-After.")
+        int,
+        Meta(
+            ge=0,
+            description="Unfinished requests beyond which new ones get 503 with Retry-After. "
+            "All choices of a prompt count as one, so that no request is refused for its `n`.",
+        ),
     ] = 2048
 
 

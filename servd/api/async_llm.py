@@ -40,7 +40,8 @@ class _Stream:
     What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in one step.
     """
 
-    def __init__(self, prepared: Prepared, arrival_ns: int) -> None:
+    def __init__(self, prepared: Prepared, arrival_ns: int, is_counted: bool) -> None:
+        self.is_counted = is_counted  # in the metrics
         self.choices = [ChoiceTimes(arrival_ns, len(prepared.prompt_token_ids)) for _ in prepared.requests]
         self._waiting: dict[int, CompletionOutput] = {}  # choice index -> merged delta
         self._failure: EngineError | None = None
@@ -278,18 +279,12 @@ class AsyncLLM:
         """
         return await self._run(len(text), partial(self.processor.tokenizer.encode, text, add_special_tokens))
 
-    def generate(self, prepared: Prepared) -> AsyncGenerator[CompletionOutput, None]:
-        """Run a request. Errors that need no engine are raised here, not at the first delta.
-
-        Returns:
-            Deltas of all choices, ending when all have finished. Deltas that wait are merged. Leaving early, by
-            `aclose` or by cancellation, aborts the request at once. While iterating, EngineError tells that the
-            engine failed on this request, and EngineDead that it is gone.
+    def check_capacity(self) -> None:
+        """Whether a request can be taken in now.
 
         Raises:
             Overloaded: too many unfinished requests, or the model is still loading.
             EngineDead: the engine is gone.
-            InvalidRequest: a request with this id is running.
         """
         match self.status:
             case EngineDeadMessage(reason=reason):
@@ -299,16 +294,35 @@ class AsyncLLM:
         limit = self.config.scheduler.max_waiting_requests
         if self.num_unfinished >= limit:
             raise Overloaded(f"{self.num_unfinished} requests are unfinished, the limit is {limit}: retry later")
+
+    def generate(self, prepared: Prepared, is_part: bool = False) -> AsyncGenerator[CompletionOutput, None]:
+        """Run a request. Errors that need no engine are raised here, not at the first delta.
+
+        Args:
+            prepared: by `prepare` or one of its siblings.
+            is_part: of a request that the caller has admitted by `check_capacity` and counts in the metrics.
+
+        Returns:
+            Deltas of all choices, ending when all have finished. Deltas that wait are merged. Leaving early, by
+            `aclose` or by cancellation, aborts the request at once. While iterating, EngineError tells that the
+            engine failed on this request, and EngineDead that it is gone.
+
+        Raises:
+            Overloaded: see `check_capacity`.
+            EngineDead: the engine is gone.
+            InvalidRequest: a request with this id is running.
+        """
+        if not is_part:
+            self.check_capacity()
         if prepared.request_id in self._streams:
             raise InvalidRequest(f"a request with the id {prepared.request_id!r} is running", param="request_id")
-        return self._generate(prepared)
+        return self._generate(prepared, is_counted=not is_part)
 
-    async def _generate(self, prepared: Prepared) -> AsyncGenerator[CompletionOutput, None]:
+    async def _generate(self, prepared: Prepared, is_counted: bool) -> AsyncGenerator[CompletionOutput, None]:
         if isinstance(self.status, EngineDeadMessage):  # died between the call and the first iteration
             raise EngineDead(f"the engine is gone: {self.status.reason}")
         request_id = prepared.request_id
-        marks = self.tracer.get(request_id)
-        stream = self._streams[request_id] = _Stream(prepared, marks[0].at_ns if marks else now_ns())
+        stream = self._streams[request_id] = _Stream(prepared, self.arrival_ns(request_id), is_counted)
         self.output_processor.add(prepared)
         self.tracer.mark(request_id, "sent")
         for request in prepared.requests:
@@ -324,7 +338,13 @@ class AsyncLLM:
         finally:
             del self._streams[request_id]
             self._abort(request_id, stream)
-            self.metrics.observe_request(prepared.params, stream.choices)
+            if is_counted:
+                self.metrics.observe_request(prepared.params, stream.choices)
+
+    def arrival_ns(self, request_id: str) -> int:
+        """When a request arrived; now, if it has no timeline."""
+        marks = self.tracer.get(request_id)
+        return marks[0].at_ns if marks else now_ns()
 
     def fail(self, reason: str) -> None:
         """End every open request with EngineDead; used when the engine is gone and when the server has to stop."""
@@ -339,7 +359,8 @@ class AsyncLLM:
         self.client.send(AbortRequests(engine_ids))
         num_tokens = sum(choice.num_tokens for choice in stream.choices)
         log.info("%s: aborted after %d tokens", request_id, num_tokens)
-        self.metrics.success[FinishReason.ABORT].inc(len(engine_ids))
+        if stream.is_counted:
+            self.metrics.success[FinishReason.ABORT].inc(len(engine_ids))
 
     def _receive(self) -> None:
         for message in self.client.drain():
@@ -372,9 +393,11 @@ class AsyncLLM:
         for request_id, delta in deltas:
             stream = self._streams[request_id]
             times = stream.choices[delta.index]
-            self.metrics.observe_tokens(times, len(delta.token_ids), now)
+            if stream.is_counted:
+                self.metrics.observe_tokens(times, len(delta.token_ids), now)
             if delta.finish_reason is not None:
-                self.metrics.observe_finished(times, delta.finish_reason, now)
+                if stream.is_counted:
+                    self.metrics.observe_finished(times, delta.finish_reason, now)
                 self.tracer.mark(request_id, "detokenised", now)
             stream.put(delta)
 

@@ -16,10 +16,13 @@ import msgspec
 
 from servd.api.async_llm import AsyncLLM
 from servd.api.detokenizer import Detokenizer
+from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.processor import Prepared
+from servd.errors import EngineError
 from servd.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams
+from servd.tracing import now_ns
 
 EarlyStopping = bool | Literal["never"]
 
@@ -59,6 +62,24 @@ class BeamSearch:
 
     async def run(self, async_llm: AsyncLLM) -> AsyncGenerator[CompletionOutput, None]:
         """The answers, best first, each whole. Errors as of `AsyncLLM.generate`."""
+        async_llm.check_capacity()
+        answers: list[CompletionOutput] = []
+        reason = FinishReason.ABORT
+        arrival_ns = async_llm.arrival_ns(self.prepared.request_id)
+        try:
+            await self._search(async_llm)
+            answers = [self._answer(async_llm, index, beam) for index, beam in enumerate(self.finished)]
+            reason = answers[0].finish_reason or reason
+        except EngineError:
+            reason = FinishReason.ERROR
+            raise
+        finally:
+            self._count(async_llm.metrics, arrival_ns, answers, reason)
+        for answer in answers:
+            yield answer
+
+    async def _search(self, async_llm: AsyncLLM) -> None:
+        """Take steps until the best continuations are known."""
         while self.running:
             tasks = [asyncio.ensure_future(_step(async_llm, self._request(i))) for i in range(len(self.running))]
             try:
@@ -70,8 +91,15 @@ class BeamSearch:
             if self.length == 0:
                 self.num_cached_tokens = outputs[0].num_cached_tokens
             self.advance([output.logprobs[0] for output in outputs if output.logprobs])
-        for index, beam in enumerate(self.finished):
-            yield self._answer(async_llm, index, beam)
+
+    def _count(self, metrics: Metrics, arrival_ns: int, answers: list[CompletionOutput], reason: FinishReason) -> None:
+        """However many steps it took, and beams, the client sent one request, and gets its tokens at once."""
+        num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
+        choices = [ChoiceTimes(arrival_ns, num_prompt_tokens, len(answer.token_ids)) for answer in answers]
+        whole = ChoiceTimes(arrival_ns, num_prompt_tokens)
+        metrics.observe_tokens(whole, sum(choice.num_tokens for choice in choices), now)
+        metrics.observe_finished(whole, reason, now)
+        metrics.observe_request(self.prepared.params, choices or [whole])
 
     def advance(self, logprobs: list[TokenLogprobs]) -> None:
         """Continue the running beams by one token; `logprobs` has the most likely ones of each."""
@@ -145,7 +173,7 @@ class BeamSearch:
 
 async def _step(async_llm: AsyncLLM, prepared: Prepared) -> CompletionOutput:
     try:
-        async with aclosing(async_llm.generate(prepared)) as outputs:
+        async with aclosing(async_llm.generate(prepared, is_part=True)) as outputs:
             async for output in outputs:
                 return output
         raise AssertionError("a request ends with an output")

@@ -8,8 +8,9 @@ import math
 import pytest
 
 from servd.messages import AbortRequests, EngineCoreRequest
-from tests.api.harness import events, output_text, until, user
+from tests.api.harness import events, output_text, serve, until, user
 from tests.api.test_errors import check
+from tests.api.test_metrics_route import values
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -45,6 +46,41 @@ async def test_steps_share_the_prefix_cache_and_leave_nothing_behind(served):
     )
     assert hits / queries > 0.85
     assert not served.async_llm.tracer.marks and len(served.async_llm.tracer.recent) == 1
+
+
+async def test_a_search_counts_as_one_request(served):
+    body = {"prompt": "x" * 20, "n": 3, "max_tokens": 5, "use_beam_search": True}
+    usage = (await served.http.post(COMPLETIONS, json=body)).json()["usage"]
+    counts = await values(served.http)
+    assert counts["vllm:request_success_total"] == counts["vllm:e2e_request_latency_seconds_count"] == 1
+    assert counts["vllm:request_params_n_sum"] == 3 and counts["vllm:request_params_max_tokens_sum"] == 5
+    assert counts["vllm:generation_tokens_total"] == counts["vllm:request_generation_tokens_sum"] == 15
+    assert counts["vllm:request_max_num_generation_tokens_sum"] == 5
+    assert counts["vllm:prompt_tokens_total"] == usage["prompt_tokens"] == 20
+
+
+async def test_a_client_that_leaves_counts_as_one_abort(served):
+    served.engine.may_step.clear()
+    body = {"prompt": "a", "n": 3, "max_tokens": 50, "use_beam_search": True}
+    asking = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
+    await until(lambda: served.async_llm.num_unfinished)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    (line,) = [line for line in served.async_llm.metrics.render()[0].decode().splitlines()
+               if line.startswith("vllm:request_success_total") and "abort" in line]  # fmt: skip
+    assert float(line.split()[-1]) == 1
+
+
+async def test_a_search_is_refused_as_a_whole_or_not_at_all():
+    async with serve(max_waiting_requests=1) as served:
+        body = {"prompt": "a", "n": 3, "max_tokens": 5, "use_beam_search": True}
+        assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
+        served.engine.may_step.clear()
+        asking = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
+        await until(lambda: served.async_llm.num_unfinished)
+        check(await served.http.post(COMPLETIONS, json=body), 503, code="overloaded")
+        served.engine.may_step.set()
+        assert (await asking).status_code == 200
 
 
 @pytest.mark.parametrize(("path", "body"), [
