@@ -227,8 +227,10 @@ class AsyncLLM:
         prompt: str | list[int],
         params: PoolingParams,
         *,
+        add_special_tokens: bool = True,
         priority: int = 0,
         truncate_prompt_tokens: int | None = None,
+        param: str = "input",
     ) -> Prepared:
         """`Processor.process_pooling`, in a thread if the prompt is long.
 
@@ -240,9 +242,11 @@ class AsyncLLM:
             request_id,
             prompt,
             params,
+            add_special_tokens=add_special_tokens,
             priority=priority,
             truncate_prompt_tokens=truncate_prompt_tokens,
             client=self.client.client,
+            param=param,
         )
         prepared = await self._run(len(prompt) if isinstance(prompt, str) else 0, process)
         self.tracer.mark(request_id, "tokenised")

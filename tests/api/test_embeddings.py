@@ -11,7 +11,7 @@ import pytest
 
 from servd.core.executor.fake import next_state, vector
 from servd.params import PoolingParams
-from tests.api.harness import MODEL, Served
+from tests.api.harness import MODEL, Served, chat_prompt, user
 from tests.api.test_errors import check
 
 EMBEDDINGS = "/v1/embeddings"
@@ -94,8 +94,8 @@ async def test_bad_requests(http, body, param):
 async def test_inputs_beyond_the_context(http):
     check(await http.post(EMBEDDINGS, json={"input": "x" * 5000}), 400, "input", "context_length_exceeded")
     answer = await ask(http, input="x" * 5000, truncate_prompt_tokens=-1)
-    assert answer["usage"]["prompt_tokens"] == 4095
-    assert answer["data"][0]["embedding"] == pytest.approx(expected("x" * 4095), rel=1e-6)
+    assert answer["usage"]["prompt_tokens"] == 4096
+    assert answer["data"][0]["embedding"] == pytest.approx(expected("x" * 4096), rel=1e-6)
 
 
 async def test_a_timeline_of_every_input_and_nothing_left_running(served: Served):
@@ -109,3 +109,13 @@ async def test_the_openai_client(listening_server: Served, encoding):
     async with openai.AsyncOpenAI(base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0) as client:
         answer = await client.embeddings.create(model=MODEL, input=["x", "yz"], **encoding)
     assert [entry.embedding for entry in answer.data] == [pytest.approx(expected(t), rel=1e-6) for t in ("x", "yz")]
+
+
+async def test_a_chat_is_one_input(http):
+    chat = {"messages": user("x"), "normalize": False}
+    prompt = "User: x\n"
+    assert (await ask(http, **chat))["data"][0]["embedding"] == expected(prompt, normalize=False)
+    answer = await ask(http, **chat, add_generation_prompt=True)
+    assert answer["data"][0]["embedding"] == expected(chat_prompt("x"), normalize=False)
+    assert answer["usage"]["prompt_tokens"] == len(chat_prompt("x"))
+    check(await http.post(EMBEDDINGS, json={"messages": user("x"), "input": "x"}), 400, "input")

@@ -5,29 +5,54 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from servd.api.protocol.chat import Messages
 from servd.api.protocol.completions import list_of_prompts
 from servd.api.protocol.validation import RequestBody
+from servd.errors import InvalidRequest
 from servd.params import PoolingParams
 
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
-class EmbeddingRequest(RequestBody):
-    """Body of POST /v1/embeddings."""
 
-    input: Annotated[Any, BeforeValidator(list_of_prompts)]  # read as list[str] | list[list[int]]
+class VectorRequest(RequestBody):
+    """What requests for vectors share: texts, token ids or one chat, and the form of the vectors."""
+
+    # read as list[str] | list[list[int]] | None
+    input: Annotated[Any, BeforeValidator(list_of_prompts)] = None
+    messages: Messages | None = None
+    add_generation_prompt: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True  # of `input`; a chat template writes its own
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Priority | None = None
     user: str | None = None
 
-    def pooling_params(self) -> PoolingParams:
-        """How the hidden states of each input become its vector."""
-        given = {"pooling": self.pooling, "normalize": self.normalize, "dimensions": self.dimensions}
+    @model_validator(mode="after")
+    def _check_input(self) -> VectorRequest:
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequest("give either `input` or `messages`", param="input")
+        return self
+
+    def ignored(self) -> list[str]:
+        """Fields of the body that have no effect here."""
+        idle = ("add_generation_prompt", "chat_template_kwargs") if self.messages is None else ("add_special_tokens",)
+        return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
+
+    def params(self, pooling: str | None) -> PoolingParams:
+        """How the hidden states of each input become its vector, or its vectors."""
+        given = {"pooling": pooling, "normalize": self.normalize, "dimensions": self.dimensions}
         return PoolingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class EmbeddingRequest(VectorRequest):
+    """Body of POST /v1/embeddings."""
+
+    pooling: Literal["last", "mean"] | None = None
 
 
 class Embedding(msgspec.Struct, tag_field="object", tag="embedding"):
