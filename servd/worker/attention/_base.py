@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class AttentionBatch:
     """One step, as a backend sees it. Row r computes the last query_lens[r] of its seq_lens[r] tokens."""
 
     query_lens: np.ndarray  # int64 [num_rows], at least 1
-    seq_lens: np.ndarray  # int64 [num_rows], with the tokens of this step
+    seq_lens: np.ndarray  # int64 [num_rows], with the tokens of this step; in a captured step only a bound, see Backend
     query_start_loc: torch.Tensor  # int32 [num_rows + 1], first token of each row, on the device
     seq_lens_device: torch.Tensor  # int32 [num_rows]
     block_tables: torch.Tensor  # int32 [num_rows, max_blocks], on the device; entries past the length are any block
@@ -50,7 +50,16 @@ class AttentionBatch:
 
 
 class Backend(ABC, Generic[Metadata]):
-    """Attention over a KV cache in blocks. `Metadata` is what a step needs in all layers, built once."""
+    """Attention over a KV cache in blocks. `Metadata` is what a step needs in all layers, built once.
+
+    A backend with `supports_graphs` can be captured in decode steps (every query_len is 1): `build_metadata`, `write`
+    and `attend` run once, and their kernels again for other steps with the same number of rows. So they take
+    sequence lengths, block tables and slots from the batch's device tensors, whose contents change; the host's
+    `seq_lens` are max_model_len in every row, good for the size of a grid or a buffer; and the device is not
+    waited for. Rows of padding have length 1 and a block of their own.
+    """
+
+    supports_graphs: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

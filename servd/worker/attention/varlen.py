@@ -34,6 +34,8 @@ class Metadata:
 class Backend(AttentionBackend[Metadata]):
     """One kernel call per layer for the whole mixed batch."""
 
+    supports_graphs = True
+
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         attention = importlib.import_module("torch.nn.attention")
