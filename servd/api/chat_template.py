@@ -96,7 +96,8 @@ class ChatTemplate:
             variables: further ones for the template, e.g. enable_thinking or documents.
 
         Raises:
-            InvalidRequest: the template refuses the messages or fails on them, or `variables` has a reserved name.
+            InvalidRequest: the template refuses the messages or fails on them, does not read the documents, or
+                `variables` has a reserved name.
         """
         variables = variables or {}
         if reserved := RESERVED & variables.keys():
@@ -108,6 +109,10 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         compiled = self._tool_template if tools else self._template
+        if variables.get("documents") and not compiled.reads_documents:
+            raise InvalidRequest(
+                "this model's chat template does not read documents: write them in a message", param="documents"
+            )
         messages = [_normalise(message, compiled.wants_parts, index) for index, message in enumerate(messages)]
         if continue_final_message:
             _append_to_last(messages, _CONTINUE_HERE)
@@ -136,7 +141,9 @@ class _Compiled:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self.wants_parts = _wants_parts(environment.parse(source))
+            tree = environment.parse(source)
+            self.wants_parts = _wants_parts(tree)
+            self.reads_documents = any(name.name == "documents" for name in tree.find_all(nodes.Name))
             self.template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None

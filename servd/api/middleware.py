@@ -11,9 +11,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servd.api.protocol.errors import ErrorReply, error_reply
+from servd.api.protocol.validation import REQUEST_ID
 from servd.tracing import Tracer
 
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
 
 
@@ -42,17 +42,18 @@ class RequestContext:
             return await self.app(scope, receive, send)
         asked = Headers(scope=scope).get("x-request-id", "")
         request_id = unique_id = uuid.uuid4().hex
-        if REQUEST_ID.fullmatch(asked):
+        if re.fullmatch(REQUEST_ID, asked):
             request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
         traced: list[str] = []
-        scope.setdefault("state", {}).update(request_id=request_id, unique_id=unique_id, traced=traced)
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, unique_id=unique_id, traced=traced)
         started = written = False
 
         async def send_on(message: Message) -> None:
             nonlocal started, written
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", state["request_id"].encode())]
             await send(message)
             written = message["type"] == "http.response.body" and not message.get("more_body", False)
 
@@ -61,7 +62,7 @@ class RequestContext:
         except ClientDisconnect:
             pass  # nobody is there to answer
         except Exception as error:
-            reply = error_reply(error, request_id, scope["path"])
+            reply = error_reply(error, state["request_id"], scope["path"])
             if started:
                 raise  # the server cuts the connection: the client sees that the answer is not whole
             await send_error(reply, send_on)

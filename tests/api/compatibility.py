@@ -26,7 +26,7 @@ accepted, and never changes an answer. *Ignored*: accepted, without effect, and 
 values out of bounds are refused.
 """
 
-FOR_THE_RECORD = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
+FOR_THE_RECORD = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "session_id"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -46,7 +46,7 @@ GENERATION: dict[str, Any] = {
     "structured_outputs": {"regex": "[ab]"}, "guided_json": SCHEMA, "guided_regex": "[ab]", "guided_choice": ["a"],
     "guided_grammar": 'root ::= "a"', "thinking_token_budget": 5, "repetition_detection": {"max_pattern_size": 4},
     "prompt_embeds": "AAAA", "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto",
-    "request_id": "r", "an_unknown_field": 1,
+    "request_id": "r", "session_id": "s", "return_prompt_text": True, "an_unknown_field": 1,
 }  # fmt: skip
 CHAT: dict[str, Any] = {
     "messages": user("hi"), "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2, "tools": [TOOL],

@@ -149,6 +149,65 @@ async def test_token_ids_are_returned_on_demand(http):
     assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
 
 
+async def test_tokens_are_named_by_their_ids_on_demand(http):
+    body = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    (choice,) = (await ask(http, **body))["choices"]
+    content = choice["logprobs"]["content"]
+    assert [position["token"] for position in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+    first, second = content[0]["top_logprobs"]
+    assert (first["token"], second["token"]) == (content[0]["token"], f"token_id:{choice['token_ids'][0] + 1}")
+    assert bytes(b for position in content for b in position["bytes"]).decode() == choice["message"]["content"]
+
+
+async def test_the_prompt_is_told_once_on_demand(http):
+    body = {"messages": user("hi"), "max_tokens": 3, "n": 2, "return_prompt_text": True}
+    assert (await ask(http, **body))["prompt_text"] == chat_prompt("hi")
+    chunks = events((await http.post(CHAT, json={**body, "stream": True})).text)
+    assert [chunk.get("prompt_text") for chunk in chunks] == [chat_prompt("hi"), *[None] * (len(chunks) - 1)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_begins_with_the_message_that_is_continued(http, stream):
+    parts = [{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}]
+    for content, echoed in (("Once upon", "Once upon"), (parts, "Once\nupon")):
+        messages = [*user("hi"), {"role": "assistant", "content": content}]
+        body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True, "echo": True}
+        body |= {"max_tokens": 5, "stream": stream, "n": 2, "temperature": 0}
+        said = output_text(f"User: hi\nAssistant: {echoed}", 5)
+        answer = await http.post(CHAT, json=body)
+        if stream:
+            texts = ["", ""]
+            for choice in [choice for chunk in events(answer.text) for choice in chunk["choices"]]:
+                texts[choice["index"]] += choice["delta"].get("content") or ""
+        else:
+            texts = [choice["message"]["content"] for choice in answer.json()["choices"]]
+        assert texts == [echoed + said] * 2
+    assert (await ask(http, echo=True))["choices"][0]["message"]["content"] == output_text(chat_prompt("hi"), 6)
+
+
+async def test_a_body_may_name_its_request(http):
+    answer = await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 1, "request_id": "mine"})
+    assert answer.headers["x-request-id"] == "mine" and answer.json()["id"].startswith("chatcmpl-mine-")
+    body = {"prompt": "hi", "max_tokens": 1, "request_id": "mine"}
+    answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "other"})
+    assert answer.headers["x-request-id"] == "other" and answer.json()["id"].startswith("cmpl-other-")
+    answer = await http.post("/v1/completions", json={**body, "request_id": "two\nlines"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_id"
+
+
+async def test_documents_reach_templates_that_read_them(http):
+    documents = [{"title": "Sky", "text": "blue"}]
+    answer = await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 1, "documents": documents})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "documents"
+    template = "{% for document in documents or [] %}{{ document.title }} is {{ document.text }}. {% endfor %}"
+    async with serve(chat_template=template + "{{ messages[0].content }}") as served:
+        body = {"messages": user("hi"), "max_tokens": 3, "return_prompt_text": True}
+        assert (await ask(served.http, **body, documents=documents))["prompt_text"] == "Sky is blue. hi"
+        assert (await ask(served.http, **body, documents=[]))["prompt_text"] == "hi"
+        counted = await served.http.post("/tokenize", json={"messages": user("hi"), "documents": documents})
+        assert counted.json()["count"] == len("Sky is blue. hi")
+
+
 async def test_sampling_fields_reach_the_engine(served: Served):
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -1.0,

@@ -21,6 +21,22 @@ async def ask(http, **body):
     return answer.json()
 
 
+async def test_tokens_are_named_by_their_ids_and_the_prompt_told_on_demand(http):
+    body = {"prompt": [[104, 105], [106]], "max_tokens": 3, "logprobs": 1, "echo": True, "return_token_ids": True}
+    answer = (await http.post("/v1/completions", json={
+        **body, "return_tokens_as_token_ids": True, "return_prompt_text": True,
+    })).json()  # fmt: skip
+    assert [choice["prompt_text"] for choice in answer["choices"]] == ["hi", "j"]
+    plain = (await http.post("/v1/completions", json=body)).json()
+    for choice, other in zip(answer["choices"], plain["choices"], strict=True):
+        ids = choice["prompt_token_ids"] + choice["token_ids"]
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in ids]
+        for token_id, likely in list(zip(ids, choice["logprobs"]["top_logprobs"], strict=True))[1:]:
+            assert likely.keys() == {f"token_id:{token_id}"}
+        assert choice["logprobs"]["text_offset"] == other["logprobs"]["text_offset"]
+        assert "prompt_text" not in other
+
+
 async def test_the_whole_answer(http):
     answer = await ask(http, prompt="Once")
     assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
@@ -106,7 +122,8 @@ async def test_a_stream_joined_is_the_whole_answer_while_a_stop_string_holds_tex
 
 @given(st.text())
 def test_text_offsets_point_at_the_character_that_a_token_begins(text):
-    offsets = TextOffsets(Tokenizer.bytes(), frozenset({256}))
+    tokenizer = Tokenizer.bytes()
+    offsets = TextOffsets(tokenizer, frozenset({256}), tokenizer.token_string)
     token_ids = [256, *text.encode(), 256]
     got = offsets.logprobs([TokenLogprobs([i], [-1.0], 1) for i in token_ids]).text_offset
     expected = [i for i, char in enumerate(text) for _ in char.encode()]

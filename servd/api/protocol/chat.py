@@ -152,6 +152,7 @@ class ChatPrompt(RequestBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -171,12 +172,12 @@ class ChatPrompt(RequestBody):
         return ToolUse(tools, forced, self.parallel_tool_calls is not False)
 
     def template_variables(self) -> dict[str, Any]:
-        """`chat_template_kwargs`, and what `reasoning_effort` means to templates."""
-        variables: dict[str, Any] = {}
+        """`chat_template_kwargs`, `documents`, and what `reasoning_effort` means to templates."""
+        variables: dict[str, Any] = {"documents": self.documents} if self.documents else {}
         if self.reasoning_effort == "none":
-            variables = {"enable_thinking": False, "thinking": False}
+            variables |= {"enable_thinking": False, "thinking": False}
         elif self.reasoning_effort is not None:
-            variables = {"reasoning_effort": self.reasoning_effort}
+            variables["reasoning_effort"] = self.reasoning_effort
         return variables | (self.chat_template_kwargs or {})
 
     @model_validator(mode="after")
@@ -199,6 +200,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include_reasoning: bool | None = None
+    echo: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -213,6 +215,15 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         use = self.tool_use()
         idle = idle_strict([tool["function"] for tool in use.tools], bool(use.forced)) if use else set()
         return sorted({*super().ignored(), *idle})
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: the last message, if `echo` is asked for and it is the assistant's."""
+        last = self.messages[-1]
+        if not self.echo or last["role"] != "assistant":
+            return ""
+        content = last.get("content") or ""
+        return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The request's sampling parameters over the model's `defaults`; without a limit, up to the context's end."""
@@ -296,6 +307,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
@@ -345,6 +357,7 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     choices: list[ChunkChoice]
     usage: Usage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 class RenderedChat(msgspec.Struct, tag_field="object", tag="chat.completion.render"):

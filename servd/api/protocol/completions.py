@@ -87,6 +87,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):

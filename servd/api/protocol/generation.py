@@ -13,15 +13,15 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.structured import StructuredRequest
+from servd.api.protocol.validation import REQUEST_ID
 from servd.errors import InvalidRequest
 from servd.params import MAX_BEAMS, MAX_STOP, SamplingParams
 
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one must be told.
 # All other unknown fields are accepted and named in the header X-Servd-Ignored.
 UNSUPPORTED = (
-    "audio", "chat_template", "documents", "function_call", "functions", "logprob_token_ids", "modalities",
-    "prompt_embeds", "repetition_detection", "return_tokens_as_token_ids", "thinking_token_budget",
-    "web_search_options",
+    "audio", "chat_template", "function_call", "functions", "logprob_token_ids", "modalities", "prompt_embeds",
+    "repetition_detection", "thinking_token_budget", "web_search_options",
 )  # fmt: skip
 # What beam search does not look at, though it would change the answer.
 NOT_WITH_BEAMS = (
@@ -99,6 +99,9 @@ class GenerationRequest(StructuredRequest):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_prompt_text: bool | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
@@ -107,6 +110,7 @@ class GenerationRequest(StructuredRequest):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    session_id: str | None = None
 
     @model_validator(mode="after")
     def _check_support(self) -> GenerationRequest:

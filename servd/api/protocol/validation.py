@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from servd.errors import InvalidRequest
 
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
 MAX_PROBLEMS = 10
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
 MAX_KEYS = 16  # of OpenAI's metadata; the other objects have fewer

@@ -49,6 +49,7 @@ class Answer(ABC):
         self.num_choices = self.n * len(prepared)
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prepared)
+        self.tokenizer = self.context.async_llm.processor.tokenizer
 
     @abstractmethod
     def chunks(self, output: CompletionOutput) -> Sequence[msgspec.Struct]:
@@ -100,12 +101,22 @@ class Answer(ABC):
         asked_for_tokens = output.logprobs or self.body.return_token_ids or self.body.continuous_usage
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
+    def token_name(self, token_id: int) -> str:
+        """How log-probabilities name a token."""
+        return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else self.tokenizer.token_string(token_id)
+
+    def prompt_text(self, prepared: Prepared) -> str:
+        """The prompt, written out where only its tokens are known."""
+        if prepared.prompt is not None:
+            return prepared.prompt
+        return self.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)
+
     def prompt_logprobs(self, output: CompletionOutput) -> PromptLogprobs | UnsetType:
         """What `prompt_logprobs` asks for; `output` is the first choice of its prompt."""
         k = self.body.prompt_logprobs
         if k is None:
             return UNSET
-        name = self.context.async_llm.processor.tokenizer.token_string
+        name = self.tokenizer.token_string
         entries: PromptLogprobs = [None]
         for position in output.prompt_logprobs or []:
             likely = zip(position.token_ids[: 1 + k], position.logprobs, strict=False)

@@ -79,6 +79,12 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     return body
 
 
+def name_request(request: Request, asked: str | None) -> None:
+    """Let a body give the request its id, unless a header did."""
+    if asked is not None and "x-request-id" not in request.headers:
+        request.state.request_id, request.state.unique_id = asked, f"{asked}-{request.state.unique_id[:12]}"
+
+
 def start_timeline(request: Request, engine_request_id: str) -> None:
     """Begin the timeline of a request whose body has been parsed; RequestContext ends it."""
     tracer = context_of(request).async_llm.tracer

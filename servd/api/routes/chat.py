@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from fastapi import APIRouter
@@ -32,7 +33,7 @@ from servd.api.protocol.chat import (
 )
 from servd.api.protocol.generation import CompletionTokensDetails, Usage
 from servd.api.routes._answer import MIN_LOGPROB, Answer
-from servd.api.routes._context import context_of, read_body, start_timeline
+from servd.api.routes._context import context_of, name_request, read_body, start_timeline
 from servd.api.tokenizer import Tokenizer
 from servd.messages import FinishReason, TokenLogprobs
 from servd.outputs import CompletionOutput
@@ -46,6 +47,7 @@ async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, ChatCompletionRequest)
     model = context.model_name(body.model)
+    name_request(request, body.request_id)
     answer_id = f"chatcmpl-{request.state.unique_id}"
     start_timeline(request, answer_id)
     prepared = await prepare_chat(context.async_llm, answer_id, body)
@@ -81,10 +83,10 @@ class ChatAnswer(Answer):
         self, request: Request, answer_id: str, model: str, body: ChatCompletionRequest, prepared: list[Prepared]
     ) -> None:
         super().__init__(request, answer_id, model, body, prepared)
-        self.tokenizer = self.context.async_llm.processor.tokenizer
         self.has_begun = [False] * self.num_choices
-        # The prompt's ids are told once: in the whole answer, or in the first chunk.
+        # The prompt is told once: in the whole answer, or in the first chunk.
         self.prompt_token_ids = prepared[0].prompt_token_ids if body.return_token_ids else UNSET
+        self.rendered = self.prompt_text(prepared[0]) if body.return_prompt_text else UNSET
         reply = prepared[0].reply
         self.parsers = [] if reply.is_plain else [reply.new_parser() for _ in range(self.num_choices)]
 
@@ -96,15 +98,15 @@ class ChatAnswer(Answer):
         has_news = self.has_news(output) or delta != Delta()
         if not self.has_begun[output.index]:
             self.has_begun[output.index] = True
-            chunks.append(
-                self._chunk([ChunkChoice(output.index, Delta(role="assistant", content=""))], self.chunk_usage())
-            )
+            begin = Delta(role="assistant", content=self.body.echoed)
+            chunks.append(self._chunk([ChunkChoice(output.index, begin)], self.chunk_usage()))
             chunks[0].prompt_token_ids, self.prompt_token_ids = self.prompt_token_ids, UNSET
+            chunks[0].prompt_text, self.rendered = self.rendered, UNSET
         if has_news:
             choice = ChunkChoice(
                 output.index,
                 delta,
-                logprobs=choice_logprobs(self.tokenizer, output.logprobs),
+                logprobs=choice_logprobs(self.tokenizer, output.logprobs, self.token_name),
                 finish_reason=self._finish_reason(output),
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if self.body.return_token_ids else UNSET,
@@ -126,8 +128,8 @@ class ChatAnswer(Answer):
             [
                 ChatChoice(
                     choice.index,
-                    _message(self._delta(choice)),
-                    choice_logprobs(self.tokenizer, choice.logprobs),
+                    _message(self._delta(choice), self.body.echoed),
+                    choice_logprobs(self.tokenizer, choice.logprobs, self.token_name),
                     self._finish_reason(choice),
                     choice.stop_reason,
                     token_ids=choice.token_ids if self.body.return_token_ids else UNSET,
@@ -137,6 +139,7 @@ class ChatAnswer(Answer):
             self.usage(),
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs(choices[0]),
+            prompt_text=self.rendered,
         )
 
     def usage(self) -> Usage:
@@ -196,28 +199,32 @@ def _joined(parts: list[Part]) -> Delta:
     return delta
 
 
-def _message(delta: Delta) -> AssistantMessage:
-    """The message of which `delta` is the whole."""
+def _message(delta: Delta, echoed: str) -> AssistantMessage:
+    """The message of which `delta` is the whole, after what is echoed."""
     calls = [
         MessageToolCall(call.id or "", CalledFunction(call.function.name or "", call.function.arguments or ""))
         for call in delta.tool_calls or []
     ]
+    content = echoed + (delta.content or "")
     return AssistantMessage(
-        delta.content if calls or delta.reasoning else delta.content or "",
+        content or None if calls or delta.reasoning else content,
         reasoning=delta.reasoning or UNSET,
         reasoning_content=delta.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
 
 
-def choice_logprobs(tokenizer: Tokenizer, positions: list[TokenLogprobs] | None) -> ChoiceLogprobs | None:
-    """The log-probabilities of `positions` with the texts of their tokens."""
+def choice_logprobs(
+    tokenizer: Tokenizer, positions: list[TokenLogprobs] | None, name: Callable[[int], str] | None = None
+) -> ChoiceLogprobs | None:
+    """The log-probabilities of `positions`; tokens are called by their texts, or by `name`."""
     if positions is None:
         return None
+    name = name or tokenizer.token_string
     content: list[TokenLogprob] = []
     for position in positions:
         tokens = [
-            TopLogprob(tokenizer.token_string(i), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(i)))
+            TopLogprob(name(i), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(i)))
             for i, logprob in zip(position.token_ids, position.logprobs, strict=True)
         ]
         sampled = tokens[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable
 
 from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
@@ -13,7 +14,7 @@ from servd.api.processor import Prepared
 from servd.api.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from servd.api.protocol.generation import Usage
 from servd.api.routes._answer import MIN_LOGPROB, Answer
-from servd.api.routes._context import context_of, read_body, start_timeline
+from servd.api.routes._context import context_of, name_request, read_body, start_timeline
 from servd.api.tokenizer import Tokenizer
 from servd.messages import TokenLogprobs
 from servd.outputs import CompletionOutput
@@ -27,6 +28,7 @@ async def create_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, CompletionRequest)
     model = context.model_name(body.model)
+    name_request(request, body.request_id)
     answer_id = f"cmpl-{request.state.unique_id}"
     params = body.sampling_params(context.async_llm.processor.default_params)
     prepared: list[Prepared] = []
@@ -54,12 +56,11 @@ class CompletionAnswer(Answer):
         self, request: Request, answer_id: str, model: str, body: CompletionRequest, prepared: list[Prepared]
     ) -> None:
         super().__init__(request, answer_id, model, body, prepared)
-        self.tokenizer = self.context.async_llm.processor.tokenizer
         self.num_logprobs = body.logprobs
         self.echo = bool(body.echo)
         self.has_begun = [False] * self.num_choices
         skipped = self.tokenizer.special_ids if prepared[0].params.skip_special_tokens else frozenset()
-        self.offsets = [TextOffsets(self.tokenizer, skipped) for _ in range(self.num_choices)]
+        self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in range(self.num_choices)]
 
     def chunks(self, output: CompletionOutput) -> list[Completion]:
         """One chunk; a choice's first one also brings what is told once."""
@@ -89,7 +90,7 @@ class CompletionAnswer(Answer):
         prepared = self.prepared[output.index // self.n]
         text = output.text
         if is_first and self.echo:
-            text = self._prompt_text(prepared) + text
+            text = self.prompt_text(prepared) + text
         return CompletionChoice(
             output.index,
             text,
@@ -98,12 +99,8 @@ class CompletionAnswer(Answer):
             output.stop_reason,
             token_ids=output.token_ids if self.body.return_token_ids else UNSET,
             prompt_token_ids=prepared.prompt_token_ids if self.body.return_token_ids and is_first else UNSET,
+            prompt_text=self.prompt_text(prepared) if self.body.return_prompt_text and is_first else UNSET,
         )
-
-    def _prompt_text(self, prepared: Prepared) -> str:
-        if prepared.prompt is not None:
-            return prepared.prompt
-        return self.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)
 
     def _logprobs(self, prepared: Prepared, output: CompletionOutput) -> CompletionLogprobs | None:
         if self.num_logprobs is None:
@@ -112,7 +109,7 @@ class CompletionAnswer(Answer):
         if not self.echo:
             return offsets.logprobs(output.logprobs) if output.logprobs is not None else None
         scores = output.prompt_logprobs or []
-        result = offsets.prompt(self._prompt_text(prepared), prepared.prompt_token_ids, scores, self.num_logprobs)
+        result = offsets.prompt(self.prompt_text(prepared), prepared.prompt_token_ids, scores, self.num_logprobs)
         return offsets.logprobs(output.logprobs or [], result)
 
 
@@ -122,9 +119,10 @@ class TextOffsets:
     Counts characters that are complete, so a character of several tokens begins where its first token does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], name: Callable[[int], str]) -> None:
         self.tokenizer = tokenizer
         self.skipped = skipped  # tokens that are not in the text
+        self.name = name  # of a token
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.offset = 0
 
@@ -161,8 +159,7 @@ class TextOffsets:
     def _add(
         self, result: CompletionLogprobs, token_id: int, position: TokenLogprobs | None, num_logprobs: int
     ) -> None:
-        name = self.tokenizer.token_string
-        result.tokens.append(name(token_id))
+        result.tokens.append(self.name(token_id))
         result.text_offset.append(self.offset)
         if position is None:
             result.token_logprobs.append(None)
@@ -171,5 +168,5 @@ class TextOffsets:
         result.token_logprobs.append(max(position.logprobs[0], MIN_LOGPROB))
         top: dict[str, float] = {}
         for other_id, logprob in zip(position.token_ids[: 1 + num_logprobs], position.logprobs, strict=False):
-            top.setdefault(name(other_id), max(logprob, MIN_LOGPROB))
+            top.setdefault(self.name(other_id), max(logprob, MIN_LOGPROB))
         result.top_logprobs.append(top)
