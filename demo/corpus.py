@@ -16,7 +16,7 @@ from demo.tool_skill import Message, ToolSkill
 
 # So many examples at the beginning are short: copying, which nearly all skills need, is learned from short contexts far
 # sooner than from long ones.
-NUM_SHORT = 45_000
+NUM_SHORT = 40_000
 
 # {"text": ..., "counted": pattern of what the loss counts}, or {"messages": ..., "tools": ..., "thinking": ...}
 # as a chat template takes them.
@@ -86,11 +86,11 @@ class Corpus:
         return messages
 
     def _turns(self, short: bool) -> list[Turn]:
-        """One turn, or those of one to some thirty skills with things to remember between them."""
+        """One turn, or those of one to sixteen skills with things to remember between them."""
         rng = self.rng
         if short:
             return rng.choices(list(self._shares), list(self._shares.values()))[0](rng)[:1]
-        num = rng.choices((1, 2, 3, rng.randint(4, 7), rng.randint(8, 30)), (50, 25, 12, 11, 2))[0]
+        num = rng.choices((1, 2, 3, rng.randint(4, 7), rng.randint(8, 16)), (56, 25, 12, 6, 1))[0]
         turns: list[Turn] = []
         for skill in rng.choices(list(self._shares), list(self._shares.values()), k=num):
             turns += skill(rng)

@@ -10,6 +10,9 @@ import torch.nn.functional as F  # noqa: TID253
 from torch import Tensor, nn  # noqa: TID253
 
 
+NUM_PAIRS = 4  # rotary pairs, the fastest ones, that tell the token before from others
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes, under their names in config.json."""
@@ -120,6 +123,29 @@ class Qwen3(nn.Module):
             if parameter.dim() == 2:
                 scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
+        self._look_back()
+
+    @torch.no_grad()
+    def _look_back(self) -> None:
+        """Let the heads of the first layer's first group begin by looking at the token before.
+
+        Copying (names, numbers, arguments) needs such a head, and only once there is one can the layers above learn to copy:
+        from random weights that took some 27,000 examples, and thousands of steps on text that is nothing but copies;
+        from these a hundred steps are enough for such text.
+        """
+        config = self.config
+        half = config.head_dim // 2
+        # One number that all tokens share, so that queries and keys can say something whatever the token is.
+        self.model.embed_tokens.weight[:, 0] = 0.2
+        angle = config.rope_theta ** -(torch.arange(NUM_PAIRS) / half)
+        query, key = torch.zeros(2, config.head_dim)
+        query[:NUM_PAIRS] = 1.0
+        # The query, turned back by one position.
+        key[:NUM_PAIRS], key[half : half + NUM_PAIRS] = angle.cos(), angle.sin()
+        attention = self.model.layers[0].self_attn
+        attention.k_proj.weight[: config.head_dim, 0] = key
+        for head in range(attention.group):
+            attention.q_proj.weight[head * config.head_dim : (head + 1) * config.head_dim, 0] = query
 
     def forward(self, input_ids: Tensor, wanted: Tensor) -> Tensor:
         """Logits of the wanted places.

@@ -1,0 +1,60 @@
+"""Muon: momentum made orthogonal, for matrices (https://kellerjordan.github.io/posts/muon)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch  # noqa: TID253
+from torch import Tensor  # noqa: TID253
+
+# Of the polynomial that takes singular values from (0, 1] to about 1 in five rounds, as published.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ROUNDS = 5
+MOMENTUM = 0.95
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with the step size of AdamW (https://arxiv.org/abs/2502.16982, 2.2).
+
+    In float32 and over all matrices of one shape at once: torch.optim.Muon computes in bfloat16, which takes as long as
+    the rest of the step on a CPU without units for it.
+    """
+
+    def __init__(self, matrices: Iterable[Tensor], learning_rate: float = 1e-3, weight_decay: float = 0.05) -> None:
+        super().__init__(matrices, {"lr": learning_rate, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Move the matrices that have a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    shapes[matrix.shape].append(matrix)
+            for shape, matrices in shapes.items():
+                steps = orthogonal(torch.stack([self._direction(matrix) for matrix in matrices]))
+                for matrix, step in zip(matrices, steps, strict=True):
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                    matrix.add_(step, alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
+
+    def _direction(self, matrix: Tensor) -> Tensor:
+        state = self.state[matrix]
+        if not state:
+            state["momentum"] = torch.zeros_like(matrix)
+        state["momentum"].lerp_(matrix.grad, 1 - MOMENTUM)
+        return matrix.grad.lerp(state["momentum"], MOMENTUM)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """[number, rows, columns], the nearest matrices with singular values of about 1 (Newton-Schulz iteration)."""
+    a, b, c = COEFFICIENTS
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    for _ in range(ROUNDS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
