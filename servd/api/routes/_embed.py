@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -34,7 +34,12 @@ class Vectors(msgspec.Struct):
 
 
 async def embed(
-    request: Request, prefix: str, inputs: Sequence[Input], params: PoolingParams, priority: int | None = None
+    request: Request,
+    prefix: str,
+    inputs: Sequence[Input],
+    params: PoolingParams,
+    priority: int | None = None,
+    check: Callable[[int], None] = lambda num_tokens: None,
 ) -> Vectors:
     """Validate all inputs, then compute all vectors; the engine stops when the client leaves.
 
@@ -44,6 +49,7 @@ async def embed(
         inputs: at least one.
         params: of all of them.
         priority: as of `Processor.process`.
+        check: gets the number of tokens of all inputs before anything is computed, and may refuse them.
 
     Raises:
         InvalidRequest: see `Processor.process_pooling`.
@@ -66,8 +72,9 @@ async def embed(
                 param=item.param,
             )
         )
-    vectors = await until_disconnect(_run(async_llm, prepared), request.receive)
-    return Vectors(vectors, sum(len(p.prompt_token_ids) for p in prepared))
+    num_tokens = sum(len(p.prompt_token_ids) for p in prepared)
+    check(num_tokens)
+    return Vectors(await until_disconnect(_run(async_llm, prepared), request.receive), num_tokens)
 
 
 async def _first_tokens(async_llm: AsyncLLM, item: Input, limit: int) -> list[int]:

@@ -1,0 +1,49 @@
+"""Cohere's embed: the request and the answer, with vectors in several forms at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BeforeValidator, Field
+
+from servd.api.protocol.embeddings import Priority
+from servd.api.protocol.score import list_of_texts
+from servd.api.protocol.validation import RequestBody
+
+
+class CohereEmbedRequest(RequestBody):
+    """Body of POST /v2/embed. `input_type` has no effect: prompts that a model needs are written into the texts."""
+
+    texts: Annotated[Any, BeforeValidator(list_of_texts)]  # read as list[str]
+    embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)] = ["float"]
+    output_dimension: int | None = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    priority: Priority | None = None
+
+
+class EmbeddingsByType(msgspec.Struct, rename={"floats": "float"}):
+    """One vector per text in each form that was asked for."""
+
+    floats: list[list[float]] | UnsetType = UNSET
+    base64: list[str] | UnsetType = UNSET  # float32, little-endian
+    binary: list[list[int]] | UnsetType = UNSET  # signs, eight a number, -128 to 127
+    ubinary: list[list[int]] | UnsetType = UNSET  # the same, 0 to 255
+
+
+class CohereEmbeddings(msgspec.Struct):
+    """The answer."""
+
+    id: str
+    embeddings: EmbeddingsByType
+    texts: list[str]
+    meta: dict[str, Any]
+    response_type: str = "embeddings_by_type"
+
+
+def sign_bits(vector: list[float]) -> list[int]:
+    """A bit for each number that is above 0, the first one highest; the last byte is filled up with 0."""
+    numbers = [vector[start : start + 8] for start in range(0, len(vector), 8)]
+    return [sum((number > 0) << (7 - i) for i, number in enumerate(group)) for group in numbers]

@@ -1,0 +1,51 @@
+"""Pooling: the request and the answer."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import msgspec
+from pydantic import model_validator
+
+from servd.api.protocol.embeddings import EmbeddingUsage, VectorRequest
+from servd.errors import InvalidRequest
+
+CLASSIFY = "the model has no classification head"
+
+
+class PoolingRequest(VectorRequest):
+    """Body of POST /pooling."""
+
+    pooling: Literal["last", "mean", "all"] | None = None
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
+
+    @model_validator(mode="after")
+    def _check_task(self) -> PoolingRequest:
+        if self.task in ("classify", "token_classify"):
+            raise InvalidRequest(f"{CLASSIFY}: `task` may be embed or token_embed", param="task")
+        if self.task is not None and self.pooling is not None and (self.task == "embed") == (self.pooling == "all"):
+            raise InvalidRequest("`task` and `pooling` say different things: leave one out", param="task")
+        return self
+
+    @property
+    def by_token(self) -> bool:
+        """Whether every token has a vector."""
+        return self.pooling == "all" or self.task == "token_embed"
+
+
+class PooledInput(msgspec.Struct, tag_field="object", tag="pooling"):
+    """One input's vector, or the vectors of its tokens."""
+
+    index: int
+    data: list[float] | list[list[float]] | str  # a string is base64 of float32, little-endian
+
+
+class Poolings(msgspec.Struct, tag_field="object", tag="list"):
+    """The answer."""
+
+    id: str
+    model: str
+    data: list[PooledInput]
+    usage: EmbeddingUsage
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))

@@ -1,0 +1,46 @@
+"""Rerank: documents in the order of their similarity to a query, in the shapes of Jina and Cohere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import Field
+
+from servd.api.protocol.embeddings import EmbeddingUsage
+from servd.api.protocol.score import SimilarityRequest, Texts
+
+
+class RerankRequest(SimilarityRequest):
+    """Body of POST /rerank."""
+
+    query: str
+    documents: Texts
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all
+    return_documents: bool = True
+    max_tokens_per_query: Annotated[int, Field(ge=1)] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+
+
+class RankedText(msgspec.Struct):
+    """A document, as it was sent."""
+
+    text: str
+
+
+class RankedDocument(msgspec.Struct):
+    """A document's place is its rank."""
+
+    index: int  # in the request
+    relevance_score: float  # -1 to 1
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(msgspec.Struct):
+    """The answer."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage

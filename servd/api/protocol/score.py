@@ -1,0 +1,76 @@
+"""Scores: how similar texts are, pair by pair."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from servd.api.protocol.completions import MAX_PROMPTS
+from servd.api.protocol.embeddings import EmbeddingUsage, Priority
+from servd.api.protocol.validation import RequestBody
+from servd.errors import InvalidRequest
+from servd.params import PoolingParams
+
+
+def list_of_texts(value: Any) -> Any:
+    """A text or a list of them as a list; one may be written `{"text": ...}`."""
+    texts = value if isinstance(value, list) else [value]
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        raise PydanticCustomError("texts", "must be a text or a list of 1 to {max} texts", {"max": MAX_PROMPTS})
+    texts = [text.get("text") if isinstance(text, dict) else text for text in texts]
+    if not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError("texts", 'must be made of strings or {"text": ...}: this model reads text only')
+    return texts
+
+
+Texts = Annotated[Any, BeforeValidator(list_of_texts)]  # read as list[str]
+
+
+class SimilarityRequest(RequestBody):
+    """What requests that compare texts share."""
+
+    pooling: Literal["last", "mean"] | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: Priority | None = None
+    user: str | None = None
+
+    def params(self) -> PoolingParams:
+        """How texts become the vectors whose cosine is the score."""
+        return PoolingParams(pooling=self.pooling or "last")
+
+
+class ScoreRequest(SimilarityRequest):
+    """Body of POST /score: one text against one or many, or as many on both sides."""
+
+    text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
+    text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))]
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ScoreRequest:
+        if len(self.text_1) not in (1, len(self.text_2)):
+            raise InvalidRequest(
+                f"`text_1` has {len(self.text_1)} texts and `text_2` {len(self.text_2)}: send one `text_1`, or as many",
+                param="text_1",
+            )
+        return self
+
+
+class Score(msgspec.Struct, tag_field="object", tag="score"):
+    """How similar the two texts of a pair are."""
+
+    index: int
+    score: float  # -1 to 1
+
+
+class Scores(msgspec.Struct, tag_field="object", tag="list"):
+    """The answer."""
+
+    id: str
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))

@@ -1,0 +1,30 @@
+"""POST /classify: refused, since no model that servd runs has a classification head."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.protocol.embeddings import VectorRequest
+from servd.api.protocol.pooling import CLASSIFY
+from servd.api.routes._context import context_of, read_body
+from servd.errors import InvalidRequest
+
+router = APIRouter()
+
+
+@router.post("/classify")
+async def classify(request: Request) -> Response:
+    """Say what to use instead.
+
+    Raises:
+        InvalidRequest: always.
+    """
+    body = await read_body(request, VectorRequest)
+    model = context_of(request).model_name(body.model)
+    raise InvalidRequest(
+        f"{CLASSIFY}, {model[:200]!r} writes text: ask it for a class by /v1/chat/completions with "
+        '`structured_outputs`: {"choice": [...]}, or compare embeddings by /score',
+        param="model",
+    )

@@ -1,0 +1,57 @@
+"""POST /pooling: hidden states of each input as one vector, or as one for every token."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.protocol.embeddings import EmbeddingUsage
+from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
+from servd.api.routes._context import context_of, ignored_header, json_response, read_body
+from servd.api.routes._embed import embed
+from servd.api.routes.embeddings import inputs_of
+from servd.errors import InvalidRequest
+from servd.outputs import unpack_vector
+
+router = APIRouter()
+
+MAX_NUMBERS = 2**22  # in one answer: 16 MiB of float32, and about 80 MB of JSON
+
+
+@router.post("/pooling")
+async def pool(request: Request) -> Response:
+    """A vector for each input, or for each token of it."""
+    context = context_of(request)
+    body = await read_body(request, PoolingRequest)
+    model = context.model_name(body.model)
+    size = body.dimensions or context.async_llm.spec.hidden_size
+
+    def check(num_tokens: int) -> None:
+        if body.by_token and num_tokens * size > MAX_NUMBERS:
+            raise InvalidRequest(
+                f"{num_tokens} tokens with {size} numbers each are more than the {MAX_NUMBERS} that one answer may "
+                "have: send fewer inputs at once, or set `truncate_prompt_tokens` or `dimensions`",
+                param="input",
+            )
+
+    params = body.params("all" if body.by_token else body.pooling)
+    vectors = await embed(request, "pool", await inputs_of(request, body), params, body.priority, check)
+
+    def shown(data: bytes) -> list[float] | list[list[float]] | str:
+        if body.encoding_format == "base64":
+            return base64.b64encode(data).decode()
+        if not body.by_token:
+            return unpack_vector(data)
+        return [unpack_vector(data[start : start + 4 * size]) for start in range(0, len(data), 4 * size)]
+
+    answer = Poolings(
+        f"pool-{request.state.unique_id}",
+        model,
+        await asyncio.to_thread(lambda: [PooledInput(i, shown(data)) for i, data in enumerate(vectors.data)]),
+        EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
+    )
+    return json_response(answer, headers=ignored_header(body))

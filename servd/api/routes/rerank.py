@@ -1,0 +1,39 @@
+"""POST /rerank, /v1/rerank and /v2/rerank: documents by the cosine of their embeddings with the query's."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.protocol.embeddings import EmbeddingUsage
+from servd.api.protocol.rerank import RankedDocument, RankedText, Ranking, RerankRequest
+from servd.api.routes._context import context_of, ignored_header, json_response, read_body
+from servd.api.routes._embed import Input, embed
+from servd.api.routes.score import similarities
+
+router = APIRouter()
+
+
+@router.post("/rerank")
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+async def rerank(request: Request) -> Response:
+    """The most similar documents first."""
+    body = await read_body(request, RerankRequest)
+    model = context_of(request).model_name(body.model)
+    keep = body.truncate_prompt_tokens
+    inputs = [Input(body.query, "query", keep_first=body.max_tokens_per_query, keep_last=keep)]
+    for text in body.documents:
+        inputs.append(Input(text, "documents", keep_first=body.max_tokens_per_doc, keep_last=keep))
+    vectors = await embed(request, "rerank", inputs, body.params(), body.priority)
+    scores = await similarities(vectors.data[:1], vectors.data[1:])
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    results = [
+        RankedDocument(i, scores[i], RankedText(body.documents[i]) if body.return_documents else UNSET)
+        for i in order[: body.top_n or None]
+    ]
+    usage = EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens)
+    answer = Ranking(f"rerank-{request.state.unique_id}", model, results, usage)
+    return json_response(answer, headers=ignored_header(body))
