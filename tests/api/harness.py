@@ -24,7 +24,15 @@ from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
 from servd.core.structured_output.manager import Compiled
 from servd.hf import FAKE_SPEC, ModelSpec
-from servd.messages import EngineReady, FromEngine, GrammarBitmask, NewRequest, ToEngine
+from servd.messages import (
+    EngineReady,
+    FromEngine,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    ToEngine,
+)
 from servd.resolve import Machine, resolve
 from servd.tracing import Tracer
 
@@ -45,16 +53,15 @@ class ScriptedExecutor(FakeExecutor):
         self.num_prompt_tokens[request.slot] = request.num_prompt_tokens
         return super()._row(request)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> Any:
-        assert self.launched is not None
-        scheduled, end = self.launched.scheduled, self.spec.eos_token_ids[0]
-        done = super().sample_tokens(bitmask)
-        for item, sampled in zip(scheduled, done.output.sampled_token_ids, strict=True):
+    def _sample(self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
+        end = self.spec.eos_token_ids[0]
+        output = super()._sample(scheduled, bitmask)
+        for item, sampled in zip(scheduled.scheduled, output.sampled_token_ids, strict=True):
             if sampled:
                 token_ids = self.rows[item.slot].token_ids
                 rest = self.script[len(token_ids) - 1 - self.num_prompt_tokens[item.slot] :]
                 token_ids[-1] = sampled[0] = rest[0] if rest else end
-        return done
+        return output
 
 
 class InProcessEngine:

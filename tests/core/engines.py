@@ -31,11 +31,16 @@ class AuditedExecutor(FakeExecutor):
         assert scheduled.num_tokens <= config.max_num_batched_tokens
         for new in scheduled.new_requests:
             assert new.slot in slots
-            assert new.slot not in self.rows or new.slot in scheduled.freed_slots
             assert new.num_computed_tokens == len(new.block_ids) * self.block_size < len(new.token_ids)
         super().execute_model(scheduled)
-        for slot in slots:
-            self._audit(self.rows[slot])
+
+    def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        for new in scheduled.new_requests:
+            assert new.slot not in self.rows or new.slot in scheduled.freed_slots
+        super()._forward(scheduled)
+        for item in scheduled.scheduled:
+            self._audit(self.rows[item.slot])
+        return scheduled
 
     def _audit(self, row) -> None:
         assert len(row.block_ids) == -(-row.num_computed_tokens // self.block_size)
@@ -45,12 +50,14 @@ class AuditedExecutor(FakeExecutor):
             assert self.cache[self._position(row, i)] == state, f"the cache lost token {i}"
 
 
-def make_engine(num_blocks: int = 64, depth: int = 1, **options) -> EngineCore:
+def make_engine(
+    num_blocks: int = 64, depth: int = 1, executor_class: type[AuditedExecutor] = AuditedExecutor, **options
+) -> EngineCore:
     """An engine with a small cache; `options` as in Config."""
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, "max_model_len": 64} | options
     memory = num_blocks * options["block_size"] * FAKE_SPEC.kv_bytes_per_token(4)
     config = Config.load(options | {"kv_cache_memory": memory, "async_scheduling": depth > 1})
-    executor = AuditedExecutor(config, FAKE_SPEC, lambda phase, fraction: None)
+    executor = executor_class(config, FAKE_SPEC, lambda phase, fraction: None)
     engine = EngineCore(config, FAKE_SPEC, executor, executor.start().num_blocks)
     assert engine.depth == min(depth, 2)
     engine.depth = depth  # the loop knows no limit, only the configuration does

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import struct
 from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from servd.config import Config
 from servd.core.executor import _base
@@ -85,21 +88,46 @@ class Row:
     state: int = 0  # after the last computed token
 
 
+class Stream(Protocol):
+    """Where steps run: each `submit` after those before it."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any) -> Pending:
+        """Queue a call."""
+        ...
+
+
+class Pending(Protocol):
+    """A call in a stream."""
+
+    def result(self) -> Any:
+        """Wait for what it returns, or raise what it raised."""
+        ...
+
+
 @dataclass(slots=True, frozen=True)
 class Done:
-    """A step's output, which is there at once."""
+    """A call that has returned."""
 
-    output: ModelRunnerOutput
+    value: Any
 
-    def result(self) -> ModelRunnerOutput:
-        """The sampled tokens."""
-        return self.output
+    def result(self) -> Any:
+        """What it returned."""
+        return self.value
+
+
+class AtOnce:
+    """The stream of a device that the host waits for."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any) -> Done:
+        """Call it now."""
+        return Done(call(*args))
 
 
 class FakeExecutor(_base.Executor):
     """Computes a token by hashing it with what the KV cache holds for the token before it.
 
-    So a block that is owned twice, freed too early or wrongly shared changes the text, as with a real model.
+    So a block that is owned twice, freed too early or wrongly shared changes the text, as with a real model. With
+    asynchronous scheduling the steps run on a thread of their own, as on a device.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, progress: _base.Progress) -> None:
@@ -107,7 +135,8 @@ class FakeExecutor(_base.Executor):
         self.block_size = config.cache.block_size
         self.cache = array("Q")  # one state per token
         self.rows: dict[int, Row] = {}
-        self.launched: SchedulerOutput | None = None
+        self.launched: Pending | None = None  # the forward pass, until its tokens are sampled
+        self.stream: Stream = ThreadPoolExecutor(1, "device") if config.scheduler.async_scheduling else AtOnce()
 
     def start(self) -> WorkerReady:
         """Make the cache: for all requests at full length, within reason, or what kv_cache_memory allows."""
@@ -131,10 +160,25 @@ class FakeExecutor(_base.Executor):
         )
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Update the rows and compute the scheduled tokens."""
+        """Launch the forward pass."""
         if self.launched is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
-        self.launched = scheduled
+        self.launched = self.stream.submit(self._forward, scheduled)
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> _base.PendingOutput:
+        """Launch sampling."""
+        if self.launched is None:
+            raise RuntimeError("sample_tokens was called without execute_model")
+        launched, self.launched = self.launched, None
+        return self.stream.submit(lambda: self._sample(launched.result(), bitmask))
+
+    def shutdown(self) -> None:
+        """End the device's thread."""
+        if isinstance(self.stream, ThreadPoolExecutor):
+            self.stream.shutdown()
+
+    def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        """Update the rows and compute the scheduled tokens."""
         for slot in scheduled.freed_slots:
             del self.rows[slot]
         for request in scheduled.new_requests:
@@ -143,38 +187,29 @@ class FakeExecutor(_base.Executor):
             row = self.rows[item.slot]
             row.block_ids += item.new_block_ids
             self._compute(row, item.num_tokens)
+        return scheduled
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> _base.PendingOutput:
+    def _sample(self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
         """Append a token to every row that samples."""
-        if self.launched is None:
-            raise RuntimeError("sample_tokens was called without execute_model")
         output = ModelRunnerOutput([])
         masks = _unpack(bitmask) if bitmask else {}
-        for i, item in enumerate(self.launched.scheduled):
-            if part := self._prompt_logprobs(self.rows[item.slot], item.num_tokens):
+        for i, item in enumerate(scheduled.scheduled):
+            row = self.rows[item.slot]
+            if part := self._prompt_logprobs(row, item.num_tokens):
                 output.prompt_logprobs[i] = part
             if not item.samples:
                 output.sampled_token_ids.append([])
                 continue
-            row = self.rows[item.slot]
             token_id = sample(row.state, self.spec.vocab_size)
             if i in masks:
                 token_id = sample_allowed(row.state, masks[i], token_id)
             row.token_ids.append(token_id)
             output.sampled_token_ids.append([token_id])
             if isinstance(row.params, PoolingParams):
-                is_last = row.params.pooling != "all"
-                first = row.num_prompt_tokens - 1 if is_last else 0
-                states = [self.cache[self._position(row, at)] for at in range(first, row.num_prompt_tokens)]
-                vectors = [vector(state, row.params, self.spec.hidden_size) for state in states]
-                output.pooled[i] = b"".join(vectors)
+                output.pooled[i] = self._pooled(row, row.params)
             elif row.params.logprobs is not None:
                 output.logprobs[i] = [self._logprobs(token_id, row.params.logprobs)]
-        self.launched = None
-        return Done(output)
-
-    def shutdown(self) -> None:
-        """Nothing runs that would have to be stopped."""
+        return output
 
     def _row(self, request: NewRequest) -> Row:
         return Row(
@@ -195,6 +230,12 @@ class FakeExecutor(_base.Executor):
     def _position(self, row: Row, token: int) -> int:
         """Where the cache keeps the row's token number `token`."""
         return row.block_ids[token // self.block_size] * self.block_size + token % self.block_size
+
+    def _pooled(self, row: Row, params: PoolingParams) -> bytes:
+        """One vector, or one for each token of the prompt."""
+        first = 0 if params.pooling == "all" else row.num_prompt_tokens - 1
+        states = [self.cache[self._position(row, at)] for at in range(first, row.num_prompt_tokens)]
+        return b"".join([vector(state, params, self.spec.hidden_size) for state in states])
 
     def _prompt_logprobs(self, row: Row, num_tokens: int) -> PromptLogprobs | None:
         """Those of the prompt tokens after the last `num_tokens` computed."""
