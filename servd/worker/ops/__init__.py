@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -35,4 +36,8 @@ class Ops(Protocol):
 
 def for_device(device: torch.device) -> Ops:
     """The fastest operations that run on `device`."""
+    if device.type == "cuda" and find_spec("triton"):
+        from servd.worker.ops import triton
+
+        return triton
     return reference

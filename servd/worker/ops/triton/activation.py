@@ -1,0 +1,62 @@
+"""Activation functions, alone and as a gate: read once, computed in float32, written once."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def function(x, NAME: tl.constexpr):
+    """Of float32 numbers, by the names of `reference.ACTIVATIONS`."""
+    if NAME == "silu":
+        return x * tl.sigmoid(x)
+    elif NAME == "relu":
+        return tl.where(x < 0, 0.0, x)  # NaN stays
+    elif NAME == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(NAME == "gelu_new" or NAME == "gelu_pytorch_tanh")
+        # 0.5 * (1 + tanh(y)) is sigmoid(2 * y), with y = sqrt(2 / pi) * (x + 0.044715 * x ** 3).
+        return x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+
+
+@triton.jit
+def activate_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """One program per BLOCK numbers."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, function(x, NAME), mask=at < count)
+
+
+@triton.jit
+def gate_kernel(x_ptr, out_ptr, size, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per token and BLOCK columns."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first_ptr = x_ptr + token * 2 * size + column
+    first = tl.load(first_ptr, mask=column < size, other=0.0).to(tl.float32)
+    second = tl.load(first_ptr + size, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * size + column, function(first, NAME) * second, mask=column < size)
+
+
+def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """See `Ops.activate`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        activate_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), name, BLOCK)
+    return out
+
+
+def gate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """See `Ops.gate`."""
+    x = x.contiguous()
+    size = x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], size)
+    if out.numel():
+        gate_kernel[(out.numel() // size, triton.cdiv(size, BLOCK))](x, out, size, name, BLOCK)
+    return out

@@ -1,0 +1,72 @@
+"""RMSNorm and LayerNorm fused with the addition to the residual stream: every number is read and written once."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MIN_TILE = 1024  # numbers per program; several rows where they are short, as the heads of a query are
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, stream_ptr, out_ptr,
+    num_rows, size, inner, outer_stride, inner_stride, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per ROWS rows of BLOCK >= size columns. No residual: no stream is written; no bias: RMSNorm."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    valid = (row < num_rows) & (column < size)
+    at = row * size + column
+    x_at = row // inner * outer_stride + row % inner * inner_stride + column
+    x = tl.load(x_ptr + x_at, mask=valid, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        rounded = x.to(stream_ptr.dtype.element_ty)
+        tl.store(stream_ptr + at, rounded, mask=valid)
+        x = rounded.to(tl.float32)
+    if bias_ptr is not None:
+        mean = tl.sum(x, axis=1, keep_dims=True) / size
+        x = tl.where(valid, x - mean, 0.0)
+    x *= 1.0 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / size + eps)
+    x *= tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, x, mask=valid)
+
+
+def rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.rms_norm`. A copy of x is not needed where it is a slice of columns, such as the queries of qkv."""
+    return _norm(x, residual, weight, None, eps)
+
+
+def layer_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.layer_norm`."""
+    return _norm(x, residual, weight, bias, eps)
+
+
+def _norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = x.shape[-1]
+    rows3 = x if x.dim() == 3 else x.reshape(-1, 1, size)
+    if rows3.stride(-1) != 1:
+        rows3 = rows3.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    stream = x if residual is None else torch.empty_like(out)
+    num_rows, block = out.numel() // size, triton.next_power_of_2(size)
+    rows = max(1, MIN_TILE // block)
+    if num_rows:
+        norm_kernel[(triton.cdiv(num_rows, rows),)](
+            rows3, residual, weight, bias, stream, out,
+            num_rows, size, rows3.shape[1], rows3.stride(0), rows3.stride(1), eps,
+            rows, block, num_warps=min(16, max(4, rows * block // 512)),
+        )  # fmt: skip
+    return out, stream

@@ -1,0 +1,125 @@
+"""Contract of all modules of servd/worker/ops: equal to the definitions in float64, whatever memory held before."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import pkgutil
+
+import pytest
+import torch
+
+from servd.worker import ops
+from servd.worker.ops.reference import ACTIVATIONS
+
+MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")]
+PRECISION = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # torch rounds in between
+SHAPES = [(0, 16), (1, 8), (17, 100), (2, 2049)]
+
+each_dtype = pytest.mark.parametrize("dtype", PRECISION, ids=lambda dtype: str(dtype).removeprefix("torch."))
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+# Interpreted kernels compute exp(-x) on the way to a sigmoid, and numpy tells when that is infinite.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=MODULES)
+def module(request: pytest.FixtureRequest, device: torch.device) -> ops.Ops:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.param == "triton" and (device.type == "cpu") != interpreted:
+        pytest.skip(f"triton on {device.type} with TRITON_INTERPRET={int(interpreted)}")
+    if request.param == "native" and device.type != "cpu":
+        pytest.skip("native is for CPUs")
+    return importlib.import_module(f"servd.worker.ops.{request.param}")
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Whatever torch allocates is filled with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 3.0) -> torch.Tensor:
+    """Contiguous, with NaN in memory before and after."""
+    count = math.prod(shape)
+    memory = torch.full((count + 128,), torch.nan, dtype=dtype, device=device)
+    numbers = memory[64 : 64 + count].view(shape)
+    generator = torch.Generator().manual_seed(count)
+    return numbers.copy_(torch.randn(shape, generator=generator) * scale)
+
+
+def check(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, terms: torch.Tensor | None = None) -> None:
+    """`terms`: sum of the magnitudes of what was added up, where that may cancel."""
+    assert got.dtype == dtype
+    error = (got.double() - exact).abs()
+    assert bool((error <= PRECISION[dtype] * (exact.abs() if terms is None else terms) + PRECISION[dtype] / 4).all())
+
+
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_norms(module: ops.Ops, norm: str, residual: bool, shape, dtype: torch.dtype, device: torch.device):
+    x, weight, bias = (random(s, dtype, device) for s in (shape, shape[1:], shape[1:]))
+    before = random((shape[0] + 1, shape[1]), dtype, device)[1:] if residual else None
+    stream = x.double() if before is None else (x.double() + before.double()).to(dtype).double()
+    centred = stream - stream.mean(-1, keepdim=True) if norm == "layer_norm" else stream
+    exact = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    if norm == "layer_norm":
+        got, got_stream = module.layer_norm(x, before, weight, bias, 1e-5)
+        check(got, exact + bias.double(), dtype, exact.abs() + bias.double().abs())
+    else:
+        got, got_stream = module.rms_norm(x, before, weight, 1e-5)
+        check(got, exact, dtype)
+    check(got_stream, stream, dtype)
+
+
+def test_rms_norm_of_the_heads_of_a_slice(module: ops.Ops, device: torch.device):
+    """The keys of Qwen 3: neither contiguous nor of two dimensions."""
+    qkv, weight = random((5, 8 * 16), torch.float32, device), random((16,), torch.float32, device)
+    keys = qkv[:, 4 * 16 : 6 * 16].unflatten(-1, (-1, 16))
+    exact = keys.double() / (keys.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    check(module.rms_norm(keys, None, weight, 1e-6)[0], exact, torch.float32)
+
+
+def exact_activation(x: torch.Tensor, name: str) -> torch.Tensor:
+    """By the definitions, in float64."""
+    x = x.double()
+    if name == "relu":
+        return x.clamp(min=0)
+    if name == "silu":
+        return x / (1 + (-x).exp())
+    if name == "gelu":
+        return x * torch.special.ndtr(x)
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("scale", [3.0, 100.0])
+def test_activations(module: ops.Ops, name: str, scale: float, dtype: torch.dtype, device: torch.device):
+    for shape in [(1, 8), (3, 1000), (0, 16), (2, 3, 7)]:
+        x = random(shape, dtype, device, scale)
+        check(module.activate(x, name), exact_activation(x, name), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gates(module: ops.Ops, name: str, dtype: torch.dtype, device: torch.device):
+    for num_tokens, size in [(1, 8), (5, 100), (0, 16), (2, 1500)]:
+        x = random((num_tokens, 2 * size), dtype, device)
+        first, second = x.split(size, dim=-1)
+        exact = exact_activation(first, name).to(dtype).double() * second.double()
+        check(module.gate(x, name), exact, dtype)
+
+
+def test_cuda_has_triton():
+    assert ops.for_device(torch.device("cuda")) is importlib.import_module("servd.worker.ops.triton")
