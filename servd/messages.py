@@ -34,6 +34,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens or the context is full
+    REPETITION = "repetition"  # the output goes round in circles
     ABORT = "abort"  # the client left or asked for it
     ERROR = "error"
 

@@ -13,6 +13,7 @@ MAX_N = 128
 MAX_BEAMS = 16
 MAX_LOGPROBS = 20
 MAX_STOP = 16
+MAX_PATTERN_SIZE = 256  # the engine looks at so many tokens for each new one
 MAX_BAD_WORDS = 512  # token sequences
 MAX_BAD_WORD_TOKENS = 32
 INT64_MAX = 2**63 - 1
@@ -25,6 +26,31 @@ class StructuredOutput(msgspec.Struct, array_like=True, omit_defaults=True, froz
     value: str = ""  # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
     starts_after: list[int] = []  # the form holds after the first of these tokens, e.g. </think>; empty: at once
     param: str = "structured_outputs"  # the field of the client's request, for errors
+
+
+class RepetitionDetection(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+    """Ends an output whose last tokens are copies of one pattern. Fields as in vLLM."""
+
+    max_pattern_size: int = 0  # tokens; 0 is off
+    min_pattern_size: int = 0  # 0 is 1
+    min_count: int = 0  # copies, one after the other; at least 2
+
+    def verify(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            InvalidRequest: with the field in `param`.
+        """
+        largest, smallest = self.max_pattern_size, self.min_pattern_size
+        problem = None
+        if not 0 <= largest <= MAX_PATTERN_SIZE:
+            problem = f"max_pattern_size must be between 0 and {MAX_PATTERN_SIZE}, got {largest}"
+        elif not 0 <= smallest <= largest:
+            problem = f"min_pattern_size must be between 0 and max_pattern_size ({largest}), got {smallest}"
+        elif largest and self.min_count < 2:
+            problem = f"min_count must be at least 2, got {self.min_count}"
+        if problem:
+            raise InvalidRequest(f"repetition_detection.{problem}", param="repetition_detection")
 
 
 class SamplingParams(
@@ -59,6 +85,7 @@ class SamplingParams(
     prompt_logprobs: int | None = None  # None: none; k: every prompt token but the first, and the k most likely
     bad_words: list[str] = []  # text that may not be written
     bad_words_token_ids: list[list[int]] = []  # the same as tokens: the last one may not follow the others
+    repetition_detection: RepetitionDetection | None = None
 
     def verify(self, vocab_size: int) -> None:
         """Check every bound once, before the engine sees the request.
@@ -91,6 +118,8 @@ class SamplingParams(
         for name in ("logprobs", "prompt_logprobs"):
             k = getattr(self, name)
             need(k is None or 0 <= k <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}", k)
+        if self.repetition_detection is not None:
+            self.repetition_detection.verify()
         need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} non-empty strings", self.stop)
         need(len(self.bad_words) <= MAX_BAD_WORDS and all(self.bad_words), "bad_words",
              f"at most {MAX_BAD_WORDS} non-empty strings", self.bad_words)  # fmt: skip

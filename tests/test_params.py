@@ -9,10 +9,12 @@ from servd.params import (
     MAX_BAD_WORDS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_PATTERN_SIZE,
     MAX_STOP,
     PoolingParams,
     SamplingParams,
 )
+from servd.params import RepetitionDetection as Repetition
 
 VOCAB = 100
 
@@ -31,12 +33,15 @@ BOUNDS = [
     ("min_tokens", [0, 16], [-1, 17]),
     ("logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
     ("prompt_logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+    ("repetition_detection", [None, Repetition(0, 0, 0), Repetition(MAX_PATTERN_SIZE, MAX_PATTERN_SIZE, 2)],
+     [Repetition(MAX_PATTERN_SIZE + 1, 0, 2), Repetition(-1), Repetition(3, 4, 2), Repetition(3, -1, 2),
+      Repetition(3, 3, 1)]),
     ("bad_words", [[], ["x"] * MAX_BAD_WORDS], [[""], ["x"] * (MAX_BAD_WORDS + 1)]),
     ("stop", [[], ["x"] * MAX_STOP], [[""], ["x"] * (MAX_STOP + 1)]),
     ("stop_token_ids", [[], [0, VOCAB - 1]], [[-1], [VOCAB]]),
     ("allowed_token_ids", [None, [0, VOCAB - 1]], [[], [VOCAB]]),
     ("logit_bias", [{}, {0: -100.0, VOCAB - 1: 100.0}], [{VOCAB: 1.0}, {-1: 1.0}, {0: 100.5}, {0: float("nan")}]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, v) for name, inside, _ in BOUNDS for v in inside])

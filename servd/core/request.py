@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from servd.core.repetition import RepetitionDetector
 from servd.messages import EngineCoreRequest, FinishReason, PromptLogprobs, TokenLogprobs
 from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Mark, now_ns
@@ -38,6 +39,7 @@ class Request:
     stop_token_ids: frozenset[int]  # those of the model and those of the request
     min_tokens: int
     reads_prompt: bool  # something of every prompt token is asked for, so none may come from the prefix cache
+    repetition: RepetitionDetector | None
     is_prompt_only: bool  # ends when its prompt is computed; its sampled token is dropped
 
     status: RequestStatus = RequestStatus.WAITING
@@ -64,6 +66,7 @@ class Request:
             max_output = max_model_len if params.max_tokens is None else params.max_tokens
             min_tokens, reads_prompt = params.min_tokens, params.prompt_logprobs is not None
         stop_token_ids = frozenset(params.stop_token_ids) if isinstance(params, SamplingParams) else frozenset()
+        detection = params.repetition_detection if isinstance(params, SamplingParams) else None
         return cls(
             request_id=message.request_id,
             client=message.client,
@@ -79,6 +82,7 @@ class Request:
             stop_token_ids=stop_token_ids.union(message.eos_token_ids) if max_output else frozenset(),
             min_tokens=min_tokens,
             reads_prompt=reads_prompt,
+            repetition=RepetitionDetector(detection) if detection else None,
             is_prompt_only=max_output == 0,
             marks=[Mark("queued", now_ns())],
         )
@@ -111,4 +115,6 @@ class Request:
             return FinishReason.STOP
         if len(self.token_ids) >= self.max_num_tokens:
             return FinishReason.LENGTH
+        if self.repetition and self.repetition.append(self.token_ids, self.num_prompt_tokens):
+            return FinishReason.REPETITION if self.num_output_tokens >= self.min_tokens else None
         return None

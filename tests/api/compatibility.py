@@ -44,7 +44,8 @@ GENERATION: dict[str, Any] = {
     "priority": 1, "cache_salt": "s", "use_beam_search": True, "length_penalty": 1.0, "early_stopping": True,
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     "structured_outputs": {"regex": "[ab]"}, "guided_json": SCHEMA, "guided_regex": "[ab]", "guided_choice": ["a"],
-    "guided_grammar": 'root ::= "a"', "thinking_token_budget": 5, "repetition_detection": {"max_pattern_size": 4},
+    "guided_grammar": 'root ::= "a"', "thinking_token_budget": 5,
+    "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "prompt_embeds": "AAAA", "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto",
     "request_id": "r", "session_id": "s", "return_prompt_text": True, "an_unknown_field": 1,
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import openai
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from servd.api.routes.completions import TextOffsets
 from servd.api.tokenizer import Tokenizer
 from servd.messages import TokenLogprobs
-from tests.api.harness import MODEL, Served, events, output_text
+from tests.api.harness import MODEL, Served, events, output_text, serve, user
 
 COMPLETIONS = "/v1/completions"
 
@@ -19,6 +21,32 @@ async def ask(http, **body):
     answer = await http.post(COMPLETIONS, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+async def test_a_repetition_ends_the_output():
+    async with serve(script="ab" + "xyz" * 5) as served:
+        body = {"prompt": "yzxyzxyzxyz", "max_tokens": 99, "return_token_ids": True}
+        body |= {"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}}
+        (choice,) = (await served.http.post("/v1/completions", json=body)).json()["choices"]
+        assert (choice["text"], choice["finish_reason"], len(choice["token_ids"])) == ("abxyzxyzxyz", "repetition", 11)
+        chat = {"messages": user("hi"), "max_tokens": 99, "repetition_detection": body["repetition_detection"], "n": 2}
+        answer = await served.http.post("/v1/chat/completions", json={**chat, "stream": True})
+        reasons = [c["finish_reason"] for chunk in events(answer.text) for c in chunk["choices"] if c["finish_reason"]]
+        assert reasons == ["repetition"] * 2
+        (choice,) = (await served.http.post("/v1/completions", json={**body, "min_tokens": 14})).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("ab" + "xyz" * 4, "repetition")
+        metrics = (await served.http.get("/metrics")).text
+        assert re.search(r'vllm:request_success_total{.*"repetition".*} 4.0', metrics)
+
+
+@pytest.mark.parametrize("fields", [
+    {"max_pattern_size": 257, "min_count": 2}, {"max_pattern_size": -1}, {"max_pattern_size": 3},
+    {"max_pattern_size": 3, "min_count": 1}, {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2},
+    {"max_pattern_size": 3.5, "min_count": 2}, {"size": 3}, 5,
+], ids=str)  # fmt: skip
+async def test_bounds_of_repetition_detection(http, fields):
+    answer = await http.post("/v1/completions", json={"prompt": "a", "repetition_detection": fields})
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("repetition_detection")
 
 
 async def test_tokens_are_named_by_their_ids_and_the_prompt_told_on_demand(http):

@@ -13,20 +13,20 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.structured import StructuredRequest
-from servd.api.protocol.validation import REQUEST_ID
+from servd.api.protocol.validation import REQUEST_ID, FewKeys
 from servd.errors import InvalidRequest
-from servd.params import MAX_BEAMS, MAX_STOP, SamplingParams
+from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
 
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one must be told.
 # All other unknown fields are accepted and named in the header X-Servd-Ignored.
 UNSUPPORTED = (
     "audio", "chat_template", "function_call", "functions", "logprob_token_ids", "modalities", "prompt_embeds",
-    "repetition_detection", "thinking_token_budget", "web_search_options",
+    "thinking_token_budget", "web_search_options",
 )  # fmt: skip
 # What beam search does not look at, though it would change the answer.
 NOT_WITH_BEAMS = (
     "allowed_token_ids", "bad_words", "logit_bias", "logprobs", "min_tokens", "prompt_logprobs", "stop",
-    "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection",
 )  # fmt: skip
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
@@ -68,6 +68,16 @@ class StreamOptions(TypedDict, total=False):
     continuous_usage_stats: bool | None
 
 
+class RepetitionFields(TypedDict, total=False):
+    """Which repetitions end the output; see `servd.params.RepetitionDetection`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    max_pattern_size: int
+    min_pattern_size: int
+    min_count: int
+
+
 class GenerationRequest(StructuredRequest):
     """Fields that mean the same in a chat and in a completion."""
 
@@ -90,6 +100,7 @@ class GenerationRequest(StructuredRequest):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias_by_id)] = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    repetition_detection: Annotated[RepetitionFields | None, FewKeys] = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     use_beam_search: bool | None = None
@@ -169,6 +180,8 @@ class GenerationRequest(StructuredRequest):
         """The given fields that have the name and meaning of a SamplingParams field."""
         names = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)
         params = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.repetition_detection is not None:
+            params["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
         return {**params, "structured_output": self.structured_output()}
 
 
