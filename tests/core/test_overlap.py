@@ -1,0 +1,143 @@
+"""Steps in flight: the host works while the device does, and no depth changes an output."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from servd.messages import AbortRequests, EngineCoreRequest
+from servd.params import StructuredOutput
+from tests.core.devices import SlowExecutor, TimedExecutor, overlap
+from tests.core.engines import AuditedExecutor, Log, generate, make_engine, make_request
+
+REGEX = StructuredOutput("regex", "[a-z]{3,6}-[0-9]{2}")
+NUM_STEPS = 12
+
+
+def with_grammars(engine):
+    """An engine that takes in what its grammars' threads compile; returns a function that waits for all of it."""
+    news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    engine.grammars.on_compiled = news.put
+
+    def settle() -> None:
+        while engine.grammars.is_compiling:
+            engine.handle(news.get())
+
+    return settle
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_the_host_works_while_the_device_does(depth):
+    engine = make_engine(depth=depth, executor_class=SlowExecutor)
+    requests = [make_request(str(i), [i, 2, 3], NUM_STEPS) for i in range(3)]
+    log = generate(engine, *requests)
+    device = engine.executor
+    assert len(device.device_spans) == NUM_STEPS
+    for launch in device.host_spans:
+        hidden = overlap([launch], [span for span in device.device_spans if span.step < launch.step])
+        whole = launch.end - launch.start
+        assert hidden == pytest.approx(whole if depth > 1 and launch.step else 0)
+    assert all(log.finished(request.request_id) for request in requests)
+
+
+@pytest.mark.parametrize("form", [None, StructuredOutput("regex", "[a-z]{40}")], ids=["free", "grammar"])
+@pytest.mark.parametrize(
+    ("depth", "host", "expected"),
+    [
+        (1, 1.0, NUM_STEPS * 5.0),  # 4 on the device
+        (2, 1.0, 1.0 + NUM_STEPS * 4.0),  # the device never waits after the first launch
+        (3, 1.0, 1.0 + NUM_STEPS * 4.0),
+        (2, 6.0, NUM_STEPS * 6.0 + 4.0),  # nor the host, where it is the slower one
+    ],
+)
+def test_a_step_takes_as_long_as_the_slower_of_host_and_device(depth, host, expected, form):
+    engine = make_engine(depth=depth, executor_class=TimedExecutor)
+    engine.executor.host = host
+    settle = with_grammars(engine)
+    engine.handle(make_request("a", [1, 2, 3], NUM_STEPS, structured_output=form))
+    settle()
+    log = Log().run(engine)
+    assert len(log.token_ids("a")) == NUM_STEPS
+    assert engine.executor.now == pytest.approx(expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request, when it comes, and after how many more steps it is aborted, if it is."""
+
+    step: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int
+    stops: bool
+    form: bool
+    logprobs: int | None
+    abort_after: int | None
+
+    def request(self, request_id: str) -> EngineCoreRequest:
+        return make_request(
+            request_id, list(self.prompt), self.max_tokens, min_tokens=min(self.min_tokens, self.max_tokens),
+            stop_token_ids=list(b"aeiou ") if self.stops else [], logprobs=self.logprobs,
+            structured_output=REGEX if self.form else None,
+        )  # fmt: skip
+
+
+TEXT = tuple(range(40))
+arrivals = st.builds(
+    Arrival,
+    step=st.integers(0, 10),
+    prompt=st.builds(lambda first, length: TEXT[first : first + length], st.integers(0, 2), st.integers(1, 30)),
+    max_tokens=st.integers(1, 16),
+    min_tokens=st.integers(0, 8),
+    stops=st.booleans(),
+    form=st.booleans(),
+    logprobs=st.none() | st.integers(0, 2),
+    abort_after=st.none() | st.integers(0, 20),
+)
+
+
+def serve(arrivals: list[Arrival], depth: int, executor_class: type[AuditedExecutor], num_blocks: int) -> Log:
+    """Run the engine while requests come and go."""
+    engine = make_engine(num_blocks, depth, max_num_seqs=4, max_num_batched_tokens=24, executor_class=executor_class)
+    settle, log = with_grammars(engine), Log()
+    for step in range(max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals) + 1):
+        for i, arrival in enumerate(arrivals):
+            if arrival.step == step:
+                engine.handle(arrival.request(str(i)))
+            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
+                engine.handle(AbortRequests([str(i)]))
+        settle()
+        log.step(engine)
+    return log.run(engine)
+
+
+@cache
+def alone(arrival: Arrival) -> list[Any]:
+    """What a request gets that is served by itself, step after step, and never aborted."""
+    arrival = dataclasses.replace(arrival, step=0, abort_after=None)
+    return outputs(serve([arrival], 1, AuditedExecutor, 64), "0")
+
+
+def outputs(log: Log, request_id: str) -> list[Any]:
+    return [(o.new_token_ids, o.finish_reason, o.stop_reason, o.logprobs) for o in log.outputs[request_id]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    arrivals=st.lists(arrivals, min_size=1, max_size=7),
+    depth=st.integers(1, 4),
+    executor_class=st.sampled_from([AuditedExecutor, SlowExecutor]),
+    num_blocks=st.sampled_from([12, 64]),  # 46 tokens, the longest request, need 12 blocks
+)
+def test_no_depth_changes_an_output(arrivals, depth, executor_class, num_blocks):
+    log = serve(arrivals, depth, executor_class, num_blocks)
+    event(f"preemptions: {log.total('num_preemptions') > 0}")
+    for i, arrival in enumerate(arrivals):
+        got, expected = outputs(log, str(i)), alone(arrival)
+        assert got == expected or (arrival.abort_after is not None and got == expected[: len(got)])
