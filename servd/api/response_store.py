@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from servd.api.event_log import EventLog
 from servd.api.protocol.responses import Response
 from servd.errors import RequestError
 
@@ -15,12 +16,18 @@ MAX_BYTES = 256 * 2**20
 
 
 class Stored(msgspec.Struct):
-    """A response and the conversation up to its end."""
+    """A response and the conversation that it answers."""
 
     response: Response
-    items: list[dict[str, Any]]  # input and output of all turns
+    items: list[dict[str, Any]]  # the conversation: input and output of earlier turns, and this one's input
     num_bytes: int  # about what it holds; items that turns share count for each
-    task: asyncio.Task[None] | None = None  # of a response that is made in the background
+    log: EventLog | None = None  # of a response that is made in the background
+    task: asyncio.Task[None] | None = None  # the same
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """Input and output of all turns."""
+        return [*self.items, *msgspec.to_builtins(self.response.output)]
 
 
 class ResponseStore:

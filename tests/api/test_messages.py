@@ -168,7 +168,7 @@ CONVERSATIONS: list[Any] = [
         [
             {"role": "user", "content": [PART]},
             {"role": "assistant", "reasoning_content": "hm", "content": [PART], "tool_calls": [CHAT_CALL]},
-            {"role": "tool", "tool_call_id": "t1", "content": [PART]},
+            {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "Error:"}, PART]},
             {"role": "user", "content": [PART, PART]},
         ],
     ),
@@ -179,8 +179,11 @@ CONVERSATIONS: list[Any] = [
     ),
     (
         None,
-        user([{"type": "tool_result", "tool_use_id": "t1"}]),
-        [{"role": "tool", "tool_call_id": "t1", "content": ""}],
+        user([{"type": "tool_result", "tool_use_id": name, "is_error": name != "t1"} for name in ("t1", "t2")]),
+        [
+            {"role": "tool", "tool_call_id": "t1", "content": ""},
+            {"role": "tool", "tool_call_id": "t2", "content": "Error:"},
+        ],
     ),
 ]
 

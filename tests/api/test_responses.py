@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -334,7 +335,6 @@ PROBLEMS = [
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"background": True, "store": False}, "background"),
-    ({"background": True, "stream": True}, "background"),
     ({"truncation": "middle"}, "truncation"),
     ({"previous_response_id": "resp_none"}, "previous_response_id"),
     ({"seed": "x"}, "seed"),
@@ -446,3 +446,99 @@ async def test_a_background_response_that_is_cancelled_or_forgotten_before_it_be
         assert cancelled.json()["status"] == "cancelled"
         await until(lambda: not served.async_llm.tracer.marks)
         assert served.async_llm.num_unfinished == 0
+
+
+async def events_of(stream) -> list[Any]:
+    """All events that the openai client sees."""
+    return [event async for event in stream]
+
+
+async def test_a_background_response_is_streamed_again_and_from_the_middle(listening_server: Served):
+    engine = listening_server.engine
+    body: Any = {"model": MODEL, "input": "hi", "max_output_tokens": 30}
+    async with connect(listening_server) as client:
+        engine.may_step.clear()
+        stream = await client.responses.create(background=True, stream=True, **body)
+        queued = [await anext(stream) for _ in range(2)]
+        assert [event.type for event in queued] == ["response.created", "response.queued"]
+        assert {event.response.status for event in queued} == {"queued"}
+        name = queued[0].response.id
+        await stream.close()  # the client leaves, and the response goes on
+        again = asyncio.create_task(events_of(await client.responses.retrieve(name, stream=True)))
+        later = asyncio.create_task(events_of(await client.responses.retrieve(name, stream=True, starting_after=3)))
+        engine.may_step.set()
+        events = await again
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert [event.type for event in events[:4]] == [
+            "response.created", "response.queued", "response.in_progress", "response.output_item.added",
+        ]  # fmt: skip
+        assert events[-1].type == "response.incomplete"
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == events[-1].response.output_text == output_text(chat_prompt("hi"), 30)
+        assert await later == events[4:]
+        for start in (-1, 5, len(events) - 2, len(events) - 1, 1000):
+            more = {"starting_after": start} if start >= 0 else {}
+            found = await events_of(await client.responses.retrieve(name, stream=True, **more))
+            assert found == events[start + 1 :]
+        assert (await client.responses.retrieve(name)).output_text == text
+
+        engine.may_step.clear()
+        stream = await client.responses.create(background=True, stream=True, **body)
+        name = (await anext(stream)).response.id
+        await client.responses.cancel(name)
+        assert [event.type for event in await events_of(stream)] == ["response.queued"]
+
+        engine.may_step.set()
+        response = await client.responses.create(**body)
+        with pytest.raises(openai.BadRequestError, match="background"):
+            await client.responses.retrieve(response.id, stream=True)
+
+
+async def test_a_background_stream_of_an_engine_that_dies(listening_server: Served):
+    engine, http = listening_server.engine, listening_server.http
+    engine.may_step.clear()
+    body = {"input": "hi", "background": True, "stream": True}
+    async with http.stream("POST", URL, json=body) as answer:
+        text = ""
+        async for piece in answer.aiter_text():
+            if "response.queued" in piece and "queued" not in text:
+                engine.tell(EngineDead("it is gone"))
+            text += piece
+    last = named_events(text)[-1]
+    TypeAdapter(ResponseStreamEvent).validate_python(last)
+    assert last["type"] == "response.failed" and last["sequence_number"] == 2
+
+
+async def test_input_items(client: openai.AsyncOpenAI):
+    first = await client.responses.create(model=MODEL, input="one", max_output_tokens=5)
+    call: Any = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "c1", "output": "42"}
+    thought: Any = {"type": "reasoning", "summary": "hm"}
+    second = await client.responses.create(
+        model=MODEL, input=[thought, call, result, {"role": "user", "content": "two", "id": "mine"}],
+        previous_response_id=first.id, max_output_tokens=5,
+    )  # fmt: skip
+    page = await client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in page.data] == [
+        "message", "message", "reasoning", "function_call", "function_call_output", "message",
+    ]  # fmt: skip
+    said, answered, *_, last = page.data
+    assert (said.role, said.content[0].to_dict()) == ("user", {"type": "input_text", "text": "one"})
+    assert answered.to_dict() == first.output[0].to_dict()
+    assert last.id == "mine" and last.content[0].text == "two"
+    ids = [item.id for item in page.data]
+    assert len(set(ids)) == 6 and not page.has_more
+    assert [item.id async for item in client.responses.input_items.list(second.id, limit=4)] == ids[::-1]
+    page = await client.responses.input_items.list(second.id, limit=2, after=ids[4])
+    assert [item.id for item in page.data] == ids[3:1:-1] and page.has_more
+    with pytest.raises(openai.BadRequestError, match="after"):
+        await client.responses.input_items.list(second.id, after="x")
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_items.list("resp_none")
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up"])
+async def test_bad_pages(http, query):
+    name = (await http.post(URL, json={"input": "hi", "max_output_tokens": 1})).json()["id"]
+    answer = await http.get(f"{URL}/{name}/input_items?{query}")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == query.partition("=")[0]

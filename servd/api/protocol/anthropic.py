@@ -35,6 +35,7 @@ BLOCKS: dict[str, dict[str, dict[str, type]]] = {
         "redacted_thinking": {},
     },
 }
+ERROR = "Error:"  # before the result of a tool that failed
 JSON_TYPES = {str: "string", dict: "object"}
 
 
@@ -54,6 +55,8 @@ def _check_blocks(content: Any, blocks: dict[str, dict[str, type]]) -> Any:
                 raise PydanticCustomError("content", "a {kind} block must have the {type} `{key}`", context)
         if kind == "tool_result":
             _check_blocks(block.get("content") or "", BLOCKS["system"])
+            if not isinstance(block.get("is_error", False), bool):
+                raise PydanticCustomError("content", "`is_error` of a tool_result must be true or false")
     return content
 
 
@@ -237,12 +240,21 @@ def _user(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for block in blocks:
         if block["type"] == "tool_result":
             content = _text_parts(block.get("content") or "")
+            if block.get("is_error"):
+                content = _marked_as_error(content)
             messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
         else:
             if not messages or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})
             messages[-1]["content"] += _text_parts([block])
     return messages
+
+
+def _marked_as_error(content: str | list[dict[str, Any]]) -> Any:
+    """A tool's result that tells of its failure: templates have no other place to say so."""
+    if isinstance(content, str):
+        return f"{ERROR} {content}".strip()
+    return [{"type": "text", "text": ERROR}, *content]
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:

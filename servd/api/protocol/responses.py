@@ -26,6 +26,7 @@ CHAT_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 LOGPROBS = "message.output_text.logprobs"  # in `include`
+ITEM_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -211,8 +212,6 @@ class ResponsesRequest(TranslatedRequest):
         ):
             if getattr(self, name):
                 raise InvalidRequest(f"`{name}` is not supported: {remedy}", param=name)
-        if self.background and self.stream:
-            raise InvalidRequest("a background response cannot be streamed: poll it by its id", param="background")
         return self
 
     def ignored(self) -> list[str]:
@@ -309,6 +308,34 @@ def _chat_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, A
 def _text(content: str | list[dict[str, Any]]) -> str:
     content = _chat_content(content)
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def listed(response_id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as the server shows them: each with an id, a status, and its texts as parts."""
+    name = response_id.removeprefix("resp_")
+    shown: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        item = {"type": kind, "status": "completed", **item}
+        item["id"] = item.get("id") or f"{ITEM_PREFIX[kind]}_{name}_in{number}"
+        match kind:
+            case "message":
+                is_answer = item["role"] == "assistant"
+                item["content"] = _parts(item["content"], "output_text" if is_answer else "input_text")
+            case "reasoning":
+                item["summary"] = _parts(item.get("summary") or [], "summary_text")
+                item["content"] = _parts(item.get("content") or [], "reasoning_text")
+            case _:
+                pass
+        shown.append(item)
+    return shown
+
+
+def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    if not isinstance(content, str):
+        return content
+    part: dict[str, Any] = {"type": kind, "text": content}
+    return [part | {"annotations": []} if kind == "output_text" else part]
 
 
 # ---- answer ----
@@ -426,6 +453,15 @@ class DeletedResponse(msgspec.Struct, tag_field="object", tag="response"):
 
     id: str
     deleted: bool = True
+
+
+class InputItems(msgspec.Struct, tag_field="object", tag="list"):
+    """Answer of /v1/responses/{id}/input_items: one page of them."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens"):

@@ -55,9 +55,17 @@ class ResponseTurn(Turn):
         self.item: OutputItem | None = None  # the open one
         self.sequence_number = 0
 
-    def begin(self) -> Iterator[Event]:
-        self.answer.status = "in_progress"
+    def queue(self) -> Iterator[Event]:
+        """The response waits, and can be asked for already."""
+        self.answer.status = "queued"
         yield self._event("response.created", response=self.answer)
+        yield self._event("response.queued", response=self.answer)
+
+    def begin(self) -> Iterator[Event]:
+        is_new = self.answer.status == "in_progress"
+        self.answer.status = "in_progress"
+        if is_new:
+            yield self._event("response.created", response=self.answer)
         yield self._event("response.in_progress", response=self.answer)
 
     def content(self, text: str) -> Iterator[Event]:
@@ -107,7 +115,7 @@ class ResponseTurn(Turn):
         detail = msgspec.json.decode(reply.body, type=ErrorBody).error
         self.answer.status = "failed"
         self.answer.error = ResponseError(detail.message)
-        if self.has_begun:
+        if self.sequence_number:
             yield self._event("response.failed", response=self.answer)
         else:
             yield self._event("error", code=detail.code, message=detail.message, param=detail.param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -85,12 +85,12 @@ class Turn(ABC):
             reply: what it would have answered if it had not begun to.
         """
 
-    async def run(self) -> None:
-        """Complete `answer`; the engine stops if this is cancelled."""
+    async def run(self, take: Callable[[Event], None] = lambda event: None) -> None:
+        """Complete `answer`; the engine stops if this is cancelled. `take` gets every event."""
         async with aclosing(self._steps()) as steps:
             async for events in steps:
-                for _ in events:
-                    pass
+                for event in events:
+                    take(event)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
@@ -161,6 +161,6 @@ async def respond(turn: Turn, request: Request, body: TranslatedRequest, headers
     return Response(msgspec.json.encode(turn.answer), headers=headers, media_type="application/json")
 
 
-def encode(events: Iterator[Event]) -> bytes:
+def encode(events: Iterable[Event]) -> bytes:
     """Server-sent events with names."""
     return b"".join([b"event: %b\ndata: %b\n\n" % (e["type"].encode(), msgspec.json.encode(e)) for e in events])

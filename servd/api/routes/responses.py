@@ -1,9 +1,10 @@
-"""POST /v1/responses, and GET, DELETE and cancel of those that are stored."""
+"""POST /v1/responses, and what can be done with those that are stored."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -12,16 +13,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
+from servd.api.event_log import EventLog
 from servd.api.processor import Prepared
 from servd.api.protocol.errors import error_reply
-from servd.api.protocol.responses import DeletedResponse, InputTokens, Response, ResponsesRequest
+from servd.api.protocol.responses import DeletedResponse, InputItems, InputTokens, Response, ResponsesRequest, listed
 from servd.api.protocol.translation import renamed
 from servd.api.response_store import ResponseStore, Stored
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body, start_timeline
 from servd.api.routes._response_turn import ResponseTurn
-from servd.api.routes._turn import respond
+from servd.api.routes._turn import encode, respond
 from servd.api.routes.chat import prepare_chat
 from servd.api.routes.tokenize import count_chat_tokens
+from servd.api.streaming import EventStream
 from servd.errors import InvalidRequest, NotFound
 from servd.tracing import Tracer
 
@@ -46,19 +49,24 @@ async def create_response(request: Request) -> HTTPResponse:
         prepared = await prepare_chat(context.async_llm, response_id, body.as_chat(body.chat_fields(items)))
     answer = _blank(response_id, model, body, prepared, is_stored)
 
+    log = EventLog() if body.background else None
+
     def keep(task: asyncio.Task[None] | None = None) -> None:
         if is_stored:
             num_bytes = len(msgspec.json.encode([answer, body.input])) + (previous.num_bytes if previous else 0)
-            store.put(Stored(answer, items + msgspec.to_builtins(answer.output), num_bytes, task))
+            store.put(Stored(answer, items, num_bytes + (log.num_bytes if log else 0), log, task))
 
     turn = ResponseTurn(request, prepared, answer, keep)
-    if not body.background:
+    if log is None:
         return await respond(turn, request, body, {})
-    answer.status = "queued"
+    for event in turn.queue():
+        log.append(encode([event]))
     request.state.traced.remove(response_id)  # its timeline is longer than the request
-    task = asyncio.create_task(_run_detached(turn, request))
-    task.add_done_callback(partial(_end_detached, turn, context.async_llm.tracer))
+    task = asyncio.create_task(_run_detached(turn, request, log))
+    task.add_done_callback(partial(_end_detached, turn, log, context.async_llm.tracer))
     keep(task)
+    if body.stream:
+        return _stream(request, log, 0, ignored_header(body))
     return json_response(answer, headers=ignored_header(body))
 
 
@@ -76,10 +84,38 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str) -> HTTPResponse:
-    """A stored response, finished or not."""
-    if request.query_params.get("stream", "false") != "false":
-        raise InvalidRequest("a stored response cannot be streamed: leave out `stream`", param="stream")
-    return json_response(_stored(request, response_id).response)
+    """A stored response, finished or not; with `stream` its events, if it is made in the background."""
+    stored = _stored(request, response_id)
+    if request.query_params.get("stream", "false").lower() not in ("true", "1"):
+        return json_response(stored.response)
+    if stored.log is None:
+        raise InvalidRequest(
+            "only a response with `background`: true can be streamed again: leave out `stream`", param="stream"
+        )
+    return _stream(request, stored.log, 1 + _number(request, "starting_after", -1, 2**31), {})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(request: Request, response_id: str) -> HTTPResponse:
+    """What a stored response answers: the items of all turns before it, and its own input."""
+    stored = _stored(request, response_id)
+    limit = _number(request, "limit", 20, 100, least=1)
+    items = listed(response_id, stored.items)
+    match request.query_params.get("order", "desc"):
+        case "desc":
+            items.reverse()
+        case "asc":
+            pass
+        case order:
+            raise InvalidRequest(f"`order` must be asc or desc, got {order[:32]!r}", param="order")
+    if after := request.query_params.get("after"):
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"`after`: the response has no input item {after[:200]!r}", param="after")
+        items = items[places[0] + 1 :]
+    shown = items[:limit]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return json_response(InputItems(shown, first, last, len(items) > limit))
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -100,6 +136,24 @@ async def cancel_response(request: Request, response_id: str) -> HTTPResponse:
     return json_response(stored.response)
 
 
+def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, str]) -> EventStream:
+    """The events of a response from number `start` on. It is made to its end, also if the client leaves."""
+    state, keep_alive = request.state, context_of(request).keep_alive
+    stream = EventStream(log.follow(start), request_id=state.request_id, keep_alive=keep_alive, headers=headers)
+    stream.end = b""  # the last event says that it is the last
+    return stream
+
+
+def _number(request: Request, name: str, default: int, most: int, least: int = 0) -> int:
+    """A whole number of the query."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
+        raise InvalidRequest(f"`{name}` must be a number from {least} to {most}, got {text[:32]!r}", param=name)
+    return int(text)
+
+
 def _stored(request: Request, response_id: str) -> Stored:
     return context_of(request).responses.get(response_id, NotFound, "response_id")
 
@@ -115,7 +169,7 @@ def _previous(store: ResponseStore, body: ResponsesRequest) -> Stored | None:
 
 
 def _conversation(previous: Stored | None, body: ResponsesRequest) -> list[dict[str, Any]]:
-    return [*(previous.items if previous else ()), *cast(list[dict[str, Any]], body.input)]
+    return [*(previous.conversation if previous else ()), *cast(list[dict[str, Any]], body.input)]
 
 
 async def _cancel(stored: Stored) -> None:
@@ -124,18 +178,18 @@ async def _cancel(stored: Stored) -> None:
         await asyncio.wait([stored.task])
 
 
-async def _run_detached(turn: ResponseTurn, request: Request) -> None:
+async def _run_detached(turn: ResponseTurn, request: Request, log: EventLog) -> None:
     try:
-        await turn.run()
+        await turn.run(lambda event: log.append(encode([event])))
     except Exception as error:
-        for _ in turn.fail(error_reply(error, request.state.request_id)):
-            pass
+        log.append(encode(turn.fail(error_reply(error, request.state.request_id))))
 
 
-def _end_detached(turn: ResponseTurn, tracer: Tracer, task: asyncio.Task[None]) -> None:
+def _end_detached(turn: ResponseTurn, log: EventLog, tracer: Tracer, task: asyncio.Task[None]) -> None:
     """What follows in any case, also if the task was cancelled before it began."""
     if task.cancelled():
         turn.answer.status = "cancelled"
+    log.close()
     tracer.finish(turn.answer.id)
 
 
