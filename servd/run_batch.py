@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -23,8 +25,16 @@ from tqdm import tqdm
 from servd import ipc
 from servd.errors import ConfigError
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
 RETRIES = 5  # of requests that the server has no room for
+LONGEST_WAIT = 60.0  # seconds between them
 STOP_TIMEOUT = 20.0  # seconds that the own server gets to end
 
 
@@ -44,26 +54,52 @@ class Target(NamedTuple):
         return kind(parts.netloc)
 
     def ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> Answer:
-        """One request and its whole answer, with retries while the server is too busy."""
+        """One request and its whole answer, with retries while the server is too busy.
+
+        Raises:
+            OSError, HTTPException: no answer. A connection that was used before gets a second chance: the server may
+                have closed it meanwhile.
+        """
         headers = {"content-type": "application/json"}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key}"
         prefix = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
         attempts_left = RETRIES
         while True:
-            connection.request(method, prefix + path, body if body is None else json.dumps(body), headers)
-            reply = connection.getresponse()
+            is_old = connection.sock is not None
+            try:
+                connection.request(method, prefix + path, body if body is None else json.dumps(body), headers)
+                reply = connection.getresponse()
+            except ConnectionError:
+                if not is_old:
+                    raise
+                connection.close()  # the next request opens it again
+                continue
             data = reply.read()
-            retry_after = reply.headers.get("retry-after")
-            if retry_after is None or not attempts_left:
+            seconds = seconds_of(reply.headers.get("retry-after"))
+            if seconds is None or not attempts_left:
                 break
             attempts_left -= 1
-            time.sleep(float(retry_after))
+            time.sleep(seconds)
         try:
             content = json.loads(data)
         except ValueError:
             content = data.decode("utf8", "replace")
         return Answer(reply.status, reply.headers.get("x-request-id"), content)
+
+
+def seconds_of(retry_after: str | None) -> float | None:
+    """How long to wait, by a Retry-After header: a number of seconds, or a date. None without a valid one."""
+    if retry_after is None:
+        return None
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(seconds, 0.0), LONGEST_WAIT) if math.isfinite(seconds) else None
 
 
 class Answer(NamedTuple):
@@ -96,20 +132,22 @@ class Batch:
         results: gets one line per request; lines that are there and tell of no server failure are kept.
 
     Raises:
-        ConfigError: a file cannot be read or written.
+        ConfigError: a file cannot be read or written, or two lines have the same custom_id.
     """
 
     def __init__(self, target: Target, source: Path, results: Path) -> None:
         self.target = target
         self.num_failed = 0
         self.problem: OSError | None = None  # with the output file
-        self.done = keep_finished(results)
         try:
-            self.lines = [line for line in source.read_text(encoding="utf8").split("\n") if line.strip()]
+            lines = source.read_text(encoding="utf8").split("\n")
+            self.lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+            refuse_duplicates(self.lines)
+            self.done = keep_finished(results)
             self.output = results.open("a", encoding="utf8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"run-batch: {error}") from None
-        self.waiting = iter(enumerate(self.lines, 1))
+        self.waiting = iter(self.lines)
         self.lock = threading.Lock()
         self.bar = tqdm(total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True)
 
@@ -173,6 +211,23 @@ class Batch:
                 self.num_failed += 1
         response = answer and {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
         return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+
+
+def refuse_duplicates(lines: list[tuple[int, str]]) -> None:
+    """Answers are told apart by their custom_id alone.
+
+    Raises:
+        ConfigError: names the first two lines with the same one.
+    """
+    first: dict[Any, int] = {}
+    for number, line in lines:
+        try:
+            custom_id = json.loads(line)["custom_id"]
+            other = first.setdefault(custom_id, number)
+        except (ValueError, KeyError, TypeError):
+            continue  # answered with an error of its own
+        if other != number:
+            raise ConfigError(f"run-batch: lines {other} and {number} have the same custom_id {custom_id!r}")
 
 
 def check(request: dict[str, Any]) -> None:
