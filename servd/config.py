@@ -154,6 +154,13 @@ class ServerConfig(Section, frozen=True):
     chat_template: Annotated[
         str | None, Meta(description="Jinja chat template (file or text) to use instead of the model's.")
     ] = None
+    fim_template: Annotated[
+        str | None,
+        Meta(
+            description="Prompt for `suffix` of completions, with {prefix} and {suffix}. Default: by the model's "
+            "fill-in-the-middle tokens."
+        ),
+    ] = None
     tool_call_parser: Annotated[
         str | None,
         Meta(
@@ -187,6 +194,14 @@ class ServerConfig(Section, frozen=True):
     ipc_dir: Annotated[
         str | None, Meta(description="Folder of the sockets between the processes. Default: a new private one.")
     ] = None
+    write_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86400,
+            description="Seconds, up to twice as many, that a client may take no byte of its answer.",
+        ),
+    ] = 90.0
     shutdown_timeout: Annotated[
         float, Meta(ge=0, le=86400, description="Seconds that open requests get to finish after SIGTERM or Ctrl-C.")
     ] = 15.0

@@ -17,6 +17,7 @@ import zmq
 T = TypeVar("T")
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
+CONNECT_TIMEOUT = 1000  # milliseconds, to an inbox that is there
 PARENT_DIR = "SERVD_IPC_DIR"  # environment of a child: its parent's folder, which the parent removes in any case
 
 _encoder = msgspec.msgpack.Encoder()
@@ -76,17 +77,35 @@ class Inbox(Generic[T]):
 
 
 class Outbox:
-    """Sends messages to one inbox, which may start later. Never blocks. Belongs to one thread."""
+    """Sends messages to one inbox, which may start later. Never blocks for long. Belongs to one thread.
 
-    def __init__(self, to: str) -> None:
+    Args:
+        to: address of the inbox.
+        is_bound: the inbox is there; `send` tells when it no longer is.
+    """
+
+    def __init__(self, to: str, is_bound: bool = False) -> None:
         self.socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._is_bound = is_bound
+        self._is_connected = False  # for certain
+        if is_bound:  # nothing is queued for a process that is gone
+            self.socket.setsockopt(zmq.IMMEDIATE, 1)
+            self.socket.setsockopt(zmq.SNDTIMEO, CONNECT_TIMEOUT)
         self.socket.setsockopt(zmq.LINGER, 500)  # milliseconds to deliver the last words
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.connect(to)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one message; order is kept."""
-        self.socket.send(_encoder.encode(message))
+        """Queue one message; order is kept.
+
+        Raises:
+            ConnectionError: the process of the bound inbox is gone.
+        """
+        try:
+            self.socket.send(_encoder.encode(message), zmq.NOBLOCK if self._is_connected else 0)
+        except zmq.Again:
+            raise ConnectionError("nobody receives any more") from None
+        self._is_connected = self._is_bound
 
     def close(self) -> None:
         """Close after at most half a second for what is still queued."""

@@ -166,3 +166,15 @@ def test_close_removes_the_socket_file(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["engine"]
     inbox.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_outbox_tells_that_its_inbox_is_gone(at):
+    receiver = ipc.Inbox(at, ToEngine)
+    sender = ipc.Outbox(at, is_bound=True)
+    sender.send(AbortRequests(["a"]))
+    assert receiver.recv(10) == AbortRequests(["a"])
+    receiver.close()
+    with pytest.raises(ConnectionError):
+        for _ in range(10_000_000):  # until the socket has noticed
+            sender.send(AbortRequests(["b"]))
+    sender.close()

@@ -98,6 +98,7 @@ async def serve(start: Start) -> int:
         Metrics(config.model.served_model_name[0]),
     )
     async_llm.start()
+    HttpProtocol.write_timeout = config.server.write_timeout
     settings = uvicorn.Config(
         create_app(config, async_llm),
         http=HttpProtocol,

@@ -23,6 +23,7 @@ from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineError
 from servd.ipc import Inbox, Outbox, address
 from servd.messages import (
+    AbortRequests,
     Attach,
     EngineCoreOutputs,
     EngineDead,
@@ -65,13 +66,19 @@ class StartupClock:
             self.phase, self.since = phase, now
 
 
+class ClientGone(msgspec.Struct):
+    """The process of an API server has ended without a word."""
+
+    client: int
+
+
 class EngineCoreProc:
     """Runs one EngineCore and connects it to its clients."""
 
     def __init__(self, start: Start) -> None:
         self.start = start
         self.clock = StartupClock(start.started_at)
-        self.inputs: queue.SimpleQueue[ToEngine | Compiled | WorkerFailed] = queue.SimpleQueue()
+        self.inputs: queue.SimpleQueue[ToEngine | Compiled | WorkerFailed | ClientGone] = queue.SimpleQueue()
         # (client or None for all, message); None ends the output thread.
         self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attach | None] = queue.SimpleQueue()
         self.input_thread = threading.Thread(target=self.guard, args=[self.receive_inputs], name="input", daemon=True)
@@ -129,11 +136,11 @@ class EngineCoreProc:
                 message = self.next_input(engine)
                 if isinstance(message, WorkerFailed):  # a worker or thread ended while no step was awaited
                     raise EngineError(message.reason)
-                engine.handle(message)
+                engine.handle(all_of(message.client, engine) if isinstance(message, ClientGone) else message)
             for client, outputs in engine.step().items():
                 self.outputs.put((client, outputs))
 
-    def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed:
+    def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
         """Wait for a message; the first long wait is a good time for what would make requests stutter."""
         try:
             return self.inputs.get(timeout=IDLE)
@@ -166,19 +173,32 @@ class EngineCoreProc:
         line = StatsLine()
         while (item := self.outputs.get()) is not None:
             if isinstance(item, Attach):
-                outboxes[item.client] = Outbox(item.inbox)
-                if latest is not None:
-                    outboxes[item.client].send(latest)
-                continue
+                outboxes[item.client] = Outbox(item.inbox, is_bound=True)
+                if latest is None:
+                    continue
+                item = item.client, latest
             client, message = item
             if client is None:
                 latest = message
             if isinstance(message, EngineCoreOutputs):
                 line.count(message)
-            for outbox in outboxes.values() if client is None else [outboxes[client]]:
-                outbox.send(message)
+            for receiver in [*outboxes] if client is None else [client]:
+                try:
+                    outboxes[receiver].send(message)
+                except (ConnectionError, KeyError):  # now, or at an earlier message
+                    if outbox := outboxes.pop(receiver, None):
+                        outbox.close()
+                    self.inputs.put(ClientGone(receiver))
         for outbox in outboxes.values():
             outbox.close()
+
+
+def all_of(client: int, engine: EngineCore) -> AbortRequests:
+    """What drops everything that runs or waits for a client. What still compiles is dropped at its first output."""
+    ids = [request.request_id for request in engine.scheduler.requests.values() if request.client == client]
+    if ids:
+        logger.warning("an API server is gone: %d requests aborted", len(ids))
+    return AbortRequests(ids)
 
 
 def start_executor(config: Config, spec: hf.ModelSpec, progress: Progress) -> tuple[Executor, WorkerReady]:

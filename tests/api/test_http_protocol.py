@@ -1,0 +1,69 @@
+"""Clients that stop reading, by the protocol alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from servd.api.http_protocol import HttpProtocol
+from tests.api.harness import until
+
+
+class Transport:
+    """A client that has taken all but `num_left` bytes."""
+
+    num_left = 100_000
+    num_looks = 0
+    is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        self.num_looks += 1
+        return self.num_left
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Flow:
+    def pause_writing(self) -> None:
+        pass
+
+    def resume_writing(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def protocol(monkeypatch) -> HttpProtocol:
+    protocol = HttpProtocol.__new__(HttpProtocol)
+    protocol.loop = asyncio.get_running_loop()
+    protocol.transport = Transport()
+    protocol.flow = Flow()
+    protocol.write_timeout = 0.01
+    return protocol
+
+
+async def test_a_client_that_takes_nothing_is_cut_off(protocol):
+    protocol.pause_writing()
+    await until(lambda: protocol.transport.is_aborted)
+
+
+async def test_a_client_that_takes_little_is_not(protocol):
+    def take_some() -> int:
+        transport.num_looks += 1
+        transport.num_left -= 1 if transport.num_looks < 20 else 0
+        return transport.num_left
+
+    transport = protocol.transport
+    transport.get_write_buffer_size = take_some
+    protocol.pause_writing()
+    await until(lambda: transport.is_aborted)
+    assert transport.num_looks >= 20
+
+
+@pytest.mark.parametrize("end", ["resume_writing", "_stop_watching"])
+async def test_a_client_that_has_caught_up_or_left_is_not_watched(protocol, end):
+    protocol.pause_writing()
+    timer = protocol._timer
+    getattr(protocol, end)()
+    assert timer.cancelled() and protocol._timer is None
