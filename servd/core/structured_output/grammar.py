@@ -26,7 +26,7 @@ from servd.config import Config
 from servd.hf import ModelSpec, find_model, find_tokenizer
 from servd.params import StructuredOutput
 
-# Bounds on the work of one compilation and of one mask, and on the states that a grammar gathers (1 to 2 kB each).
+# Bounds on the work of one compilation and of one mask, and on the states that a grammar gathers (0.5 kB each).
 # A mask of the most ambiguous grammar takes 60 ms with these items; with the library's default, ten times as long.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,
