@@ -1,63 +1,166 @@
-"""GPUModelRunner: CUDA memory found by a profile run, and output copies that overlap with the next step."""
+"""GPUModelRunner: decode steps as CUDA graphs, memory found by a profile run, output copies that nothing waits for."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
-from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
+from servd.errors import ConfigError
+from servd.messages import GrammarBitmask, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.params import MAX_LOGPROBS, SamplingParams
+from servd.worker.graph_runner import CudaRecorder, GraphRunner, Record
+from servd.worker.input_batch import InputBatch, decode_attention
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.memory import CudaMeter, MemoryUse, Meter
 from servd.worker.model_runner import ModelRunner, StepPart
+
+log = logging.getLogger("servd.worker")
+
+COSTLIEST = SamplingParams(
+    top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.1, frequency_penalty=0.1, logit_bias={0: 1.0}, min_tokens=1,
+    logprobs=MAX_LOGPROBS, seed=0,
+)  # fmt: skip
 
 
 class GPUModelRunner(ModelRunner):
     """Steps on a CUDA device. Nothing but `AsyncOutput.result` waits for it."""
 
-    def kv_cache_memory(self) -> int:
-        """What the share of the device's memory leaves beside weights, activations and other processes."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        profile_cache_bytes = self._profile_run()
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - profile_cache_bytes
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        outside_torch = total - free - torch.cuda.memory_reserved(self.device)
-        return int(total * self.config.cache.gpu_memory_utilization) - peak - outside_torch
+    graphs: GraphRunner | None = None  # from allocate_kv_cache on, where they can be used
+    memory_use: MemoryUse | None = None  # from kv_cache_memory on
 
-    def _profile_run(self) -> int:
-        """Run the largest step with the costliest sampling; returns the bytes of the cache that it had."""
-        block_size = self.config.cache.block_size
-        num_tokens = min(self.max_num_tokens // self.max_num_seqs, self.max_model_len)
-        num_blocks = -(-num_tokens // block_size)
-        params = SamplingParams(top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
-        slots = range(self.max_num_seqs)
-        self.allocate_kv_cache(num_blocks)  # all rows share the blocks: only the sizes matter
-        self.execute_model(
-            SchedulerOutput(
-                step=0,
-                new_requests=[
-                    NewRequest(
-                        slot=slot,
-                        token_ids=[0] * num_tokens,
-                        num_prompt_tokens=num_tokens,
-                        num_computed_tokens=0,
-                        block_ids=list(range(num_blocks)),
-                        params=params,
-                    )
-                    for slot in slots
-                ],
-                scheduled=[ScheduledRequest(slot=slot, num_tokens=num_tokens) for slot in slots],
-            )
-        )
-        self.sample_tokens().result()
-        self.execute_model(SchedulerOutput(step=0, scheduled=[], freed_slots=list(slots)))
-        self.sample_tokens()
+    # ---- decode steps as graphs ----
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """One block more, which is nobody's: padding is written there."""
+        super().allocate_kv_cache(num_blocks + 1)
+        self.states.block_tables.tables[self.states.null_slot] = num_blocks
+        self.graphs = self.make_graphs()
+        if self.graphs is not None:
+            self._capture(self.graphs, self.graphs.sizes[-1])  # the largest first: the others fit into its memory
+            self._capture(self.graphs, self.graphs.sizes[0])
+
+    def make_graphs(self) -> GraphRunner | None:
+        """None where graphs are switched off, or the attention backend cannot be captured."""
+        if self.config.model.enforce_eager:
+            return None
+        if not self.backend.supports_graphs:
+            log.warning("no CUDA graphs: attention backend %s cannot be captured", self.backend_name)
+            return None
+        hidden = torch.zeros((self.max_num_seqs, self.spec.hidden_size), dtype=self.dtype, device=self.device)
+        return GraphRunner(self._decode, self.max_num_seqs, self.states.null_slot, hidden, self.recorder())
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Decode steps by graphs, others kernel by kernel."""
+        if self.graphs is not None and batch.is_decode:
+            return self.graphs(batch.tokens)
+        return super().forward(batch)
+
+    def _decode(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        metadata = self.backend.build_metadata(decode_attention(self.states, slots, positions))
+        ctx = ForwardContext(self.backend, metadata, self.kv_caches)
+        return self.model(self.states.token_ids[slots, positions].long(), positions, ctx)
+
+    @torch.inference_mode()
+    def _capture(self, graphs: GraphRunner, size: int) -> None:
+        try:
+            graphs.capture(size)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the CUDA graph of a step with {size} requests cannot be captured: {error}; "
+                "--enforce-eager serves without graphs"
+            ) from error
+
+    def recorder(self) -> Record:
+        """What records graphs here."""
+        return CudaRecorder()
+
+    # ---- memory ----
+
+    def meter(self) -> Meter:
+        """What reads the memory here."""
+        return CudaMeter(self.device)
+
+    def kv_cache_memory(self) -> int:
+        """What the share of the device's memory leaves beside weights, the largest step, graphs and other processes."""
+        self.memory_use = self._profile(self.meter())
+        log.info("%s", self.memory_use)
+        return self.memory_use.available - self.bytes_per_block  # the block of padding
+
+    def more_memory(self, missing: int) -> list[str]:
+        """Fewer requests, or a larger share."""
+        return self.memory_use.remedies(missing) if self.memory_use else []
+
+    def _profile(self, meter: Meter) -> MemoryUse:
+        """Run the largest steps and capture graphs, with a cache of just the blocks that they need."""
+        longest = min(self.max_num_tokens, self.max_model_len)
+        each = min(self.max_num_tokens // self.max_num_seqs, self.max_model_len)
+        before = meter.allocated()
+        super().allocate_kv_cache(-(-longest // self.config.cache.block_size))
+        cache_bytes = meter.allocated() - before
+        forward = sampling = 0
+        for num_rows, num_tokens in ((1, longest), (self.max_num_seqs, each)):
+            meter.peak()
+            self._launch(num_rows, num_tokens)
+            forward = max(forward, meter.peak())
+            self._sample_all(num_rows)
+            sampling = max(sampling, meter.peak())
+        kept = meter.allocated()
+        graphs = self._graph_bytes(meter)
         self.kv_caches = []
-        return num_blocks * self.bytes_per_block
+        states = self.states.token_ids.nbytes + self.states.block_tables.tables.nbytes
+        return MemoryUse(
+            total=meter.total,
+            outside=meter.taken() - meter.held(),
+            persistent=kept - cache_bytes,
+            per_request=(kept - cache_bytes - before + states) // self.max_num_seqs,
+            forward=forward - kept,
+            sampling=sampling - kept,
+            graphs=graphs,
+            utilization=self.config.cache.gpu_memory_utilization,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    def _launch(self, num_rows: int, num_tokens: int) -> None:
+        """Begin a step of prompts; all rows share the blocks, since only sizes matter."""
+        num_blocks = -(-num_tokens // self.config.cache.block_size)
+        new_requests = [
+            NewRequest(
+                slot=slot,
+                token_ids=[0] * num_tokens,
+                num_prompt_tokens=num_tokens,
+                num_computed_tokens=0,
+                block_ids=list(range(num_blocks)),
+                params=COSTLIEST,
+            )
+            for slot in range(num_rows)
+        ]
+        scheduled = [ScheduledRequest(slot=slot, num_tokens=num_tokens) for slot in range(num_rows)]
+        self.execute_model(SchedulerOutput(step=0, new_requests=new_requests, scheduled=scheduled))
+
+    def _sample_all(self, num_rows: int) -> None:
+        """End the step, every row with a grammar too, and free its rows."""
+        words = bytes([255]) * (4 * -(-self.spec.vocab_size // 32))
+        self.sample_tokens(GrammarBitmask(list(range(num_rows)), words * num_rows)).result()
+        self.execute_model(SchedulerOutput(step=0, scheduled=[], freed_slots=list(range(num_rows))))
+        self.sample_tokens()
+
+    def _graph_bytes(self, meter: Meter) -> int:
+        """The largest graph's memory, and for each further one as much as a second one takes beside it."""
+        if (graphs := self.make_graphs()) is None:
+            return 0
+        taken = [meter.taken()]
+        for size in graphs.sizes[-1:-3:-1]:
+            self._capture(graphs, size)
+            taken.append(meter.taken())
+        each = taken[-1] - taken[-2] if len(taken) > 2 else 0
+        return taken[1] - taken[0] + each * (len(graphs.sizes) - 1) + graphs.hidden.nbytes
+
+    # ---- output ----
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Copies run in the stream of the step; an event tells when they are done."""
+        """Copies run in the stream of the step, into pinned memory; an event tells when they are done."""
         copied = [part.to_host() for part in parts]
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))

@@ -59,8 +59,8 @@ class Pooler:
             return None
         pooled = Pooled({}, {}, torch.empty(0))
         vectors: list[Tensor] = []
-        ends = np.cumsum(batch.attention.query_lens)
-        starts = ends - batch.attention.query_lens
+        ends = np.cumsum(batch.query_lens)
+        starts = ends - batch.query_lens
         is_last = np.isin(np.arange(len(ends)), batch.sample_rows)
         for row, slot in enumerate(batch.host_slots.tolist()):
             p = self.params.get(slot)
@@ -77,7 +77,7 @@ class Pooler:
                 pooled.by_token[row] = p, torch.cat(self.chunks[slot])
             else:
                 mean = p.pooling == "mean"
-                vectors.append(self.sums[slot] / int(batch.attention.seq_lens[row]) if mean else chunk[-1].float())
+                vectors.append(self.sums[slot] / int(batch.seq_lens[row]) if mean else chunk[-1].float())
                 pooled.params[row] = p
         return replace(pooled, vectors=torch.stack(vectors)) if vectors else pooled if pooled.by_token else None
 

@@ -13,12 +13,15 @@ from servd.worker.device import upload
 class RequestStates:
     """Token ids and block table of every slot on the device, its counters on the host.
 
-    Sampled tokens are written on the device, so the next step can be gathered before the host has seen them.
+    Sampled tokens are written on the device, so the next step can be gathered before the host has seen them. The row
+    after the last slot, `null_slot`, is nobody's.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.max_model_len = max_model_len
+        self.null_slot = max_num_seqs
         # One column more: a step launched before a request is known to be full still writes its token.
-        self.token_ids = torch.zeros((max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
+        self.token_ids = torch.zeros((max_num_seqs + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
 

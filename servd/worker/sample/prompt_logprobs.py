@@ -50,11 +50,11 @@ class PromptLogprobsReader:
         targets: list[np.ndarray] = []  # index in the sequence of the token that follows
         slots: list[np.ndarray] = []
         num_logprobs: list[int | None] = []
-        lens = batch.attention.query_lens
+        lens = batch.query_lens
         starts = np.cumsum(lens) - lens
         for row, slot in enumerate(batch.host_slots.tolist()):
             num_prompt_tokens, k = self.asked.get(slot, (0, 0))
-            first = int(batch.attention.seq_lens[row] - lens[row])
+            first = int(batch.seq_lens[row] - lens[row])
             count = min(int(lens[row]), num_prompt_tokens - 1 - first)
             if count > 0:
                 parts.append((row, first + 1, count))

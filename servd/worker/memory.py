@@ -1,0 +1,111 @@
+"""What a CUDA device's memory goes to, and what would leave more of it for the KV cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from servd.config import format_bytes
+
+
+class Meter(Protocol):
+    """Reads the memory of a device, in bytes."""
+
+    def allocated(self) -> int:
+        """Of this process's tensors."""
+        ...
+
+    def peak(self) -> int:
+        """The most that was allocated since the last call."""
+        ...
+
+    def taken(self) -> int:
+        """Of the whole device, by this process and others, after giving back what this one holds unused."""
+        ...
+
+    def held(self) -> int:
+        """Of the device by this process's tensors, with what is held for more of them."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """Of the device."""
+        ...
+
+
+class CudaMeter:
+    """Asks torch's allocator and the driver."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.total = torch.cuda.mem_get_info(device)[1]
+
+    def allocated(self) -> int:
+        """See Meter."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """See Meter."""
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def taken(self) -> int:
+        """See Meter."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return self.total - torch.cuda.mem_get_info(self.device)[0]
+
+    def held(self) -> int:
+        """See Meter."""
+        return torch.cuda.memory_reserved(self.device)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Found by a profile run; bytes, but for the last three."""
+
+    total: int  # of the device
+    outside: int  # other processes, and the driver
+    persistent: int  # weights, and what is kept for each request that may run
+    per_request: int  # the part of `persistent` that goes with each of max_num_seqs
+    forward: int  # the most that a forward pass takes beside
+    sampling: int  # the most that sampling takes beside, in proportion to max_num_seqs
+    graphs: int
+    utilization: float
+    max_num_seqs: int
+
+    @property
+    def available(self) -> int:
+        """For the KV cache. Negative if not even the rest fits."""
+        beside = self.outside + self.persistent + max(self.forward, self.sampling) + self.graphs
+        return int(self.total * self.utilization) - beside
+
+    def __str__(self) -> str:
+        sizes = {
+            "weights and requests": self.persistent, "largest step": max(self.forward, self.sampling),
+            "CUDA graphs": self.graphs, "outside": self.outside,
+        }  # fmt: skip
+        return f"of {format_bytes(self.total)} on the device: " + ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in sizes.items()
+        )
+
+    def freed_with(self, num_seqs: int) -> int:
+        """What `num_seqs` instead of `max_num_seqs` would free."""
+        sampling = self.sampling * num_seqs // self.max_num_seqs
+        step = max(self.forward, self.sampling) - max(self.forward, sampling)
+        return step + self.per_request * (self.max_num_seqs - num_seqs)
+
+    def remedies(self, missing: int) -> list[str]:
+        """Changes that each give `missing` bytes more."""
+        found = []
+        if enough := next((n for n in range(self.max_num_seqs - 1, 0, -1) if self.freed_with(n) >= missing), None):
+            found.append(f"lower --max-num-seqs to {enough}")
+        utilization = math.ceil(100 * (self.utilization + missing / self.total)) / 100
+        if utilization <= 1:
+            found.append(f"raise --gpu-memory-utilization to {utilization:g}")
+        return found or ["use a device with more memory"]

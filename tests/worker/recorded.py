@@ -1,0 +1,95 @@
+"""GPUModelRunner on a CPU: operations recorded with their addresses and run again, as a CUDA graph does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from servd.worker.attention import torch_sdpa
+from servd.worker.attention._base import AttentionBatch
+from servd.worker.cpu_model_runner import CPUModelRunner
+from servd.worker.gpu_model_runner import GPUModelRunner
+from tests.parity.families import LLAMA
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation with its arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+
+def record(run: Callable[[], None]) -> Callable[[], None]:
+    """What it returns runs the operations of `run`, not its Python: what came from the host stays as it was."""
+    with Recorder() as recorder:
+        run()
+
+    def replay() -> None:
+        for func, args, kwargs, out in recorder.calls:
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                    old.copy_(new)
+
+    return replay
+
+
+class GraphBackend(torch_sdpa.Backend):
+    """Decode rows attend over all columns of the block table, so that no number comes from the host."""
+
+    supports_graphs = True
+
+    def build_metadata(self, batch: AttentionBatch) -> Any:
+        return batch if (batch.query_lens == 1).all() else super().build_metadata(batch)
+
+    def attend(self, q, kv_cache, metadata, scale):
+        if not isinstance(metadata, AttentionBatch):
+            return super().attend(q, kv_cache, metadata, scale)
+        shape = (len(q), -1, self.spec.num_kv_heads, self.spec.head_dim)
+        groups = self.spec.num_heads // self.spec.num_kv_heads
+        keys, values = (
+            part[metadata.block_tables].view(shape).repeat_interleave(groups, 2) for part in kv_cache
+        )  # [rows, keys, heads, head_dim]
+        scores = torch.einsum("rhd,rkhd->rhk", q, keys) * scale
+        hidden = torch.arange(keys.shape[1]) >= metadata.seq_lens_device[:, None]
+        return torch.einsum("rhk,rkhd->rhd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values)
+
+
+class RecordedRunner(GPUModelRunner):
+    """Takes the place of a CPUModelRunner."""
+
+    to_host = CPUModelRunner.to_host
+
+    def load_model(self, progress: Callable[[float], None]) -> None:
+        super().load_model(progress)
+        self.backend = GraphBackend(self.backend.spec)
+
+    def recorder(self):
+        return record
+
+
+def use_recorded_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers on a CPU get a RecordedRunner. What is not an operation of torch cannot be recorded, so it is off."""
+    monkeypatch.setattr("servd.worker.worker.CPUModelRunner", RecordedRunner)
+    if find_spec("servd.worker.ops.native"):
+        monkeypatch.setattr("servd.worker.ops.native.library", lambda: None)
+
+
+def write_config(folder: Path, **options: Any) -> Path:
+    """A tiny Llama for load_format dummy."""
+    config = LLAMA | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | options
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,141 @@
+"""Decode steps as graphs: padding changes nothing, and what is replayed is what would have been computed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from servd.core.engine_core import EngineCore
+from servd.core.executor.uniproc import Executor
+from servd.errors import ConfigError
+from servd.hf import read_spec
+from servd.messages import EngineCoreRequest
+from servd.params import SamplingParams
+from servd.worker.graph_runner import GraphRunner, graph_sizes
+from tests.core.engines import Log
+from tests.worker.driver import Driver, config_for
+from tests.worker.recorded import GraphBackend, RecordedRunner, record, use_recorded_runner, write_config
+
+NULL = 7
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    use_recorded_runner(monkeypatch)
+    return write_config(tmp_path)
+
+
+@pytest.mark.parametrize("max_num_rows", [1, 3, 8, 9, 60, 256, 300, 1024])
+def test_sizes_are_close_to_each_other(max_num_rows: int):
+    sizes = graph_sizes(max_num_rows)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_rows
+    assert all(larger <= 2 * size and larger - size <= 32 for size, larger in itertools.pairwise(sizes))
+
+
+def test_a_step_is_padded_with_rows_of_nobody_and_a_size_is_captured_once():
+    seen: list[list[list[int]]] = []
+    recorded: list[int] = []
+
+    def forward(slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        seen.append([slots.tolist(), positions.tolist()])
+        return (10 * slots + positions)[:, None].float()
+
+    def count(run):
+        recorded.append(1)
+        return run
+
+    runner = GraphRunner(forward, 8, NULL, torch.full((8, 1), torch.nan), count)
+    assert runner(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])).flatten().tolist() == [15, 26, 37, 48]
+    assert runner(torch.tensor([[3, 1, 2], [2, 9, 4]])).flatten().tolist() == [32, 19, 24]
+    assert seen[0] == [[NULL] * 4, [0] * 4], "compiled and captured on rows of nobody"
+    assert seen[-1] == [[3, 1, 2, NULL], [2, 9, 4, 0]]
+    assert len(recorded) == 1
+
+
+def test_the_recorder_freezes_what_comes_from_the_host():
+    """Otherwise the tests below would show nothing."""
+    x, y, step = torch.zeros(2), torch.zeros(2), 1
+
+    def run() -> None:
+        y.copy_(x * 2 + step)
+
+    replay = record(run)
+    step = 100
+    x.fill_(3)
+    replay()
+    assert y.tolist() == [7, 7]
+
+
+def run_steps(folder: Path, **options: object) -> tuple[Driver, list[list[int]], list[torch.Tensor]]:
+    """Requests come, decode together in changing numbers, and leave."""
+    driver = Driver(config_for(folder, load_format="dummy", **options), seed=3)
+    draw = random.Random(1)
+    outputs, logits = [], []
+    slots = [driver.add([draw.randrange(199) for _ in range(length)]) for length in (3, 9, 1, 14, 6)]
+    driver.generate(slots[:2], 3)
+    driver.generate(slots, 6)
+    for slot in slots[3:]:
+        logits += driver.logits[slot]
+        outputs.append(driver.free(slot))
+    slots = [*slots[:3], driver.add([5] * 20)]
+    driver.generate(slots, 11, chunk=7)
+    for slot in slots:
+        logits += driver.logits[slot]
+        outputs.append(driver.tokens[slot])
+    return driver, outputs, logits
+
+
+def test_graphs_compute_what_is_computed_without(folder: Path):
+    (graphs, tokens, logits), (eager, expected_tokens, expected_logits) = (
+        run_steps(folder, enforce_eager=enforce_eager) for enforce_eager in (False, True)
+    )
+    assert eager.worker.runner.graphs is None
+    assert sorted(graphs.worker.runner.graphs.graphs) == [1, 2, 4, 8]
+    assert tokens == expected_tokens
+    torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), atol=1e-5, rtol=0)
+    for cache, expected in zip(graphs.worker.runner.kv_caches, eager.worker.runner.kv_caches, strict=True):
+        assert cache[:, -1].any(), "padding has a block of its own"
+        assert not expected[:, -1].any()
+        torch.testing.assert_close(cache[:, :-1], expected[:, :-1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int):
+    results = []
+    for enforce_eager in (False, True):
+        spec = read_spec(folder)
+        config = config_for(
+            folder, load_format="dummy", enforce_eager=enforce_eager, async_scheduling=depth == 2, max_num_seqs=6,
+            max_num_batched_tokens=24, max_model_len=64, kv_cache_memory=26 * 4 * spec.kv_bytes_per_token(4),
+        )  # fmt: skip
+        executor = Executor(config, spec, lambda *_: None)
+        engine, log = EngineCore(config, spec, executor, executor.start().num_blocks), Log()
+        for i in range(8):
+            params = SamplingParams(temperature=1.0, seed=i, max_tokens=14, repetition_penalty=1.3, logprobs=1)
+            engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), params))
+        log.run(engine)
+        assert log.total("num_preemptions") > 0
+        results.append([log.token_ids(str(i)) for i in range(8)])
+    assert results[0] == results[1]
+
+
+def test_a_backend_that_cannot_be_captured_serves_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(GraphBackend, "supports_graphs", False)
+    driver = Driver(config_for(folder, load_format="dummy"))
+    assert driver.worker.runner.graphs is None
+    assert "no CUDA graphs: attention backend" in caplog.text
+
+
+def test_a_failing_capture_names_the_way_out(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(RecordedRunner, "recorder", lambda self: fail)
+    with pytest.raises(ConfigError, match="8 requests .* not permitted .* --enforce-eager"):
+        Driver(config_for(folder, load_format="dummy"))
