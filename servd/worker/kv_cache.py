@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,28 @@ def bytes_per_block(backend: Backend[Any], num_layers: int) -> int:
     return num_layers * torch.Size(backend.kv_cache_shape(1)).numel() * backend.spec.dtype.itemsize
 
 
-def count_blocks(config: Config, block_bytes: int, memory: int, weights_bytes: int) -> int:
+def blocks_per_request(config: Config) -> int:
+    """Blocks that one request of max_model_len takes."""
+    assert config.model.max_model_len is not None, "config must be resolved"
+    return -(-config.model.max_model_len // config.cache.block_size)
+
+
+def count_blocks(config: Config, block_bytes: int, memory: int, weights_bytes: int, remedies: Sequence[str]) -> int:
     """Blocks to allocate in `memory` bytes: not more than all slots at full length can use.
+
+    Args:
+        config: resolved.
+        block_bytes: of one block on this rank.
+        memory: that the cache may take.
+        weights_bytes: for the messages.
+        remedies: what else would make room for one request of max_model_len.
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len fits, and the context may not be shortened.
     """
     max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
     assert max_model_len is not None and max_num_seqs is not None, "config must be resolved"
-    block_size = config.cache.block_size
-    per_request = -(-max_model_len // block_size)
+    block_size, per_request = config.cache.block_size, blocks_per_request(config)
     num_blocks = min(max(memory, 0) // block_bytes, max_num_seqs * per_request)
     numbers = (
         f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} tokens "
@@ -38,19 +51,25 @@ def count_blocks(config: Config, block_bytes: int, memory: int, weights_bytes: i
     )
     if num_blocks < per_request:
         needed = format_bytes(per_request * block_bytes)
-        shorter = f"lower --max-model-len to {num_blocks * block_size} or " if num_blocks else ""
         if config.model.shorten_max_model_len and num_blocks:
             log.warning(
-                "%s: the context is shortened from %d to %d tokens; raise --kv-cache-memory to %s for all of it",
-                numbers, max_model_len, num_blocks * block_size, needed,
+                "%s: the context is shortened from %d to %d tokens; for all of it, %s",
+                numbers, max_model_len, num_blocks * block_size, _either(remedies),
             )  # fmt: skip
             return num_blocks
+        shorter = [f"lower --max-model-len to {num_blocks * block_size}"] if num_blocks else []
         raise NotEnoughMemory(
             f"{format_bytes(max(memory, 0))} for the KV cache do not hold one request of {max_model_len} tokens, "
-            f"which takes {needed} ({numbers}): {shorter}raise --kv-cache-memory to {needed}"
+            f"which takes {needed} ({numbers}): {_either([*shorter, *remedies])}"
         )
     log.info("%s: %.1f requests of %d tokens", numbers, num_blocks / per_request, max_model_len)
     return num_blocks
+
+
+def _either(remedies: Sequence[str]) -> str:
+    """E.g. "lower this, lower that or raise something"."""
+    *others, last = remedies
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def allocate(backend: Backend[Any], spec: ModelSpec, num_blocks: int) -> list[torch.Tensor]:

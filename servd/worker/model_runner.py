@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from servd.config import Config
+from servd.config import Config, format_bytes
 from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
 from servd.params import SamplingParams
@@ -169,7 +169,9 @@ class ModelRunner(ABC):
             NotEnoughMemory: too few for one request.
         """
         memory = self.config.cache.kv_cache_memory or self.kv_cache_memory()
-        return kv_cache.count_blocks(self.config, self.bytes_per_block, memory, self.weights_bytes)
+        needed = kv_cache.blocks_per_request(self.config) * self.bytes_per_block
+        remedies = self.more_memory(needed - memory) or [f"raise --kv-cache-memory to {format_bytes(needed)}"]
+        return kv_cache.count_blocks(self.config, self.bytes_per_block, memory, self.weights_bytes, remedies)
 
     @property
     def bytes_per_block(self) -> int:
@@ -193,11 +195,15 @@ class ModelRunner(ABC):
         if num_scheduled == 0:
             return
         batch = InputBatch.gather(scheduled.scheduled, self.states)
-        ctx = ForwardContext(self.backend, self.backend.build_metadata(batch.attention), self.kv_caches)
-        hidden = self.model(batch.input_ids, batch.positions, ctx)  # [num_tokens, hidden]
+        hidden = self.forward(batch)
         parts = [part for reader in self.readers if (part := reader.read(hidden, batch)) is not None]
         sampling = (batch, hidden[batch.sample_tokens]) if len(batch.sample_rows) else None
         self.launched = LaunchedStep(num_scheduled, sampling, parts)
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden] of a step."""
+        ctx = ForwardContext(self.backend, self.backend.build_metadata(batch.attention), self.kv_caches)
+        return self.model(batch.input_ids, batch.positions, ctx)
 
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
@@ -232,7 +238,6 @@ class ModelRunner(ABC):
         for row in scheduled.scheduled:
             if row.new_block_ids:
                 self.states.block_tables.append(row.slot, row.new_block_ids)
-        self.states.block_tables.commit()
 
     def _add(self, request: NewRequest) -> None:
         self.states.add(request)
@@ -265,6 +270,10 @@ class ModelRunner(ABC):
     @abstractmethod
     def kv_cache_memory(self) -> int:
         """Bytes that the KV cache may take; called after load_model."""
+
+    def more_memory(self, missing: int) -> list[str]:
+        """Options that would give it `missing` bytes more, other than its own, e.g. "lower --max-num-seqs to 4"."""
+        return []
 
     @abstractmethod
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
