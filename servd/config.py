@@ -52,8 +52,17 @@ class ModelConfig(Section, frozen=True):
     ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Type of weights and activations. auto: the checkpoint's on CUDA, float32 on a CPU."),
+        Meta(
+            description="Type of weights and activations. auto: the checkpoint's on CUDA, float32 on a CPU. A CPU always "
+            "computes in float32; 16 bits are how weights and KV cache are stored there."
+        ),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8"] | None,
+        Meta(
+            description="Round the weights as they are loaded. int8: 8 bits and a scale per output, activations as ever."
+        ),
+    ] = None
     max_model_len: Annotated[
         Positive | None, Meta(description="Longest prompt plus output, in tokens. Default: what the model allows.")
     ] = None

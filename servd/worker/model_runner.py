@@ -130,6 +130,11 @@ class ModelRunner(ABC):
         self.kv_caches: list[torch.Tensor] = []
         self.launched: LaunchedStep | None = None
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.dtype
+
     # ---- start-up ----
 
     def load_model(self, progress: Callable[[float], None]) -> None:
@@ -138,11 +143,12 @@ class ModelRunner(ABC):
         Raises:
             ConfigError: the model or the backend cannot run here.
         """
-        self.model = weights.build_model(self.spec, self.dtype, self.device, self.parallel)
+        self.model = weights.build_model(self.spec, self.compute_dtype, self.device, self.parallel)
         if self.config.model.load_format == "dummy":
             weights.init_dummy_weights(self.model, self.config.model.seed)
         else:
             weights.load_weights(self.model, self.spec.folder, progress)
+        weights.reform(self.model, self.dtype, self.config.model.quantization)
         self.weights_bytes = weights.count_bytes(self.model)
         attention = AttentionSpec(
             num_heads=self.parallel.share(self.spec.num_heads),
@@ -150,7 +156,8 @@ class ModelRunner(ABC):
             head_dim=self.spec.head_dim,
             block_size=self.config.cache.block_size,
             sliding_window=self.model.sliding_window,
-            dtype=self.dtype,
+            dtype=self.compute_dtype,
+            kv_dtype=self.dtype,
             device=self.device,
         )
         self.backend: Backend[Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -14,13 +15,16 @@ from safetensors import SafetensorError, safe_open
 from servd import plugins
 from servd.errors import ModelNotFound, UnsupportedModel
 from servd.hf import ModelSpec, weight_files
+from servd.worker.layers._matrix import Form, Matrix
 from servd.worker.layers._weight import Weight
 from servd.worker.layers.attention import ForwardContext
+from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 
 log = logging.getLogger("servd.worker")
 
 MODELS = "servd.worker.models"
+QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
 
 
@@ -136,6 +140,28 @@ def init_dummy_weights(model: Model, seed: int) -> None:
             weight.data.normal_(std=DUMMY_STD, generator=generator)
 
 
+def reform(model: Model, dtype: torch.dtype, quantization: str | None) -> None:
+    """Bring the matrices, one after the other, into the form in which the device multiplies fastest.
+
+    Args:
+        model: loaded.
+        dtype: of matrices that are not quantized; narrower ones stay as they are.
+        quantization: a file of servd/worker/quantization, or None.
+    """
+    for _, weight in model.named_parameters():
+        if isinstance(weight, Matrix):
+            weight.reform(
+                plugins.load(QUANTIZATIONS, quantization, "quantize") if quantization else partial(_pack, dtype)
+            )
+
+
+def _pack(dtype: torch.dtype, weight: torch.Tensor) -> Form | None:
+    if weight.device.type != "cpu" or native.library() is None:
+        return None
+    return native.PackedMatrix(weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight)
+
+
 def count_bytes(model: Model) -> int:
     """Bytes of all weights on this rank."""
-    return sum(weight.nbytes for _, weight in model.named_parameters())
+    weights = (weight for _, weight in model.named_parameters())
+    return sum(weight.num_bytes if isinstance(weight, Matrix) else weight.nbytes for weight in weights)

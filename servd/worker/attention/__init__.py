@@ -11,7 +11,7 @@ from servd.worker.attention._base import AttentionSpec, Backend
 
 log = logging.getLogger("servd.worker")
 
-PREFERENCE = ("varlen", "torch_sdpa")  # for "auto": the fastest first
+PREFERENCE = ("varlen", "native", "torch_sdpa")  # for "auto": the fastest first
 
 
 def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:

@@ -33,7 +33,8 @@ class AttentionSpec:
     head_dim: int
     block_size: int
     sliding_window: int | None  # a token sees itself and the sliding_window - 1 tokens before
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries, keys and values
+    kv_dtype: torch.dtype  # that the cache should have; a backend that cannot keeps `dtype`
     device: torch.device
 
 
@@ -68,6 +69,11 @@ class Backend(ABC, Generic[Metadata]):
     @abstractmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
         """None if the backend can run this here, otherwise the reason why not."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """What the cache holds."""
+        return self.spec.dtype
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache: keys and values, then blocks."""

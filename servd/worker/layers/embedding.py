@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from servd.worker.layers._matrix import Matrix
 from servd.worker.layers._weight import Weight
 from servd.worker.parallel import Parallel
 
@@ -29,19 +30,19 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.parallel = parallel
-        self.weight = Weight((vocab_size, hidden_size), parallel, shard_dim=0)
+        self.weight = Matrix((vocab_size, hidden_size), parallel, shard_dim=0)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
         if self.parallel.size == 1:
-            return F.embedding(input_ids, self.weight)
-        local_size = self.weight.shape[0]
+            return self.weight.rows(input_ids)
+        local_size = self.parallel.share(self.vocab_size)
         local = input_ids - self.parallel.rank * local_size
         foreign = (local < 0) | (local >= local_size)
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        rows = self.weight.rows(local.masked_fill(foreign, 0))
         return self.parallel.all_reduce(rows.masked_fill(foreign[:, None], 0))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab], the same on every rank."""
-        logits = self.parallel.all_gather(F.linear(hidden, self.weight))
+        logits = self.parallel.all_gather(self.weight.multiply(hidden))
         return logits[:, : self.vocab_size]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from servd.worker.layers._matrix import Matrix
 from servd.worker.layers._weight import Weight
 from servd.worker.parallel import Parallel
 
@@ -34,13 +34,13 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         total = sum(out_features)
-        self.weight = Weight((total, in_features), parallel, shard_dim=0, parts=out_features, transposed=transposed)
+        self.weight = Matrix((total, in_features), parallel, shard_dim=0, parts=out_features, transposed=transposed)
         self.bias = Weight((total,), parallel, shard_dim=0, parts=out_features) if bias else None
         self.local_features = [parallel.share(features) for features in out_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, sum(out) / ranks]."""
-        return F.linear(x, self.weight, self.bias)
+        return self.weight.multiply(x, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -51,12 +51,12 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel = parallel
-        self.weight = Weight((out_features, in_features), parallel, shard_dim=1, transposed=transposed)
+        self.weight = Matrix((out_features, in_features), parallel, shard_dim=1, transposed=transposed)
         self.bias = Weight((out_features,), parallel) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in / ranks] -> [num_tokens, out], the same on every rank."""
         if self.parallel.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        out = self.parallel.all_reduce(F.linear(x, self.weight))
+            return self.weight.multiply(x, self.bias)
+        out = self.parallel.all_reduce(self.weight.multiply(x))
         return out if self.bias is None else out + self.bias

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from servd.worker.ops import reference
+from servd.worker.ops import native, reference
 
 
 class Ops(Protocol):
@@ -40,4 +40,4 @@ def for_device(device: torch.device) -> Ops:
         from servd.worker.ops import triton
 
         return triton
-    return reference
+    return native if device.type == "cpu" and native.library() is not None else reference

@@ -1,0 +1,98 @@
+"""Attention of native.cpp on a CPU: reads the paged KV cache in place, float32 arithmetic, cache of 16 or 32 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.attention._base import Backend as AttentionBackend
+from servd.worker.layers.rotary import Rotation
+from servd.worker.ops.native import TYPES, library
+
+MAX_HEAD_DIM = 256
+VECTOR = 16  # elements of the widest vector: block size and head dimension are multiples of it
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The kernel reads the batch's own arrays."""
+
+    slot_mapping: torch.Tensor
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: torch.Tensor
+
+
+class Backend(AttentionBackend[Metadata]):
+    """One call per layer for the whole mixed batch; its result for a token does not depend on the rest of the batch."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        lib = library()
+        assert lib is not None
+        self.lib = lib
+        self.type = TYPES[self.cache_dtype]
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Needs the compiled library, and sizes that fill its vectors."""
+        if spec.device.type != "cpu":
+            return f"needs a CPU, not {spec.device.type}"
+        if library() is None:
+            return "servd was installed without a C++ compiler, or its CPU kernels are switched off"
+        if spec.dtype != torch.float32:
+            return f"computes in float32, not {spec.dtype}"
+        if spec.head_dim % VECTOR or spec.head_dim > MAX_HEAD_DIM:
+            return f"needs a head_dim that is a multiple of {VECTOR} up to {MAX_HEAD_DIM}, not {spec.head_dim}"
+        return None if spec.block_size % VECTOR == 0 else f"needs blocks of a multiple of {VECTOR} tokens"
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """As the user wants it: numbers are widened when they are read."""
+        return self.spec.kv_dtype
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """In memory, keys are [blocks, kv_heads, head_dim, block_size], values [blocks, kv_heads, block_size, head_dim]."""
+        spec = self.spec
+        return (2, num_blocks, spec.num_kv_heads, spec.block_size * spec.head_dim)
+
+    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+        """Nothing to compute."""
+        return Metadata(batch.slot_mapping, batch.query_lens, batch.seq_lens, batch.block_tables.contiguous())
+
+    def write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """Rotate and store in one pass."""
+        spec = self.spec
+        q, k, v = (x if x.stride(2) == 1 and x.stride(1) == spec.head_dim else x.contiguous() for x in (q, k, v))
+        cos, sin = rotation or (None, None)
+        turned = q if rotation is None else torch.empty(q.shape)
+        self.lib.servd_write(
+            self.type, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+            turned.data_ptr(), None if cos is None else cos.data_ptr(), None if sin is None else sin.data_ptr(),
+            kv_cache[0].data_ptr(), kv_cache[1].data_ptr(), metadata.slot_mapping.data_ptr(), len(q),
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
+        )  # fmt: skip
+        return turned
+
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+        """See native.cpp."""
+        spec = self.spec
+        out = torch.empty(q.shape)
+        self.lib.servd_attend(
+            self.type, q.data_ptr(), q.stride(0), kv_cache[0].data_ptr(), kv_cache[1].data_ptr(),
+            metadata.block_tables.data_ptr(), metadata.block_tables.shape[1], metadata.query_lens.ctypes.data,
+            metadata.seq_lens.ctypes.data, len(metadata.query_lens), spec.num_heads, spec.num_kv_heads, spec.head_dim,
+            spec.block_size, spec.sliding_window or 0, scale, out.data_ptr(),
+        )  # fmt: skip
+        return out

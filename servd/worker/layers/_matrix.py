@@ -1,0 +1,61 @@
+"""A weight that activations are multiplied with, and the forms that it can take once it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from servd.worker.layers._weight import Weight
+from servd.worker.ops import native
+
+
+class Form(Protocol):
+    """How a matrix [out, in] is kept and multiplied."""
+
+    nbytes: int
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[n, in] -> x @ matrix.T + bias, [n, out]."""
+        ...
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """int64 [n] -> the matrix's rows, [n, in], in the type that the model computes in."""
+        ...
+
+
+class Matrix(Weight):
+    """As loaded, an ordinary tensor; `reform` exchanges it for a form that is faster or smaller."""
+
+    form: Form | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory, on this rank."""
+        return self.nbytes if self.form is None else self.form.nbytes
+
+    def load(self, tensor: torch.Tensor, part: int | None = None) -> None:
+        """See `Weight.load`. What has 16 bits in the checkpoint keeps them where products can be made of them."""
+        if self.data.dtype == torch.float32 and native.library() and self.device.type == "cpu":
+            is_first = len(self.missing) == len(self.part_shapes)
+            if is_first and tensor.dtype in (torch.bfloat16, torch.float16):
+                self.data = torch.empty(self.shape, dtype=tensor.dtype)
+        elif tensor.dtype != self.data.dtype and native.library() and self.device.type == "cpu":
+            self.data = self.data.float()  # parts of several types: the widest
+        super().load(tensor, part)
+
+    def reform(self, make: Callable[[torch.Tensor], Form | None]) -> None:
+        """Keep the matrix in the form that `make` gives it; None leaves it."""
+        form = make(self.data)
+        if form is not None:
+            self.form, self.data = form, torch.empty(0)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, in] -> x @ self.T + bias, [n, out]."""
+        return F.linear(x, self, bias) if self.form is None else self.form.multiply(x, bias)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """int64 [n] -> [n, in]."""
+        return F.embedding(index, self) if self.form is None else self.form.rows(index)

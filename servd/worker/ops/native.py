@@ -1,0 +1,174 @@
+"""The operations of native.cpp, for float32 on a CPU. Compiled when servd is installed; without a compiler there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from servd.worker.ops import reference
+
+log = logging.getLogger("servd.worker")
+
+SWITCH = "SERVD_CPU_KERNELS"  # avx512, avx2, generic, or off; default: the best that this CPU has
+CAPABILITIES = {"avx512": ("AVX512",), "avx2": ("AVX2", "AVX512"), "generic": ()}  # of torch.backends.cpu
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
+
+# Pointers may be null where the C++ says so; numbers of rows, strides and sizes count elements.
+SIGNATURES = {
+    "servd_panel": [],
+    "servd_vector": [],
+    "servd_pack": [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p],
+    "servd_multiply": [c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64],
+    "servd_rows": [c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
+    "servd_write": [c_int, *[c_void_p, c_int64] * 3, *[c_void_p] * 6, *[c_int64] * 5],
+    "servd_attend": [c_int, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, *[c_int64] * 6, c_float,
+                     c_void_p],
+    "servd_norm": [c_int, *[c_void_p] * 4, c_float, c_void_p, c_void_p, c_int64, c_int64],
+    "servd_activate": [c_void_p, c_int64, c_int64, c_int, c_int, c_void_p],
+}  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library for this CPU, or None where there is none or it is switched off."""
+    capability, wanted = torch.backends.cpu.get_cpu_capability(), os.environ.get(SWITCH, "")
+    if wanted and wanted not in (*CAPABILITIES, "off"):
+        raise ValueError(f"{SWITCH}={wanted}: there are {', '.join(CAPABILITIES)} and off")
+    for name, needed in CAPABILITIES.items():
+        if (needed and capability not in needed) or wanted not in ("", name):
+            continue
+        for path in Path(__file__).parent.glob(f"_{name}.*"):
+            try:
+                # Its OpenMP is the one that torch has loaded: one pool of threads for both.
+                loaded = ctypes.CDLL(str(path))
+            except OSError as error:
+                log.warning("%s cannot be loaded (%s): the slower operations of torch are used", path.name, error)
+                continue
+            for function, arguments in SIGNATURES.items():
+                getattr(loaded, function).argtypes = arguments
+                getattr(loaded, function).restype = None
+            loaded.servd_panel.restype = loaded.servd_vector.restype = c_int
+            log.debug("CPU kernels: %s", name)
+            return loaded
+    return None
+
+
+def _lib() -> ctypes.CDLL:
+    lib = library()
+    assert lib is not None
+    return lib
+
+
+def _fits(*tensors: torch.Tensor | None) -> bool:
+    return all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in tensors)
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor's elements begin; None is a null pointer."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+# ---- Ops ----
+
+
+def rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.rms_norm`."""
+    x = x.contiguous()
+    if not _fits(x, residual, weight):
+        return reference.rms_norm(x, residual, weight, eps)
+    return _norm(0, x, residual, weight, None, eps)
+
+
+def layer_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.layer_norm`."""
+    x = x.contiguous()
+    if not _fits(x, residual, weight, bias):
+        return reference.layer_norm(x, residual, weight, bias, eps)
+    return _norm(1, x, residual, weight, bias, eps)
+
+
+def _norm(
+    centered: int,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = x.shape[-1]
+    out = torch.empty_like(x)
+    sums = x if residual is None else torch.empty_like(x)
+    addresses = (x.data_ptr(), address(residual), weight.data_ptr(), address(bias))
+    _lib().servd_norm(centered, *addresses, eps, out.data_ptr(), sums.data_ptr(), x.numel() // size, size)
+    return out, sums
+
+
+def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """See `Ops.activate`."""
+    if not _fits(x):
+        return reference.activate(x, name)
+    out = torch.empty_like(x)
+    _lib().servd_activate(x.data_ptr(), 1, x.numel(), FUNCTIONS[name], 0, out.data_ptr())
+    return out
+
+
+def gate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """See `Ops.gate`."""
+    if not _fits(x):
+        return reference.gate(x, name)
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _lib().servd_activate(x.data_ptr(), *out.shape, FUNCTIONS[name], 1, out.data_ptr())
+    return out
+
+
+# ---- matrices ----
+
+
+class PackedMatrix:
+    """A weight matrix in the order in which products read it. Rows are padded to whole panels.
+
+    Args:
+        weight: [out, in] of any strides, float32, bfloat16, float16 or int8.
+        scale: float32 [out]: factor on each row, for int8.
+    """
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        lib = _lib()
+        self.shape = weight.shape
+        self.type = TYPES[weight.dtype]
+        self.scale = scale
+        num_rows, size = weight.shape
+        panel = lib.servd_panel()
+        self.packed = torch.empty(-(-num_rows // panel) * panel * size, dtype=weight.dtype)
+        lib.servd_pack(self.type, weight.data_ptr(), *weight.stride(), num_rows, size, self.packed.data_ptr())
+        self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """float32 [n, in] -> [n, out]."""
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], self.shape[0])
+        _lib().servd_multiply(
+            self.type, x.data_ptr(), *x.shape, self.packed.data_ptr(), address(self.scale), address(bias),
+            out.data_ptr(), out.shape[1],
+        )  # fmt: skip
+        return out
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """int64 [n] -> float32 [n, in]."""
+        out = torch.empty(len(index), self.shape[1])
+        _lib().servd_rows(
+            self.type, self.packed.data_ptr(), address(self.scale), self.shape[1], index.contiguous().data_ptr(),
+            len(index), out.data_ptr(),
+        )  # fmt: skip
+        return out

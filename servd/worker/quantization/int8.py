@@ -1,0 +1,41 @@
+"""8 bits per weight and a scale per output, rounded to nearest; activations keep their type."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from servd.worker.layers._matrix import Form
+from servd.worker.ops import native
+
+MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one of floats
+
+
+def quantize(weight: torch.Tensor) -> Form:
+    """[out, in] of any float type."""
+    wide = weight.float()
+    scale = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
+    rounded = (wide / scale.unsqueeze(1)).round_().to(torch.int8)
+    if weight.device.type == "cpu" and native.library() is not None:
+        return native.PackedMatrix(rounded, scale)
+    return Int8Matrix(rounded, scale.to(weight.dtype))
+
+
+class Int8Matrix:
+    """With the products that torch has."""
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        self.weight, self.scale = weight, scale
+        self.nbytes = weight.nbytes + scale.nbytes
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `Form`."""
+        if x.device.type == "cpu" and len(x) <= MAX_PACKED_ROWS:
+            out = torch._weight_int8pack_mm(x, self.weight, self.scale)
+        else:
+            out = F.linear(x, self.weight.to(x.dtype)) * self.scale
+        return out if bias is None else out + bias
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """See `Form`."""
+        return self.weight[index].to(self.scale.dtype) * self.scale[index].unsqueeze(1)

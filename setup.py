@@ -1,0 +1,38 @@
+"""The CPU kernels, once per instruction set; everything else about the package is in pyproject.toml."""
+
+import platform
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# What a CPU has decides which one is loaded (servd/worker/ops/native.py).
+X86 = {"avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"], "avx2": ["-march=x86-64-v3"], "generic": []}
+VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
+
+
+class Build(build_ext):
+    """Without a compiler servd is installed all the same, and uses the slower operations of torch."""
+
+    def build_extension(self, ext: Extension) -> None:
+        self.build_temp += ext.name  # each variant its own object file
+        super().build_extension(ext)
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return ext.export_symbols  # loaded by ctypes: there is no PyInit function
+
+
+setup(
+    cmdclass={"build_ext": Build},
+    ext_modules=[
+        Extension(
+            f"servd.worker.ops._{name}",
+            sources=["servd/worker/ops/native.cpp"],
+            extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", *flags],
+            extra_link_args=["-fopenmp"],
+            optional=True,
+        )
+        for name, flags in VARIANTS.items()
+        if sys.platform == "linux"
+    ],
+)
