@@ -50,10 +50,8 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequest(f"prompts times `n` may be at most {MAX_CHOICES}", param="n")
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("`best_of` is not supported: ask for `n` and choose", param="best_of")
-        if self.suffix:
-            raise InvalidRequest(
-                "`suffix` is not supported: write the model's own fill-in-the-middle tokens in `prompt`", param="suffix"
-            )
+        if self.suffix and (self.echo or not isinstance(self.prompt[0], str)):
+            raise InvalidRequest("`suffix` needs a `prompt` of text, and no `echo`", param="suffix")
         if self.echo and self.logprobs is not None and self.stream:
             raise InvalidRequest("`echo` with `logprobs` cannot be streamed: leave out `stream`", param="echo")
         return self

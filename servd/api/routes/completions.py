@@ -5,17 +5,20 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 
+import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.processor import Prepared
+from servd.api.fill_in_middle import FillInMiddle
+from servd.api.processor import Prepared, Processor
 from servd.api.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from servd.api.protocol.generation import Usage
 from servd.api.routes._answer import MIN_LOGPROB, Answer
 from servd.api.routes._context import context_of, name_request, read_body, start_timeline
 from servd.api.tokenizer import Tokenizer
+from servd.errors import InvalidRequest
 from servd.messages import TokenLogprobs
 from servd.outputs import CompletionOutput
 
@@ -32,7 +35,12 @@ async def create_completion(request: Request) -> Response:
     answer_id = f"cmpl-{request.state.unique_id}"
     params = body.sampling_params(context.async_llm.processor.default_params)
     prepared: list[Prepared] = []
-    for number, prompt in enumerate(body.prompt):
+    prompts = body.prompt
+    if body.suffix:
+        fill_in_middle = _fill_in_middle(context.async_llm.processor)
+        params = msgspec.structs.replace(params, stop_token_ids=[*params.stop_token_ids, *fill_in_middle.end_token_ids])
+        prompts = [fill_in_middle.prompt(prompt, body.suffix) for prompt in prompts]
+    for number, prompt in enumerate(prompts):
         request_id = answer_id if len(body.prompt) == 1 else f"{answer_id}-{number}"
         start_timeline(request, request_id)
         prepared.append(
@@ -47,6 +55,16 @@ async def create_completion(request: Request) -> Response:
             )
         )
     return await CompletionAnswer(request, answer_id, model, body, prepared).respond()
+
+
+def _fill_in_middle(processor: Processor) -> FillInMiddle:
+    if processor.fill_in_middle is None:
+        raise InvalidRequest(
+            "`suffix` is not supported: the model has no fill-in-the-middle tokens that servd knows. Start the server "
+            "with --fim-template, or write the model's own tokens in `prompt`",
+            param="suffix",
+        )
+    return processor.fill_in_middle
 
 
 class CompletionAnswer(Answer):

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ async def count_chat_tokens(async_llm: AsyncLLM, body: ChatCompletionRequest) ->
     """
     prompt = await render_chat(async_llm, body)
     return len(await async_llm.encode(prompt, add_special_tokens=False))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """The model's tokenizer_config.json with the chat template that is in use."""
+    processor = context_of(request).async_llm.processor
+    config = {name: value for name, value in processor.tokenizer.config.items() if name != "name_or_path"}
+    return json_response({**config, "chat_template": processor.chat_template.source})
 
 
 @router.post("/detokenize")

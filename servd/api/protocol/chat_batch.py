@@ -1,0 +1,56 @@
+"""Chat batches: one request for several conversations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field, model_validator
+
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.completions import MAX_PROMPTS
+from servd.api.protocol.validation import RequestBody, parse
+from servd.errors import InvalidRequest
+
+# What is told once, or by call, and so has no place where there are several conversations.
+REFUSED = (
+    "stream", "tools", "use_beam_search", "echo", "prompt_logprobs", "return_token_ids", "return_prompt_text",
+)  # fmt: skip
+
+
+class ChatBatchRequest(RequestBody):
+    """Body of POST /v1/chat/completions/batch: that of a chat, with a list of its `messages`."""
+
+    messages: Annotated[list[list[Any]], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+    @model_validator(mode="after")
+    def _check_support(self) -> ChatBatchRequest:
+        extra = self.model_extra or {}
+        for name in REFUSED:
+            if extra.get(name):
+                raise InvalidRequest(f"`{name}` is not supported in a batch of chats: leave it out", param=name)
+        if extra.get("n") not in (None, 1):
+            raise InvalidRequest("`n` must be 1 in a batch of chats", param="n")
+        return self
+
+    def ignored(self) -> list[str]:
+        """Fields that have no effect here: those that have none in a chat."""
+        return self._chat(0).ignored()
+
+    def chats(self) -> list[ChatCompletionRequest]:
+        """A chat request for each conversation.
+
+        Raises:
+            InvalidRequest: with the conversation in `param`, e.g. `messages[3][0]`.
+        """
+        return [self._chat(number) for number in range(len(self.messages))]
+
+    def _chat(self, number: int) -> ChatCompletionRequest:
+        fields = {**(self.model_extra or {}), "model": self.model, "messages": self.messages[number]}
+        try:
+            return parse(ChatCompletionRequest, msgspec.json.encode(fields))
+        except InvalidRequest as error:
+            if error.param and error.param.startswith("messages"):
+                error.param = f"messages[{number}]{error.param.removeprefix('messages')}"
+                error.message = f"conversation {number}: {error.message}"
+            raise
