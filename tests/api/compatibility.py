@@ -64,7 +64,21 @@ COMPLETIONS: dict[str, Any] = {
 EMBEDDINGS: dict[str, Any] = {
     "model": "fake", "input": "hi", "encoding_format": "base64", "dimensions": 4, "pooling": "mean",
     "normalize": False, "truncate_prompt_tokens": 1, "priority": 1, "user": "u", "messages": user("hi"),
-    "add_special_tokens": False,
+    "add_special_tokens": False, "add_generation_prompt": True, "chat_template_kwargs": {"a": 1},
+}  # fmt: skip
+POOLING: dict[str, Any] = EMBEDDINGS | {"pooling": "all", "task": "token_embed"}
+SCORE: dict[str, Any] = {
+    "model": "fake", "text_1": "a", "text_2": ["b", "c"], "pooling": "mean", "truncate_prompt_tokens": 1, "priority": 1,
+    "user": "u", "activation": True, "mm_processor_kwargs": {"a": 1},
+}  # fmt: skip
+RERANK: dict[str, Any] = {
+    "model": "fake", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": False,
+    "max_tokens_per_doc": 1, "max_tokens_per_query": 1, "rank_fields": ["text"], "pooling": "mean",
+    "truncate_prompt_tokens": 1, "priority": 1, "user": "u", "instruction": "be strict",
+}  # fmt: skip
+COHERE: dict[str, Any] = {
+    "model": "fake", "texts": ["a"], "input_type": "search_query", "embedding_types": ["float", "base64", "binary"],
+    "output_dimension": 4, "truncate": "START", "max_tokens": 2, "priority": 1, "images": ["data:image/png;base64,AA"],
 }  # fmt: skip
 RESPONSES: dict[str, Any] = {
     "model": "fake", "input": "hi", "instructions": "be kind", "max_output_tokens": 3, "temperature": 0.5,
@@ -88,6 +102,10 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": ({"messages": user("hi"), "max_tokens": 12}, GENERATION | CHAT),
     "/v1/completions": ({"prompt": "hi", "max_tokens": 12}, GENERATION | COMPLETIONS),
     "/v1/embeddings": ({"input": "hi"}, EMBEDDINGS),
+    "/pooling": ({"input": "hi"}, POOLING),
+    "/score": ({"text_1": "a", "text_2": "b"}, SCORE),
+    "/rerank": ({"query": "a", "documents": ["b"]}, RERANK),
+    "/v2/embed": ({"texts": ["a"]}, COHERE),
     "/v1/responses": ({"input": "hi", "max_output_tokens": 12}, RESPONSES),
     "/v1/messages": ({"model": "fake", "messages": user("hi"), "max_tokens": 12}, MESSAGES),
 }

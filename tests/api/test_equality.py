@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 import pytest
 
-from tests.api.harness import events, serve
+from servd.api.chat_template import DEFAULT_TEMPLATE
+from tests.api.harness import events, named_events, serve, user
 
 NUM_SHAPES = 200
 PARTS = ("text", "content", "reasoning", "reasoning_content", "arguments")  # joined
@@ -127,3 +129,117 @@ async def test_streams_equal_whole_answers(part):
             assert got == whole, body
         assert served.async_llm.num_unfinished == 0
     assert num_calls
+
+
+THINKING = DEFAULT_TEMPLATE + "{{ '<think>' if enable_thinking else '<think></think>' }}"
+
+
+def translated_body(draw: random.Random, path: str) -> dict[str, Any]:
+    """A random request for one of the APIs that become a chat."""
+    is_message = path == "/v1/messages"
+    text = draw.choice(["one", "two words", "naïve 東京 🙂", "a " * draw.randrange(1, 90)])
+    body: dict[str, Any] = {"seed": draw.randrange(99), "temperature": draw.choice([0, 0.7, 2.0])}
+    max_tokens = draw.randrange(1, 40) * draw.choice([1, 5])
+    body |= {"max_tokens": max_tokens, "messages": user(text)} if is_message else {
+        "max_output_tokens": max_tokens, "input": text,
+    }  # fmt: skip
+    more: list[dict[str, Any]] = [{"top_k": 4}, {"min_tokens": 1}, {"ignore_eos": True}, {"bad_words": ["e"]}]
+    # Not both: with a tokenizer of bytes, where </think> is no token, a form cannot begin after it.
+    thinking = {"thinking": {"type": "enabled"}} if is_message else {"chat_template_kwargs": {"enable_thinking": True}}
+    forms: list[dict[str, Any]] = [{}, thinking]
+    if is_message:
+        tools = [{"name": tool["function"]["name"], "input_schema": SCHEMA} for tool in TOOLS]
+        more += [{"stop_sequences": ["a", "zq"]}, {"system": "be kind"}]
+        forms += [{"tools": tools, "tool_choice": {"type": kind}} for kind in ("any", "auto")]
+        forms.append({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}})
+    else:
+        functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        more += [{"stop": ["a", "zq"]}, {"top_logprobs": 2}, {"instructions": "be kind"}]
+        forms += [{"tools": functions, "tool_choice": choice} for choice in ("required", "auto")]
+        forms += [{"text": {"format": {"type": "json_object"}}}, {"parallel_tool_calls": False, **forms[2]}]
+    for part in [*draw.sample(more, draw.randrange(4)), draw.choice(forms)]:
+        body |= part
+    return body
+
+
+def told_response(stream: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response that a stream tells by its parts; its last event has the settings and the usage."""
+    output: list[dict[str, Any]] = []
+    for event in stream:
+        match event["type"]:
+            case "response.output_item.added":
+                output.append(event["item"])
+            case "response.content_part.added":
+                output[-1]["content"].append(event["part"])
+            case "response.output_text.delta" | "response.reasoning_text.delta":
+                part = output[-1]["content"][-1]
+                part["text"] += event["delta"]
+                if "logprobs" in event:
+                    part["logprobs"] += event["logprobs"]
+            case "response.function_call_arguments.delta":
+                output[-1]["arguments"] += event["delta"]
+            case "response.output_item.done":
+                output[-1]["status"] = event["item"]["status"]
+                assert output[-1] == event["item"]
+    assert stream[-1]["response"]["output"] == output
+    return stream[-1]["response"]
+
+
+def told_message(stream: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a stream tells by its parts."""
+    message = stream[0]["message"]
+    for event in stream:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"] | {"json": ""})
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                for name in delta.keys() & {"text", "thinking", "signature"}:
+                    block[name] += delta[name]
+                block["json"] += delta.get("partial_json", "")
+            case "content_block_stop":
+                block = message["content"][event["index"]]
+                text = block.pop("json")
+                try:
+                    block |= {"input": json.loads(text)} if text else {}
+                except ValueError:  # cut off
+                    assert event is stream[-3] and stream[-2]["delta"]["stop_reason"] == "max_tokens"
+            case "message_delta":
+                message |= event["delta"] | {"usage": event["usage"]}
+    return message
+
+
+def comparable(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what differs from one request to the next: ids, times, and what was in the prefix cache."""
+    name = answer["id"].partition("_")[2]
+    answer = json.loads(json.dumps(answer).replace(name, "ID"))
+    usage = answer["usage"]
+    if "cache_read_input_tokens" in usage:
+        usage["input_tokens"] += usage.pop("cache_read_input_tokens")
+    else:
+        del usage["input_tokens_details"], answer["created_at"], answer["completed_at"]
+    for item in [*answer.get("output", []), *answer.get("content", [])]:
+        item.pop("call_id", None)
+        if item["type"] == "tool_use":
+            del item["id"]
+    return answer
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize(("path", "told"), [("/v1/responses", told_response), ("/v1/messages", told_message)])
+async def test_streams_of_other_apis_equal_whole_answers(path, told, part):
+    draw = random.Random(f"{path} {part}")
+    kinds: set[str] = set()
+    options: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "chat_template": THINKING}
+    async with serve(max_num_batched_tokens=64, max_num_seqs=8, **options) as served:
+        for _ in range(NUM_SHAPES // 4):
+            body = translated_body(draw, path)
+            answer = await served.http.post(path, json=body)
+            assert answer.status_code == 200, (body, answer.text)
+            stream = await served.http.post(path, json={**body, "stream": True})
+            got, whole = comparable(told(named_events(stream.text))), comparable(answer.json())
+            assert got == whole, body
+            kinds |= {item["type"] for item in [*whole.get("output", []), *whole.get("content", [])]}
+        assert served.async_llm.num_unfinished == 0
+    assert len(kinds) == 3  # texts, thoughts and calls

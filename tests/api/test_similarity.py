@@ -1,4 +1,4 @@
-"""/score, /rerank, /pooling, /classify and /v2/embed, against the fake model's vectors and by litellm."""
+"""/score, /rerank, /pooling, /classify and /v2/embed, against the fake model's vectors."""
 
 from __future__ import annotations
 
@@ -159,12 +159,3 @@ async def test_nothing_is_left_running(served: Served):
     await served.http.post("/rerank", json={"query": "q", "documents": ["a", "b"]})
     assert served.async_llm.num_unfinished == 0 and not served.engine.core.scheduler.requests
     assert not served.async_llm.tracer.marks
-
-
-async def test_litellm(listening_server: Served, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "true")
-    litellm = pytest.importorskip("litellm")
-    shared = {"api_base": listening_server.url, "api_key": "any"}
-    answer = await litellm.arerank(f"hosted_vllm/{MODEL}", QUERY, DOCUMENTS[:3], top_n=2, **shared)
-    scores = sorted(((cosine(QUERY, text), i) for i, text in enumerate(DOCUMENTS[:3])), reverse=True)
-    assert [entry["index"] for entry in answer.results] == [i for _, i in scores[:2]]

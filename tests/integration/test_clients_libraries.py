@@ -54,6 +54,12 @@ class TestLiteLLM:
         answer = litellm.embedding(**options, input=["one", "two"], encoding_format="float")
         assert [len(entry["embedding"]) for entry in answer.data] == [64, 64]
 
+    def test_rerank(self, litellm, llama_server):
+        shared = {"api_base": llama_server.url, "api_key": "any"}
+        answer = litellm.rerank("hosted_vllm/tiny", "what is it?", ["a licence", "what is it?"], top_n=1, **shared)
+        assert [(entry["index"], entry["document"]["text"]) for entry in answer.results] == [(1, "what is it?")]
+        assert answer.results[0]["relevance_score"] == pytest.approx(1, abs=1e-5)
+
     def test_errors(self, litellm, options):
         with pytest.raises(litellm.BadRequestError, match="top_p"):
             litellm.completion(**options, messages=MESSAGES, top_p=2.0)

@@ -101,3 +101,34 @@ async def test_background_and_cancel(fake_server: Server):
         started = await client.responses.create(model=model, input="hi", background=True)
         assert (await client.responses.cancel(started.id)).status == "cancelled"
     assert fake_server.metric("vllm:num_requests_running") == 0
+
+
+async def test_a_background_stream_and_its_input(llama_server: Server):
+    async with openai.AsyncOpenAI(base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0) as client:
+        shared: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12, "input": "a question"}
+        whole = await client.responses.create(**shared)
+        stream = await client.responses.create(background=True, stream=True, **shared)
+        events = [event async for event in stream]
+        name = events[0].response.id
+        again = [event async for event in await client.responses.retrieve(name, stream=True, starting_after=1)]
+        assert again == events[2:]
+        assert events[-1].response.output_text == whole.output_text
+        (item,) = (await client.responses.input_items.list(name)).data
+        assert item.content[0].text == "a question"
+
+
+async def test_a_tool_that_failed(llama_server: Server):
+    call: Any = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+    result: Any = {"type": "tool_result", "tool_use_id": "t1", "content": "it burns"}
+    tool: Any = {"name": "f", "input_schema": {"type": "object"}}
+    counts: list[int] = []
+    async with anthropic.AsyncAnthropic(base_url=llama_server.url, api_key="none", max_retries=0) as client:
+        for is_error in (False, True):
+            messages: Any = [
+                *QUESTION,
+                {"role": "assistant", "content": [call]},
+                {"role": "user", "content": [{**result, "is_error": is_error}]},
+            ]
+            counted = await client.messages.count_tokens(model="tiny", messages=messages, tools=[tool])
+            counts.append(counted.input_tokens)
+    assert counts[1] > counts[0]
