@@ -49,3 +49,14 @@ async def test_load_counts_running_requests(served: Served):
     served.engine.may_step.set()
     await asyncio.gather(*running)
     assert await load() == 0
+
+
+async def test_load_returns_to_zero_after_errors(served: Served):
+    refused = await served.http.post("/v1/completions", json={"prompt": []})
+    assert refused.status_code == 400
+    served.engine.may_step.clear()
+    running = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": ["a", "b"]}))
+    await until(lambda: served.async_llm.num_unfinished == 2)
+    served.engine.tell(EngineDead("killed"))
+    assert (await running).status_code >= 500
+    assert (await served.http.get("/load")).json() == {"server_load": 0}
