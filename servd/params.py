@@ -12,6 +12,7 @@ from servd.errors import InvalidRequest
 MAX_N = 128
 MAX_BEAMS = 16
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP = 16
 MAX_PATTERN_SIZE = 256  # the engine looks at so many tokens for each new one
 MAX_BAD_WORDS = 512  # token sequences
@@ -53,6 +54,13 @@ class RepetitionDetection(msgspec.Struct, array_like=True, omit_defaults=True, f
             raise InvalidRequest(f"repetition_detection.{problem}", param="repetition_detection")
 
 
+class ThinkingTags(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+    """The tokens around a model's thoughts."""
+
+    end_id: int
+    start_id: int | None = None  # None: the output begins inside the thoughts
+
+
 class SamplingParams(
     msgspec.Struct, tag="sampling", array_like=True, omit_defaults=True, kw_only=True, frozen=True, gc=False
 ):
@@ -86,6 +94,9 @@ class SamplingParams(
     bad_words: list[str] = []  # text that may not be written
     bad_words_token_ids: list[list[int]] = []  # the same as tokens: the last one may not follow the others
     repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: int | None = None  # tokens of thoughts, after which they end
+    thinking_tags: ThinkingTags | None = None  # by which the engine follows the thoughts; the API room fills it in
+    logprob_token_ids: list[int] = []  # with logprobs: the log-probabilities of these, too
 
     def verify(self, vocab_size: int) -> None:
         """Check every bound once, before the engine sees the request.
@@ -118,6 +129,10 @@ class SamplingParams(
         for name in ("logprobs", "prompt_logprobs"):
             k = getattr(self, name)
             need(k is None or 0 <= k <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}", k)
+        need(self.thinking_token_budget is None or self.thinking_token_budget >= 0, "thinking_token_budget",
+             "at least 0", self.thinking_token_budget)  # fmt: skip
+        need(len(self.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids",
+             f"at most {MAX_LOGPROB_TOKEN_IDS} token ids", len(self.logprob_token_ids))  # fmt: skip
         if self.repetition_detection is not None:
             self.repetition_detection.verify()
         need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} non-empty strings", self.stop)
@@ -125,7 +140,7 @@ class SamplingParams(
              f"at most {MAX_BAD_WORDS} non-empty strings", self.bad_words)  # fmt: skip
         need(all(1 <= len(ids) <= MAX_BAD_WORD_TOKENS for ids in self.bad_words_token_ids), "bad_words",
              f"at most {MAX_BAD_WORD_TOKENS} tokens each", self.bad_words)  # fmt: skip
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             ids: list[int] = list(getattr(self, name) or ())
             bad = next((i for i in ids if not 0 <= i < vocab_size), None)
             need(bad is None, name, f"made of token ids between 0 and {vocab_size - 1}", bad)

@@ -36,6 +36,8 @@ BOUNDS = [
     ("repetition_detection", [None, Repetition(0, 0, 0), Repetition(MAX_PATTERN_SIZE, MAX_PATTERN_SIZE, 2)],
      [Repetition(MAX_PATTERN_SIZE + 1, 0, 2), Repetition(-1), Repetition(3, 4, 2), Repetition(3, -1, 2),
       Repetition(3, 3, 1)]),
+    ("thinking_token_budget", [None, 0, 10**6], [-1]),
+    ("logprob_token_ids", [[], [0, VOCAB - 1] * 64], [[-1], [VOCAB], [0] * 129]),
     ("bad_words", [[], ["x"] * MAX_BAD_WORDS], [[""], ["x"] * (MAX_BAD_WORDS + 1)]),
     ("stop", [[], ["x"] * MAX_STOP], [[""], ["x"] * (MAX_STOP + 1)]),
     ("stop_token_ids", [[], [0, VOCAB - 1]], [[-1], [VOCAB]]),
@@ -60,6 +62,7 @@ def test_values_beyond_the_bound_fail_with_the_name_of_the_field(name, value):
 def test_every_field_with_a_bound_is_in_the_table():
     fields = {f.name for f in msgspec.structs.fields(SamplingParams)}
     free = {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}  # booleans
+    free |= {"thinking_tags"}  # made of the model's
     free |= {"structured_output"}  # compiled instead
     free |= {"bad_words_token_ids"}  # made of bad_words
     assert fields - free == {name for name, _, _ in BOUNDS}

@@ -208,6 +208,11 @@ class AsyncLLM:
         )
         if reply.structured_output is not params.structured_output:
             params = msgspec.structs.replace(params, structured_output=reply.structured_output)
+        if params.thinking_token_budget is not None:
+            # The tags of a chat's messages say nothing of the reply.
+            tags = self.processor.thinking_tags(None if reply.is_thinking else [])
+            budget = params.thinking_token_budget if reply.reasoning_parser else None
+            params = msgspec.structs.replace(params, thinking_token_budget=budget, thinking_tags=tags)
         prepared = await self.prepare(
             request_id,
             prompt,

@@ -10,7 +10,6 @@ import msgspec
 
 from servd import hf
 from servd.api.chat_template import ChatTemplate
-from servd.api.fill_in_middle import FillInMiddle
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.message_parser import MessageFormat, ReplyFormat
 from servd.api.tokenizer import Tokenizer
@@ -18,7 +17,7 @@ from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest
-from servd.params import INT64_MAX, PoolingParams, SamplingParams
+from servd.params import INT64_MAX, PoolingParams, SamplingParams, ThinkingTags
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -48,7 +47,6 @@ class Processor:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.chat_template = ChatTemplate.load(tokenizer, config.server.chat_template)
-        self.fill_in_middle = FillInMiddle.choose(tokenizer, config.server.fim_template)
         self.message_format = MessageFormat.choose(config, self.chat_template, tokenizer)
         # Sampling defaults of the model for fields that a request leaves out. max_tokens is not among them: where a
         # request has none, `process` takes the smaller of the model's default and the room in the context.
@@ -115,6 +113,9 @@ class Processor:
             params.verify(self.spec.vocab_size)
         room = self.max_model_len - _least_output(params)
         prompt_token_ids, was_cut = self._encode(prompt, add_special_tokens, truncate_prompt_tokens, room, param)
+        if params.thinking_token_budget is not None and params.thinking_tags is None:
+            tags = self.thinking_tags(prompt_token_ids)
+            params = msgspec.structs.replace(params, thinking_tags=tags)
         params = self._fill(params, len(prompt_token_ids), param, client)
         return Prepared(
             request_id=request_id,
@@ -160,6 +161,31 @@ class Processor:
             params=no_output,
             requests=[EngineCoreRequest(request_id, prompt_token_ids, params, client, priority=priority)],
         )
+
+    def thinking_tags(self, prompt_token_ids: list[int] | None) -> ThinkingTags:
+        """How the engine follows the thoughts of a reply to a prompt; None for one that begins inside them.
+
+        Raises:
+            InvalidRequest: the model does not think, or its tags are not one token each.
+        """
+        parser = self.message_format.reasoning_parser
+        if parser is None:
+            raise InvalidRequest(
+                "this model is not known to think: leave out thinking_token_budget", param="thinking_token_budget"
+            )
+        start_id, end_id = map(self.tokenizer.token_id, (parser.start_tag, parser.end_tag))
+        if end_id is None or start_id is None:
+            tag = parser.end_tag if end_id is None else parser.start_tag
+            raise InvalidRequest(
+                f"the {tag} of this model is not one token, so its thoughts cannot be limited: leave out "
+                "thinking_token_budget",
+                param="thinking_token_budget",
+            )
+        is_thinking = prompt_token_ids is None
+        if prompt_token_ids is not None:
+            last_tag = next((i for i in reversed(prompt_token_ids) if i in (start_id, end_id)), end_id)
+            is_thinking = last_tag == start_id
+        return ThinkingTags(end_id, None if is_thinking else start_id)
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
         """Check that all ids are in the model's vocabulary.

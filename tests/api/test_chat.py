@@ -149,6 +149,30 @@ async def test_token_ids_are_returned_on_demand(http):
     assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
 
 
+async def test_logprobs_of_named_tokens(http):
+    names = [10, 256, 10]
+    body = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    body |= {"logprob_token_ids": names, "n": 2}
+    answer = await ask(http, **body)
+    for choice in answer["choices"]:
+        for token_id, position in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+            entries = position["top_logprobs"]
+            top = {int(entry["token"].removeprefix("token_id:")): entry["logprob"] for entry in entries}
+            assert list(top) == [token_id, token_id + 1, 10, 256] and len(position["top_logprobs"]) == 4
+            for other, logprob in top.items():  # of the fake model
+                assert math.isclose(logprob, -((other - token_id) % 257 + 1) * math.log(2))
+    body |= {"messages": user("hi"), "max_tokens": 6, "stream": True}
+    chunks = events((await http.post(CHAT, json=body)).text)
+    streamed = [c["logprobs"]["content"] for k in chunks for c in k["choices"] if c["index"] == 1 and c["logprobs"]]
+    assert [position for part in streamed for position in part] == answer["choices"][1]["logprobs"]["content"]
+    refused = await http.post(CHAT, json={"messages": user("hi"), "logprob_token_ids": [10]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprob_token_ids"
+    legacy = {"prompt": "hi", "max_tokens": 2, "logprobs": 0, "logprob_token_ids": [65], "echo": True}
+    (choice,) = (await http.post("/v1/completions", json=legacy)).json()["choices"]
+    assert [len(top) if top else top for top in choice["logprobs"]["top_logprobs"]] == [None, 1, 2, 2]
+    assert "A" in choice["logprobs"]["top_logprobs"][-1]
+
+
 async def test_tokens_are_named_by_their_ids_on_demand(http):
     body = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
     (choice,) = (await ask(http, **body))["choices"]

@@ -384,6 +384,34 @@ async def test_special_tokens_that_mark_calls_and_thoughts(special_spec):
         assert not any(marker in plain["choices"][0]["message"]["content"] for marker in MARKERS)
 
 
+@pytest.mark.parametrize(("body", "expected"), [
+    ({}, (4, False)), ({"chat_template_kwargs": {"open_thoughts": True}}, (4, True)),
+    ({"reasoning_effort": "none"}, None),
+])  # fmt: skip
+async def test_a_thinking_budget_reaches_the_engine_with_the_tags(special_spec, body, expected):
+    async with serve(script=[], spec=special_spec, chat_template=THINKING_TEMPLATE) as served:
+        tokenizer = served.async_llm.processor.tokenizer
+        # Tags that the user writes are no thoughts of the model.
+        await ask(served, messages=user("what is <think>?"), thinking_token_budget=4, n=2, **body)
+        requests = [m for m in served.engine.sent if isinstance(m, EngineCoreRequest)]
+        assert len(requests) == 2
+        for params in (request.params for request in requests):
+            tags = params.thinking_tags
+            assert tags.end_id == tokenizer.token_id("</think>")
+            start_ids = {True: None, False: tokenizer.token_id("<think>")}
+            budget = params.thinking_token_budget
+            assert expected is budget or (budget, tags.start_id) == (expected[0], start_ids[expected[1]])
+        text = {"max_tokens": 1, "thinking_token_budget": 4}
+        for prompt, is_thinking in (("<think>so", True), ("<think>so</think>", False), ("so", False)):
+            assert (await served.http.post("/v1/completions", json={"prompt": prompt, **text})).status_code == 200
+            assert (served.engine.sent[-1].params.thinking_tags.start_id is None) is is_thinking
+
+
+async def test_a_thinking_budget_of_a_model_that_does_not_think_is_refused(http):
+    answer = await http.post(CHAT, json={"messages": user("hi"), "thinking_token_budget": 4})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking_token_budget"
+
+
 async def test_structured_output_begins_after_the_thoughts(special_spec):
     async with scripted([], THINKING_TEMPLATE, spec=special_spec) as served:
         end_id = with_markers("</think>", special_spec)[0]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import random
 
 from servd.core.repetition import RepetitionDetector
 from servd.params import RepetitionDetection
@@ -14,14 +13,16 @@ def repeats(output: list[int], smallest: int, largest: int, count: int) -> bool:
     return any(len(output) >= size * count and output[-size * count :] == output[-size:] * count for size in sizes)
 
 
-@given(
-    prompt=st.lists(st.integers(0, 1), min_size=1, max_size=6),
-    output=st.lists(st.integers(0, 2), max_size=40),
-    sizes=st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted),
-    count=st.integers(2, 4),
-)
-def test_ends_where_the_output_repeats_itself(prompt, output, sizes, count):
-    smallest, largest = sizes
-    detector = RepetitionDetector(RepetitionDetection(largest, smallest, count))
-    for end in range(1, len(output) + 1):
-        assert detector.append([*prompt, *output[:end]], len(prompt)) is repeats(output[:end], smallest, largest, count)
+def test_ends_where_the_output_repeats_itself():
+    chance = random.Random(0)
+    found = 0
+    for _ in range(300):
+        prompt, output = ([chance.randrange(2) for _ in range(length)] for length in (3, 40))
+        smallest, largest = sorted(chance.choices(range(7), k=2))
+        count = chance.randint(2, 4)
+        detector = RepetitionDetector(RepetitionDetection(largest, smallest, count))
+        for end in range(1, len(output) + 1):
+            expected = repeats(output[:end], smallest, largest, count)
+            assert detector.append([*prompt, *output[:end]], len(prompt)) is expected
+            found += expected
+    assert found > 100

@@ -20,13 +20,13 @@ from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParam
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one must be told.
 # All other unknown fields are accepted and named in the header X-Servd-Ignored.
 UNSUPPORTED = (
-    "audio", "chat_template", "function_call", "functions", "logprob_token_ids", "modalities", "prompt_embeds",
-    "thinking_token_budget", "web_search_options",
+    "audio", "chat_template", "function_call", "functions", "modalities", "prompt_embeds", "web_search_options",
 )  # fmt: skip
 # What beam search does not look at, though it would change the answer.
 NOT_WITH_BEAMS = (
     "allowed_token_ids", "bad_words", "logit_bias", "logprobs", "min_tokens", "prompt_logprobs", "stop",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection",
+    "thinking_token_budget", "logprob_token_ids",
 )  # fmt: skip
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
@@ -101,6 +101,8 @@ class GenerationRequest(StructuredRequest):
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     repetition_detection: Annotated[RepetitionFields | None, FewKeys] = None
+    thinking_token_budget: int | None = None
+    logprob_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     use_beam_search: bool | None = None
@@ -132,6 +134,9 @@ class GenerationRequest(StructuredRequest):
                 raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")
+        logprobs = getattr(self, "logprobs", None)  # a number, or yes or no
+        if self.logprob_token_ids and (logprobs is None or logprobs is False):
+            raise InvalidRequest("`logprob_token_ids` needs `logprobs`", param="logprob_token_ids")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("`prompt_logprobs` cannot be streamed: leave out `stream`", param="prompt_logprobs")
         return self

@@ -87,8 +87,8 @@ class ChatAnswer(Answer):
         # The prompt is told once: in the whole answer, or in the first chunk.
         self.prompt_token_ids = prepared[0].prompt_token_ids if body.return_token_ids else UNSET
         self.rendered = self.prompt_text(prepared[0]) if body.return_prompt_text else UNSET
-        replies = [p.reply for p in prepared for _ in range(self.n)]
-        self.parsers = [] if all(r.is_plain for r in replies) else [r.new_parser() for r in replies]
+        reply = prepared[0].reply
+        self.parsers = [] if reply.is_plain else [reply.new_parser() for _ in range(self.num_choices)]
 
     def chunks(self, output: CompletionOutput) -> list[ChatCompletionChunk]:
         """A chunk with the role before a choice's first delta, then the delta."""
@@ -228,5 +228,7 @@ def choice_logprobs(
             for i, logprob in zip(position.token_ids, position.logprobs, strict=True)
         ]
         sampled = tokens[0]
-        content.append(TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, top_logprobs=tokens[1:]))
+        # A token that was asked for by its id may be among the most likely, too.
+        top = dict(zip(position.token_ids[1:], tokens[1:], strict=True))
+        content.append(TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, list(top.values())))
     return ChoiceLogprobs(content)

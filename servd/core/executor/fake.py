@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
+from collections.abc import Sequence
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -208,7 +209,7 @@ class FakeExecutor(_base.Executor):
             if isinstance(row.params, PoolingParams):
                 output.pooled[i] = self._pooled(row, row.params)
             elif row.params.logprobs is not None:
-                output.logprobs[i] = [self._logprobs(token_id, row.params.logprobs)]
+                output.logprobs[i] = [self._logprobs(token_id, row.params.logprobs, row.params.logprob_token_ids)]
         return output
 
     def _row(self, request: NewRequest) -> Row:
@@ -246,11 +247,12 @@ class FakeExecutor(_base.Executor):
             return None
         return PromptLogprobs(start, [self._logprobs(token_id, k) for token_id in token_ids])
 
-    def _logprobs(self, token_id: int, num_logprobs: int) -> TokenLogprobs:
+    def _logprobs(self, token_id: int, num_logprobs: int, named: Sequence[int] = ()) -> TokenLogprobs:
         """Probability 1/2 for the sampled token, 1/4 for its neighbour, and so on."""
         likely = [(token_id + i) % self.spec.vocab_size for i in range(num_logprobs)]
-        logprobs = [-(i + 1) * math.log(2) for i in range(num_logprobs)]
-        return TokenLogprobs([token_id, *likely], [-math.log(2), *logprobs], rank=1)
+        token_ids = [token_id, *likely, *named]
+        distances = [(other - token_id) % self.spec.vocab_size for other in token_ids]
+        return TokenLogprobs(token_ids, [-(distance + 1) * math.log(2) for distance in distances], rank=1)
 
 
 def _unpack(bitmask: GrammarBitmask) -> dict[int, bytes]:

@@ -31,6 +31,7 @@ class Feature(IntFlag):
     TOP_K = auto()  # with or without top-p
     TOP_P = auto()  # alone
     BAD_WORDS = auto()
+    THINKING_BUDGET = auto()
 
 
 @dataclass(frozen=True, slots=True)

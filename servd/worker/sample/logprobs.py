@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from servd.messages import TokenLogprobs
+from servd.worker.sample.batch import upload
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
     """Log-probabilities of the m rows that asked for them, out of the n of a step."""
 
-    token_ids: Tensor  # [m, 1 + k_max] int64: the sampled token, then the k_max most likely
-    logprobs: Tensor  # [m, 1 + k_max] float32
+    token_ids: Tensor  # [m, 1 + k_max + named_max] int64: the sampled token, the k_max most likely, those named
+    logprobs: Tensor  # [m, 1 + k_max + named_max] float32
     ranks: Tensor  # [m] int64: of the sampled token in the vocabulary, from 1
     num_logprobs: list[int | None]  # [n]: k of each row, None where not asked
+    num_named: list[int]  # [m]: tokens named by each row that asked
 
     def to_host(self) -> LogprobsTensors:
         """Start the copy to the host; on CUDA the caller waits for the stream before `to_lists`."""
@@ -28,30 +32,43 @@ class LogprobsTensors:
 
     def to_lists(self) -> list[TokenLogprobs | None]:
         """One entry per row of the step, None where not asked. The tensors must be on the host."""
-        asked = zip(self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), strict=True)
+        asked = zip(self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), self.num_named, strict=True)
+        first_named = self.token_ids.shape[1] - max(self.num_named, default=0)
         rows: list[TokenLogprobs | None] = []
         for k in self.num_logprobs:
             if k is None:
                 rows.append(None)
             else:
-                token_ids, logprobs, rank = next(asked)
-                rows.append(TokenLogprobs(token_ids=token_ids[: 1 + k], logprobs=logprobs[: 1 + k], rank=rank))
+                token_ids, logprobs, rank, num_named = next(asked)
+                likely, named = slice(1 + k), slice(first_named, first_named + num_named)
+                rows.append(
+                    TokenLogprobs(token_ids[likely] + token_ids[named], logprobs[likely] + logprobs[named], rank)
+                )
         return rows
 
 
-def gather_logprobs(logprobs: Tensor, sampled: Tensor, num_logprobs: list[int | None]) -> LogprobsTensors:
+def gather_logprobs(
+    logprobs: Tensor, sampled: Tensor, num_logprobs: list[int | None], named: Sequence[Sequence[int]] = ()
+) -> LogprobsTensors:
     """Pick what the rows asked for.
 
     Args:
         logprobs: [m, vocab] float32, log-softmax of the raw logits of the rows that asked.
         sampled: [m] int64, their sampled tokens.
         num_logprobs: [n], k of each row of the step, None where not asked.
+        named: [m], token ids that each row that asked wants besides; empty if none does.
     """
     k_max = max(k for k in num_logprobs if k is not None)
     sampled = sampled.unsqueeze(1)
     sampled_logprob = logprobs.gather(1, sampled)
     ranks = (logprobs > sampled_logprob).sum(dim=-1) + 1
     top_logprobs, top_ids = logprobs.topk(min(k_max, logprobs.shape[1]), dim=-1)
-    return LogprobsTensors(
-        torch.cat([sampled, top_ids], dim=1), torch.cat([sampled_logprob, top_logprobs], dim=1), ranks, num_logprobs
-    )
+    token_ids, picked = [sampled, top_ids], [sampled_logprob, top_logprobs]
+    num_named = [len(ids) for ids in named] or [0] * len(sampled)
+    if any(num_named):
+        padded = np.zeros((len(named), max(num_named)), dtype=np.int64)
+        for row, ids in zip(padded, named, strict=True):
+            row[: len(ids)] = ids
+        token_ids.append(upload(padded, logprobs.device))
+        picked.append(logprobs.gather(1, token_ids[-1]))
+    return LogprobsTensors(torch.cat(token_ids, dim=1), torch.cat(picked, dim=1), ranks, num_logprobs, num_named)

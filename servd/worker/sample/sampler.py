@@ -6,9 +6,9 @@
     sampler.remove(slot)
 
 Order, equal in effect to vLLM's: log-probabilities of the raw logits; allowed_token_ids, grammar bitmask, logit_bias,
-min_tokens, bad_words; penalties; temperature; min-p; top-k and top-p; draw. Which features a step needs is known on the
-host, and nothing on the device is waited for. A token depends only on its row's logits, parameters, earlier tokens,
-seed and position, never on the rest of the batch.
+min_tokens, bad_words; penalties; thinking_token_budget; temperature; min-p; top-k and top-p; draw. Which features a
+step needs is known on the host, and nothing on the device is waited for. A token depends only on its row's logits,
+parameters, earlier tokens, seed and position, never on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from servd.worker.sample.logit_bias import AllowedTokens, LogitBias, MinTokens
 from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
 from servd.worker.sample.min_p import MinP
 from servd.worker.sample.penalties import Penalties
+from servd.worker.sample.thinking_budget import ThinkingBudget
 from servd.worker.sample.top_k_top_p import TopKTopP
 from servd.worker.sample.uniform import uniform
 from servd.worker.sample.weights import MAX_VOCAB_SIZE, draw, to_weights
@@ -59,10 +60,12 @@ class Sampler:
         assert vocab_size <= MAX_VOCAB_SIZE, vocab_size
         self.features = np.zeros(max_num_seqs, dtype=np.int64)  # Feature bits per slot
         self.num_logprobs: list[int | None] = [None] * max_num_seqs
+        self.named: dict[int, list[int]] = {}  # slot -> tokens whose log-probabilities are asked for by name
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.penalties = Penalties(vocab_size, max_num_seqs, device)
         self.bad_words = BadWords(max_num_seqs, device)
+        self.thinking_budget = ThinkingBudget(max_num_seqs, device)
         # On logits, and they can change the most probable token; the narrowing steps work on weights, of random rows.
         self.shifting: list[Step] = [
             AllowedTokens(device),
@@ -70,6 +73,7 @@ class Sampler:
             MinTokens(max_num_seqs, device),
             self.bad_words,
             self.penalties,
+            self.thinking_budget,
         ]
         self.narrowing: list[Step] = [MinP(max_num_seqs, device), TopKTopP(vocab_size, max_num_seqs, device)]
 
@@ -103,6 +107,9 @@ class Sampler:
         if params.logprobs is not None:
             features |= Feature.LOGPROBS
         self.num_logprobs[slot] = params.logprobs
+        self.named.pop(slot, None)
+        if params.logprob_token_ids:
+            self.named[slot] = params.logprob_token_ids
         self.features[slot] = int(features)
 
     def remove(self, slot: int) -> None:
@@ -143,6 +150,8 @@ class Sampler:
             self.penalties.update(token_ids, batch)
         if batch.uses(Feature.BAD_WORDS):
             self.bad_words.update(token_ids, batch)
+        if batch.uses(Feature.THINKING_BUDGET):
+            self.thinking_budget.update(token_ids, batch)
         return SamplerOutput(token_ids, self._logprobs(raw_logprobs, token_ids, batch))
 
     def _sample(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -164,5 +173,7 @@ class Sampler:
     def _logprobs(self, raw_logprobs: Tensor | None, token_ids: Tensor, batch: Batch) -> LogprobsTensors | None:
         if raw_logprobs is None:
             return None
-        rows, _ = batch.subset(Feature.LOGPROBS)
-        return gather_logprobs(raw_logprobs, token_ids[rows], [self.num_logprobs[s] for s in batch.host_slots])
+        rows, asked = batch.subset(Feature.LOGPROBS)
+        named = [self.named.get(slot, []) for slot in asked.host_slots.tolist()] if self.named else []
+        num_logprobs = [self.num_logprobs[slot] for slot in batch.host_slots]
+        return gather_logprobs(raw_logprobs, token_ids[rows], num_logprobs, named)

@@ -51,3 +51,20 @@ def test_no_more_alternatives_than_tokens():
     output = sampler(torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([0]), [0], torch.tensor([1]))
     assert output.logprobs is not None
     assert output.logprobs.to_lists()[0].token_ids == [1, 1, 2, 0, 3]
+
+
+def test_named_tokens_come_after_the_most_likely():
+    sampler = Sampler(VOCAB, 4, torch.device("cpu"))
+    named = {0: [3, 9], 1: [], 3: [7]}
+    for slot, ids in named.items():
+        sampler.add(slot, SamplingParams(temperature=0.0, logprobs=slot, logprob_token_ids=ids), [1], [], [])
+    sampler.add(2, SamplingParams(temperature=0.0), [1], [], [])
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    expected = logits.double().log_softmax(-1)
+    output = sampler(logits, torch.arange(4), list(range(4)), torch.ones(4, dtype=torch.int64))
+    rows = output.logprobs.to_lists()
+    assert rows[2] is None
+    for slot, ids in named.items():
+        assert rows[slot].token_ids[1 + slot :] == ids and len(rows[slot].token_ids) == 1 + slot + len(ids)
+        picked = expected[slot][rows[slot].token_ids]
+        torch.testing.assert_close(torch.tensor(rows[slot].logprobs, dtype=torch.float64), picked, atol=1e-5, rtol=0)
