@@ -10,6 +10,7 @@ import msgspec
 
 from servd import hf
 from servd.api.chat_template import ChatTemplate
+from servd.api.fill_in_middle import FillInMiddle
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.message_parser import MessageFormat, ReplyFormat
 from servd.api.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ class Processor:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.chat_template = ChatTemplate.load(tokenizer, config.server.chat_template)
+        self.fill_in_middle = FillInMiddle.choose(tokenizer, config.server.fim_template)
         self.message_format = MessageFormat.choose(config, self.chat_template, tokenizer)
         # Sampling defaults of the model for fields that a request leaves out. max_tokens is not among them: where a
         # request has none, `process` takes the smaller of the model's default and the room in the context.

@@ -87,8 +87,8 @@ class ChatAnswer(Answer):
         # The prompt is told once: in the whole answer, or in the first chunk.
         self.prompt_token_ids = prepared[0].prompt_token_ids if body.return_token_ids else UNSET
         self.rendered = self.prompt_text(prepared[0]) if body.return_prompt_text else UNSET
-        reply = prepared[0].reply
-        self.parsers = [] if reply.is_plain else [reply.new_parser() for _ in range(self.num_choices)]
+        replies = [p.reply for p in prepared for _ in range(self.n)]
+        self.parsers = [] if all(r.is_plain for r in replies) else [r.new_parser() for r in replies]
 
     def chunks(self, output: CompletionOutput) -> list[ChatCompletionChunk]:
         """A chunk with the role before a choice's first delta, then the delta."""
