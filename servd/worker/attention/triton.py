@@ -1,0 +1,98 @@
+"""Own Triton kernels over the paged KV cache, on any CUDA device; on a CPU in Triton's interpreter, for tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.attention._base import Backend as AttentionBackend
+from servd.worker.layers.rotary import Rotation
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The step's batch, and the sizes of its grids (a `paged_attention.Plan`)."""
+
+    batch: AttentionBatch
+    plan: object
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        return self.batch.slot_mapping
+
+
+class Backend(AttentionBackend[Metadata]):
+    """Two kernels per layer, and a third where rows are long enough to be split; see `ops/triton/paged_attention.py`.
+
+    A token's result depends on its own request only, not on the rest of the batch.
+    """
+
+    supports_graphs = True
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        # Only here: the modules need triton, and `supports` must be able to say that there is none.
+        from servd.worker.ops.triton import paged_attention, rotary
+
+        self.paged_attention, self.rotary = paged_attention, rotary
+        self.group = spec.num_heads // spec.num_kv_heads
+        self.kv_scales = (1.0, 1.0)  # what keys and values are divided by in the cache
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Needs triton, CUDA or the interpreter, and a head_dim that fills the tiles."""
+        if importlib.util.find_spec("triton") is None:
+            return "needs the package triton"
+        from triton import knobs
+
+        if spec.device.type == "cpu" and not knobs.runtime.interpret:
+            return "needs CUDA, not cpu (or TRITON_INTERPRET=1, which is for tests)"
+        if spec.device.type == "cuda" and knobs.runtime.interpret:
+            return "TRITON_INTERPRET is set: kernels would run on the host"
+        if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"needs float32, float16 or bfloat16, not {spec.dtype}"
+        if spec.dtype == torch.bfloat16 and spec.device.type == "cpu":
+            return "the interpreter cannot multiply bfloat16"
+        if spec.head_dim & (spec.head_dim - 1) or not 16 <= spec.head_dim <= 256:
+            return f"needs a head_dim that is a power of two from 16 to 256, not {spec.head_dim}"
+        return None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """As the user wants it: numbers are converted where they are read and written."""
+        return self.spec.kv_dtype
+
+    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+        """The kernels read the batch's own tensors."""
+        window = self.spec.sliding_window
+        return Metadata(batch, self.paged_attention.plan(batch.query_lens, batch.seq_lens, self.group, window))
+
+    def write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """One kernel for all of it."""
+        return self.rotary.rotate_and_store(q, k, v, kv_cache, metadata.slot_mapping, rotation, self.kv_scales)
+
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+        """One kernel over all rows, and one that merges what was split."""
+        batch = metadata.batch
+        return self.paged_attention.paged_attention(
+            q,
+            kv_cache,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens_device,
+            metadata.plan,
+            scale,
+            self.spec.sliding_window,
+            self.kv_scales,
+        )

@@ -1,0 +1,96 @@
+"""Rotation of queries and keys fused with the cache write: every number of q, k and v is read and written once."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from servd.worker.layers.rotary import Rotation
+
+TILE = 4096  # numbers per program, whatever head_dim is; not measured yet
+
+
+def rotate_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rotation: Rotation | None,
+    scales: tuple[float, float],
+) -> torch.Tensor:
+    """Turn q and k by their positions, and store k and v at their slots, in one kernel.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart, as slices of qkv are.
+        k: [num_tokens, num_kv_heads, head_dim].
+        v: like k.
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of any floating type.
+        slot_mapping: int64 [num_tokens]: block * block_size + offset; negative: the token is not stored.
+        rotation: cos and sin, [num_tokens, head_dim / 2] each, or None.
+        scales: of keys and values, which are divided by them before they are stored.
+
+    Returns:
+        The turned queries, contiguous; q itself without a rotation.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)) and kv_cache.is_contiguous()
+    cos, sin = rotation or (None, None)
+    turned = q if rotation is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    rows = max(TILE // head_dim, 1)
+    # Axis 1 is the tensor: 0 keys, 1 values, 2 queries.
+    grid = (triton.cdiv(num_tokens * num_heads, rows), 2 if rotation is None else 3)
+    rotate_and_store_kernel[grid](
+        q, k, v, turned, kv_cache[0], kv_cache[1], slot_mapping, cos, sin,
+        num_tokens, q.stride(0), k.stride(0), v.stride(0), *scales,
+        num_heads, k.shape[1], head_dim, rows,
+    )  # fmt: skip
+    return turned
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def rotate_and_store_kernel(
+    q_ptr, k_ptr, v_ptr, turned_ptr, key_ptr, value_ptr, slots_ptr, cos_ptr, sin_ptr,
+    num_tokens, q_stride, k_stride, v_stride, key_scale, value_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program per ROWS heads of q, k or v, counted through all tokens."""
+    tensor = tl.program_id(1)
+    if tensor == 0:
+        token, head = _heads(KV_HEADS, ROWS)
+        slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
+        from_ptr, to_ptr = k_ptr + token * k_stride + head * HEAD_DIM, key_ptr + (slot * KV_HEADS + head) * HEAD_DIM
+        _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, slot >= 0, key_scale, HEAD_DIM)
+    elif tensor == 1:
+        token, head = _heads(KV_HEADS, ROWS)
+        slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
+        from_ptr, to_ptr = v_ptr + token * v_stride + head * HEAD_DIM, value_ptr + (slot * KV_HEADS + head) * HEAD_DIM
+        _turn(from_ptr, to_ptr, None, None, token, slot >= 0, value_scale, HEAD_DIM)
+    else:
+        token, head = _heads(HEADS, ROWS)
+        from_ptr, to_ptr = q_ptr + token * q_stride + head * HEAD_DIM, turned_ptr + (token * HEADS + head) * HEAD_DIM
+        _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, token < num_tokens, 1.0, HEAD_DIM)
+
+
+@triton.jit
+def _heads(HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Token and head of each row of this program; [ROWS, 1] each."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    return row // HEADS, row % HEADS
+
+
+@triton.jit
+def _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, valid, scale, HEAD_DIM: tl.constexpr):
+    """Copy the heads at `from_ptr` [ROWS, 1], the pairs (i, i + HEAD_DIM / 2) turned, and all divided by `scale`."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    pair = tl.arange(0, HALF)[None, :]
+    first = tl.load(from_ptr + pair, mask=valid, other=0.0).to(tl.float32)
+    second = tl.load(from_ptr + HALF + pair, mask=valid, other=0.0).to(tl.float32)
+    if cos_ptr is not None:
+        cos = tl.load(cos_ptr + token * HALF + pair, mask=valid, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * HALF + pair, mask=valid, other=0.0).to(tl.float32)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    tl.store(to_ptr + pair, (first / scale).to(to_ptr.dtype.element_ty), mask=valid)
+    tl.store(to_ptr + HALF + pair, (second / scale).to(to_ptr.dtype.element_ty), mask=valid)
