@@ -23,7 +23,8 @@ HEAD = """\
 What servd does with each field of a request, tried one by one. *Supported*: it has its effect. *For the record*:
 accepted, and never changes an answer. *Ignored*: accepted, without effect, and named in the response header
 `X-Servd-Ignored`; with `--strict-fields` a 400. *Refused*: a 400 with the message shown. Images, audio, video and all
-values out of bounds are refused.
+values out of bounds are refused. The server was started with `--fim-template`, which `suffix` needs where the model's
+tokens do not tell.
 """
 
 FOR_THE_RECORD = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "session_id"}
@@ -119,6 +120,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
     "tool_choice": {"tools": [TOOL]}, "parallel_tool_calls": {"tools": [TOOL]},
 }  # fmt: skip
+# Of requests for vectors: what belongs to a chat, which is sent in place of `input`.
+OF_A_CHAT = {"messages", "add_generation_prompt", "chat_template_kwargs"}
 BESIDE_TOOLS = {"/v1/responses": RESPONSES_TOOL, "/v1/messages": ANTHROPIC_TOOL}
 
 
@@ -139,7 +142,7 @@ async def outcome(http: httpx.AsyncClient, path: str, body: dict[str, Any], fiel
 async def page() -> str:
     """docs/compatibility.md."""
     parts = [HEAD]
-    async with serve() as served:
+    async with serve(fim_template="{prefix}{suffix}") as served:
         for path, (base, fields) in ROUTES.items():
             parts.append(f"\n## POST {path}\n\n| field | tried with | |\n|---|---|---|\n")
             for field in sorted(fields):
@@ -151,7 +154,8 @@ async def page() -> str:
                     value = (await served.http.post(path, json=base)).json()["id"]
                 if path == "/v1/responses" and field == "top_logprobs":
                     beside = {"include": RESPONSES["include"]}
-                result = await outcome(served.http, path, {**base, **beside, field: value}, field)
+                first = {"messages": user("hi")} if fields in (EMBEDDINGS, POOLING) and field in OF_A_CHAT else base
+                result = await outcome(served.http, path, {**first, **beside, field: value}, field)
                 shown = json.dumps(fields[field], ensure_ascii=False).replace("|", "\\|")
                 shown = shown if len(shown) <= 60 else shown[:57] + "..."
                 parts.append(f"| `{field}` | `{shown}` | {result} |\n")

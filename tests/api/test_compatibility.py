@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from servd.api.protocol.anthropic import MessagesRequest
 from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.cohere import CohereEmbedRequest
 from servd.api.protocol.completions import CompletionRequest
 from servd.api.protocol.embeddings import EmbeddingRequest
 from servd.api.protocol.generation import UNSUPPORTED
+from servd.api.protocol.pooling import PoolingRequest
+from servd.api.protocol.rerank import RerankRequest
 from servd.api.protocol.responses import ResponsesRequest
+from servd.api.protocol.score import ScoreRequest
 from tests.api import compatibility
 
 KINDS = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/pooling": PoolingRequest,
+    "/score": ScoreRequest,
+    "/rerank": RerankRequest,
+    "/v2/embed": CohereEmbedRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
 }

@@ -146,6 +146,7 @@ async def test_cohere_embeddings(http):
         ("/pooling", {"input": "a", "task": "embed", "pooling": "all"}, "task"),
         ("/classify", {}, "input"),
         ("/v2/embed", {"texts": []}, "texts"),
+        ("/v2/embed", {"texts": ["a"], "images": ["data:image/png;base64,AA"]}, "images"),
         ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]"),
         ("/v2/embed", {"texts": ["a"], "output_dimension": SIZE + 1}, "output_dimension"),
     ],

@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from servd.api.protocol.embeddings import Priority
 from servd.api.protocol.score import list_of_texts
 from servd.api.protocol.validation import RequestBody
+from servd.errors import InvalidRequest
 
 
 class CohereEmbedRequest(RequestBody):
@@ -22,6 +23,13 @@ class CohereEmbedRequest(RequestBody):
     truncate: Literal["NONE", "START", "END"] = "END"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     priority: Priority | None = None
+
+    @model_validator(mode="after")
+    def _check_support(self) -> CohereEmbedRequest:
+        for name in ("images", "inputs"):
+            if (self.model_extra or {}).get(name):
+                raise InvalidRequest(f"`{name}` is not supported: this model reads `texts` only", param=name)
+        return self
 
 
 class EmbeddingsByType(msgspec.Struct, rename={"floats": "float"}):
