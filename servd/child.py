@@ -86,7 +86,8 @@ class Child:
             self.process.kill()
             self.process.wait()
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it never read its start message
+                self.process.stdin.close()
 
 
 def read_start(kind: type[T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -25,6 +26,8 @@ START_LIMIT = 60.0  # seconds for the process to be ready
 QUEUE_LIMIT = 10.0  # seconds that a grammar waits for others to be checked
 STOP_TIMEOUT = 0.5
 MAX_VERDICTS = 1024  # remembered
+ATTEMPTS = 2
+UNKNOWN = "unknown"
 
 
 class GrammarChecker:
@@ -44,11 +47,12 @@ class GrammarChecker:
         self._lock = threading.Lock()  # one grammar at a time
         self._process: tuple[Child, socket.socket] | None = None
         self._is_ready = False
+        self._is_closed = False
         self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     def start(self) -> None:
         """Start the process, so that the first request need not wait for it. It comes up by itself."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # then the first request starts it
             self._connect()
 
     def knows(self, output: StructuredOutput) -> bool:
@@ -62,12 +66,17 @@ class GrammarChecker:
             InvalidRequest: it cannot: malformed, not supported, too large or too complex.
             Overloaded: too many others are being checked, or the process has died and is started by the next call.
         """
-        error = self._verdicts[_key(output)] if self.knows(output) else self._try(output)
+        error = self._verdicts.get(_key(output), UNKNOWN)  # another thread may drop it after any look
+        if error is UNKNOWN:
+            error = self._try(output)
         if error is not None:
             raise InvalidRequest(f"{output.param}: {error}", param=output.param)
 
     def close(self) -> None:
-        """End the process. May be called more than once."""
+        """End the process, also in the middle of a check. May be called more than once."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process[0].terminate()  # whoever waits for it learns so at once, and lets go of the lock
         with self._lock:
             self._disconnect()
 
@@ -79,9 +88,9 @@ class GrammarChecker:
         if not self._lock.acquire(timeout=QUEUE_LIMIT):
             raise Overloaded("too many structured outputs are being compiled: retry later")
         try:
-            if not self.knows(output):  # others may have asked the same
-                self._verdicts[_key(output)] = self._ask(output)
-            error = self._verdicts[_key(output)]
+            if self.knows(output):  # others have asked the same
+                return self._verdicts[_key(output)]
+            error = self._verdicts[_key(output)] = self._ask(output)
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
             return error
@@ -89,28 +98,50 @@ class GrammarChecker:
             self._lock.release()
 
     def _ask(self, output: StructuredOutput) -> str | None:
-        channel = self._connect()
-        if not self._is_ready:
-            channel.settimeout(START_LIMIT)
+        """As `_try`, of the process. One that dies gets a second chance: it may have died before, or of something else.
+
+        Raises:
+            Overloaded: there is no process at the moment.
+        """
+        for _ in range(ATTEMPTS):
             try:
-                error = self._receive(channel).error
-            except OSError as problem:
-                log.error("the grammar process did not start: %r", problem)
+                if (problem := self._start_up()) is not None:
+                    self._disconnect()
+                    return problem
+            except OSError as error:
+                log.error("the grammar process did not start: %r", error)
                 self._disconnect()
                 raise Overloaded("structured outputs cannot be checked at the moment: retry later") from None
-            if error is not None:
+            assert self._process is not None
+            _, channel = self._process
+            try:
+                channel.settimeout(TIME_LIMIT)
+                channel.sendall(msgspec.json.encode(output) + b"\n")
+                return self._receive(channel).error
+            except OSError as error:
+                log.warning("no answer to a %s of %d bytes: %r", output.kind, len(output.value), error)
                 self._disconnect()
-                return error
-            self._is_ready = True
-        channel.settimeout(TIME_LIMIT)
-        try:
-            channel.sendall(msgspec.json.encode(output) + b"\n")
-            return self._receive(channel).error
-        except OSError as error:
-            log.warning("a %s of %d bytes is refused: %r", output.kind, len(output.value), error)
-            self._disconnect()
+                if isinstance(error, TimeoutError):
+                    break
+        if self._is_closed:  # that is what ended it
+            raise Overloaded("the server is stopping")
+        with contextlib.suppress(OSError):  # then the next call starts it
             self._connect()
-            return f"the {output.kind} is too complex: it cannot be compiled within {TIME_LIMIT:.0f} s"
+        return f"the {output.kind} is too complex: it cannot be compiled within {TIME_LIMIT:.0f} s"
+
+    def _start_up(self) -> str | None:
+        """Wait until the process is ready; returns why it can never be.
+
+        Raises:
+            OSError: it did not start.
+        """
+        channel = self._connect()
+        if self._is_ready:
+            return None
+        channel.settimeout(START_LIMIT)
+        error = self._receive(channel).error
+        self._is_ready = error is None
+        return error
 
     def _receive(self, channel: socket.socket) -> GrammarVerdict:
         """One line.
@@ -127,11 +158,22 @@ class GrammarChecker:
         return msgspec.json.decode(line, type=GrammarVerdict)
 
     def _connect(self) -> socket.socket:
+        """The channel to the process, which is started if there is none.
+
+        Raises:
+            OSError: it cannot be.
+        """
+        if self._is_closed:
+            raise ConnectionAbortedError("the server is stopping")
         if self._process is None:
             ours, theirs = socket.socketpair()
-            with theirs:
-                start = StartGrammarChecker(self.config, self.spec, theirs.fileno())
-                self._process = Child("grammar", MODULE, start, pass_fds=[theirs.fileno()]), ours
+            try:
+                with theirs:
+                    start = StartGrammarChecker(self.config, self.spec, theirs.fileno())
+                    self._process = Child("grammar", MODULE, start, pass_fds=[theirs.fileno()]), ours
+            except OSError:
+                ours.close()
+                raise
             self._is_ready = False
         return self._process[1]
 
