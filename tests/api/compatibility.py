@@ -149,6 +149,8 @@ async def page() -> str:
                 beside = BESIDE.get(field, {})
                 if "tools" in beside and path in BESIDE_TOOLS:
                     beside = {"tools": [BESIDE_TOOLS[path]]}
+                if field == "logprob_token_ids":
+                    beside = {"logprobs": fields["logprobs"]}
                 value = fields[field]
                 if field == "previous_response_id":
                     value = (await served.http.post(path, json=base)).json()["id"]
