@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -14,11 +15,11 @@ VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
 class Build(build_ext):
     """Without a compiler servd is installed all the same, and uses the slower operations of torch."""
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extension(self, ext: Any) -> None:
         self.build_temp += ext.name  # each variant its own object file
         super().build_extension(ext)
 
-    def get_export_symbols(self, ext: Extension) -> list[str]:
+    def get_export_symbols(self, ext: Any) -> list[str]:
         return ext.export_symbols  # loaded by ctypes: there is no PyInit function
 
 

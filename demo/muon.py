@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch  # noqa: TID253
@@ -26,7 +26,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": learning_rate, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Move the matrices that have a gradient."""
         assert closure is None
         for group in self.param_groups:
@@ -44,6 +44,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[matrix]
         if not state:
             state["momentum"] = torch.zeros_like(matrix)
+        assert matrix.grad is not None
         state["momentum"].lerp_(matrix.grad, 1 - MOMENTUM)
         return matrix.grad.lerp(state["momentum"], MOMENTUM)
 

@@ -285,7 +285,7 @@ class Skills:
         guess = str(result + rng.choice((0, 0, 1, -1, 10, -10)))
         thing = self.grammar.word("unit", rng)
         phrase = self.grammar.pick(self.phrases["sum"][form], rng, a=str(a), b=str(b), c=guess, thing=thing, **names)
-        return Turn(self.roughly(phrase, rng), sum_thought(a, b, sign), f"{a} {sign} {b} = {result}.")
+        return Turn(self.roughly(phrase, rng), f"The user wants {a} {sign} {b}.", sum_in_steps(a, b, sign))
 
     def _any_word(self, rng: Random) -> str:
         form = rng.random()
@@ -344,14 +344,16 @@ class Skills:
         return self.grammar.name(rng) if key in ("name", "customer") else self.grammar.word(key, rng)
 
 
-def sum_thought(a: int, b: int, sign: str) -> str:
-    """A sum in two steps: tens, then ones."""
-    if sign == "-" and a < b:
-        return f"{a} is less than {b}, and {b} - {a} = {b - a}. So the result is {a - b}."
-    step = 1 if sign == "+" else -1
+def sum_in_steps(a: int, b: int, sign: str) -> str:
+    """A sum in two steps, tens, then ones: each is easy enough for a model of this size."""
+    result = a + b if sign == "+" else a - b
+    if 0 <= a < b and sign == "-":
+        return f"{sum_in_steps(b, a, sign)} So {a} - {b} = {result}."
     tens, ones = b // 10 * 10, b % 10
-    half = a + step * tens
-    return f"{a} {sign} {tens} = {half}, and {half} {sign} {ones} = {half + step * ones}."
+    if a < 0 or not tens or not ones:
+        return f"{a} {sign} {b} = {result}."
+    half = a + tens if sign == "+" else a - tens
+    return f"{a} {sign} {tens} = {half}, and {half} {sign} {ones} = {result}. So {a} {sign} {b} = {result}."
 
 
 _WEAK = frozenset("how do i the a an to is can you what does it please me of for in with are we".split())

@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,32 @@ WARMUP_EXAMPLES = 2000
 # An answer, without the empty thought that the chat template puts before it when thinking is off.
 ANSWER = re.compile(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL)
 
-# Token ids, and which of them the loss counts.
-Sequence = tuple[list[int], list[bool]]
-Batch = tuple[Tensor, Tensor]
+ROW = 512  # tokens; shorter examples share a row
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One example."""
+
+    ids: list[int]
+    counted: list[bool]  # which of them the loss counts
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one or more examples, padded on the right."""
+
+    ids: Tensor  # int64 [rows, length]
+    weights: Tensor  # float32 [rows, length]: of each token in the loss
+    examples: Tensor  # int64 [rows, length]: number of the example in its row; 0 is padding
+
+    def mask(self) -> Tensor:
+        """[rows, 1, length, length]: a token sees those of its own example up to itself."""
+        same = self.examples[:, :, None] == self.examples[:, None, :]
+        return same.tril().unsqueeze(1)
 
 
 def encode(examples: Iterable[dict[str, Any]], tokenizer: Tokenizer, max_length: int) -> list[Sequence]:
@@ -45,64 +69,83 @@ def encode(examples: Iterable[dict[str, Any]], tokenizer: Tokenizer, max_length:
         encoding = tokenizer.encode(text)
         pattern = re.compile(example["counted"]) if "text" in example else ANSWER
         spans = [match.span(1) for match in pattern.finditer(text)]
-        counted = bytearray(len(text) + 1)
+        letters = bytearray(len(text) + 1)
         for start, end in spans:
-            counted[start:end] = b"\1" * (end - start)
-        flags = [bool(counted[start]) for start, _ in encoding.offsets]
-        sequences.append((encoding.ids[:max_length], flags[:max_length]))
+            letters[start:end] = b"\1" * (end - start)
+        counted = [bool(letters[start]) for start, _ in encoding.offsets]
+        sequences.append(Sequence(encoding.ids[:max_length], counted[:max_length]))
     return sequences
 
 
 def make_batches(sequences: list[Sequence], num_tokens: int, rng: random.Random) -> list[Batch]:
-    """Padded batches of at most `num_tokens` tokens, of sequences of about the same length, in random order."""
-    sequences = sorted(sequences, key=lambda sequence: (len(sequence[0]), rng.random()))
-    batches = []
-    while sequences:
-        longest = len(sequences[-1][0])
-        rows = sequences[-max(1, num_tokens // longest) :]
-        del sequences[-len(rows) :]
-        ids, flags = torch.zeros(2, len(rows), longest, dtype=torch.long)
-        for row, (row_ids, row_flags) in enumerate(rows):
-            ids[row, : len(row_ids)] = torch.tensor(row_ids)
-            flags[row, : len(row_ids)] = torch.tensor(row_flags)
-        batches.append((ids, flags.bool()))
+    """Batches of at most `num_tokens` tokens (or one long example), in random order.
+
+    A batch has examples of all kinds: with one kind a step, training takes far longer.
+    """
+    rows: list[list[Sequence]] = []
+    free: list[list[Sequence]] = []  # the rows that were begun last
+    for sequence in rng.sample(sequences, len(sequences)):
+        row = next((row for row in free if sum(map(len, row)) + len(sequence) <= ROW), None)
+        if row is None:
+            row = []
+            rows.append(row)
+            free = [*free[-7:], row]
+        row.append(sequence)
+    rows.sort(key=lambda row: sum(map(len, row)) > ROW)  # long examples have rows for themselves
+    batches, batch = [], []
+    for row in rows:
+        longest = max(sum(map(len, other)) for other in (*batch, row))
+        if batch and longest * (len(batch) + 1) > num_tokens:
+            batches.append(_join(batch))
+            batch = []
+        batch.append(row)
+    batches.append(_join(batch))
     rng.shuffle(batches)
     return batches
 
 
-def steps(corpus: Corpus, tokenizer: Tokenizer, args: argparse.Namespace, max_length: int) -> Iterator[list[Batch]]:
-    """The batches of each training step.
+def _join(rows: list[list[Sequence]]) -> Batch:
+    longest = max(sum(map(len, row)) for row in rows)
+    ids, examples = torch.zeros(2, len(rows), longest, dtype=torch.long)
+    weights = torch.zeros(len(rows), longest)
+    for row, sequences in enumerate(rows):
+        start = 0
+        for number, sequence in enumerate(sequences, 1):
+            place = slice(start, start + len(sequence))
+            ids[row, place], examples[row, place] = torch.tensor(sequence.ids), number
+            # A long answer counts more than a short one, but not as much more as it is longer: most of a story's tokens
+            # are mere chance, where the few of a sum or of a fact's name are what is to be learned.
+            weights[row, place] = torch.tensor(sequence.counted) / max(1, sum(sequence.counted)) ** 0.5
+            start += len(sequence)
+    return Batch(ids, weights, examples)
+
+
+def steps(corpus: Corpus, tokenizer: Tokenizer, args: argparse.Namespace, max_length: int) -> Iterator[Batch]:
+    """The batch of each training step.
 
     They are made part by part, so that a longer training begins with the same steps as a shorter one.
     """
     rng = random.Random(args.seed)
     for start in range(0, args.examples, EXAMPLES_PER_PART):
         examples = islice(corpus, min(EXAMPLES_PER_PART, args.examples - start))
-        batches = make_batches(encode(examples, tokenizer, max_length), args.batch_tokens, rng)
-        for first in range(0, len(batches), args.batches_per_step):
-            yield batches[first : first + args.batches_per_step]
+        yield from make_batches(encode(examples, tokenizer, max_length), args.batch_tokens, rng)
 
 
-def loss_sum(model: Qwen3, batch: Batch, device: torch.device) -> Tensor:
-    """Summed cross-entropy of the counted tokens."""
-    ids, flags = (tensor.to(device) for tensor in batch)
-    wanted = torch.zeros_like(flags)
-    wanted[:, :-1] = flags[:, 1:]
+def losses(model: Qwen3, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each counted token, in nats, and its weight."""
+    ids, weights = batch.ids.to(device), batch.weights.to(device)
+    counted = weights[:, 1:] > 0
+    wanted = F.pad(counted, (0, 1))
     # Few CPUs have units for bfloat16: on the others it takes four times as long as float32.
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        logits = model(ids, wanted)
-    return F.cross_entropy(logits.float(), ids[:, 1:][flags[:, 1:]], reduction="sum")
-
-
-def num_counted(batches: Iterable[Batch]) -> int:
-    """Number of tokens that the loss counts."""
-    return sum(int(flags[:, 1:].sum()) for _, flags in batches)
+        logits = model(ids, wanted, batch.mask().to(device))
+    return F.cross_entropy(logits.float(), ids[:, 1:][counted], reduction="none"), weights[:, 1:][counted]
 
 
 @torch.no_grad()
 def evaluate(model: Qwen3, batches: list[Batch], device: torch.device) -> float:
     """Mean cross-entropy per counted token, in nats."""
-    return sum(loss_sum(model, batch, device).item() for batch in batches) / num_counted(batches)
+    return torch.cat([losses(model, batch, device)[0] for batch in batches]).mean().item()
 
 
 class Trainer:
@@ -123,17 +166,15 @@ class Trainer:
             torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
         ]
 
-    def update(self, batches: list[Batch]) -> float:
-        """One step; returns the mean loss."""
+    def update(self, batch: Batch) -> float:
+        """One step; returns the weighted mean of the loss."""
         started = time.monotonic()
-        count, total = num_counted(batches), 0.0
-        for batch in batches:
-            loss = loss_sum(self.model, batch, self.device) / count
-            loss.backward()
-            total += loss.item()
+        values, weights = losses(self.model, batch, self.device)
+        loss = (values * weights).sum() / weights.sum()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.step += 1
-        self.examples += sum(len(ids) for ids, _ in batches)
+        self.examples += int(batch.examples.amax(dim=1).sum())
         # Up over the first examples, level, and down to nothing over the last two fifths.
         left = 1 - self.examples / self.num_examples
         scale = min(1.0, self.examples / WARMUP_EXAMPLES, left / 0.4)
@@ -143,7 +184,7 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         self.seconds += time.monotonic() - started
-        return total
+        return loss.item()
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; the old one stays until the new one is whole."""
@@ -173,13 +214,13 @@ def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
     save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
 
 
-def train(trainer: Trainer, batches_of_steps: Iterable[list[Batch]], checkpoint: Path) -> None:
+def train(trainer: Trainer, batches: Iterable[Batch], checkpoint: Path) -> None:
     """Run the steps after those done, with a progress bar."""
     saved = time.monotonic()
     bar = tqdm(total=trainer.num_examples, initial=trainer.examples, unit="example", smoothing=0.05, mininterval=2)
     smooth = None
-    for batches in islice(batches_of_steps, trainer.step, None):
-        loss = trainer.update(batches)
+    for batch in islice(batches, trainer.step, None):
+        loss = trainer.update(batch)
         smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
         bar.set_postfix(loss=f"{smooth:.4f}", refresh=False)
         bar.update(trainer.examples - bar.n)
@@ -198,10 +239,9 @@ def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> To
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; its defaults are what the model in the repository was trained with."""
     parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face model folder.")
-    parser.add_argument("--examples", type=int, default=100_000, help="conversations and texts to train on, each once")
+    parser.add_argument("--examples", type=int, default=68_000, help="conversations and texts to train on, each once")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included")
-    parser.add_argument("--batches-per-step", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=HERE / ".work", help="folder for the checkpoint")

@@ -53,14 +53,14 @@ class ModelConfig(Section, frozen=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="Type of weights and activations. auto: the checkpoint's on CUDA, float32 on a CPU. A CPU always "
-            "computes in float32; 16 bits are how weights and KV cache are stored there."
+            description="Type of weights and activations. auto: the checkpoint's on CUDA, float32 on a CPU. A CPU "
+            "computes in float32 whatever it is: 16 bits are how it stores weights and KV cache."
         ),
     ] = "auto"
     quantization: Annotated[
         Literal["int8"] | None,
         Meta(
-            description="Round the weights as they are loaded. int8: 8 bits and a scale per output, activations as ever."
+            description="Round the weights as they are loaded. int8: 8 bits and a scale per output."
         ),
     ] = None
     max_model_len: Annotated[

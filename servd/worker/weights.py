@@ -148,11 +148,10 @@ def reform(model: Model, dtype: torch.dtype, quantization: str | None) -> None:
         dtype: of matrices that are not quantized; narrower ones stay as they are.
         quantization: a file of servd/worker/quantization, or None.
     """
+    make = plugins.load(QUANTIZATIONS, quantization, "quantize") if quantization else partial(_pack, dtype)
     for _, weight in model.named_parameters():
         if isinstance(weight, Matrix):
-            weight.reform(
-                plugins.load(QUANTIZATIONS, quantization, "quantize") if quantization else partial(_pack, dtype)
-            )
+            weight.reform(make)
 
 
 def _pack(dtype: torch.dtype, weight: torch.Tensor) -> Form | None:

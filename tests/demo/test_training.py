@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from demo.corpus import Corpus
 from demo.model import ModelConfig, Qwen3
 from demo.tokenizer import END, Renderer
-from demo.train import Trainer, encode, evaluate, export, make_batches, make_tokenizer, parse, steps
+from demo.train import Trainer, encode, evaluate, export, losses, make_batches, make_tokenizer, parse, steps
 
 TINY = ModelConfig(vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
@@ -70,9 +70,9 @@ def test_loss_counts_answers_only(tokenizer):
         ],
         "tools": None,
     }
-    [(ids, flags)] = encode([example], tokenizer, 256)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == Renderer()(example)
-    counted = tokenizer.decode([token for token, flag in zip(ids, flags, strict=True) if flag], False)
+    [sequence] = encode([example], tokenizer, 256)
+    assert tokenizer.decode(sequence.ids, skip_special_tokens=False) == Renderer()(example)
+    counted = tokenizer.decode([t for t, flag in zip(sequence.ids, sequence.counted, strict=True) if flag], False)
     assert counted == f"1 + 2 = 3.{END}<think>\nI am polite.\n</think>\n\nYou are welcome!{END}"
 
 
@@ -80,34 +80,50 @@ def test_batches_hold_every_sequence_once(tokenizer):
     sequences = encode(islice(Corpus(0), 60), tokenizer, 256)
     batches = make_batches(sequences, 1024, random.Random(0))
 
-    def without_padding(ids):  # padding is token 0, which also ends a plain text
-        return tuple(ids[: max(place for place, token in enumerate(ids) if token) + 1])
+    found = [
+        ids[examples == number].tolist()
+        for batch in batches
+        for ids, examples in zip(batch.ids, batch.examples, strict=True)
+        for number in range(1, int(examples.max()) + 1)
+    ]
+    assert sorted(found) == sorted(sequence.ids for sequence in sequences)
+    assert all(batch.ids.numel() <= 1024 for batch in batches)
+    assert any(int(batch.examples.max()) > 1 for batch in batches)
 
-    rows = [without_padding(row) for ids, _ in batches for row in ids.tolist()]
-    assert sorted(rows) == sorted(without_padding(ids) for ids, _ in sequences)
-    assert all(ids.numel() <= 1024 for ids, _ in batches)
+
+def test_examples_in_a_row_do_not_see_each_other(tokenizer):
+    sequences = [sequence for sequence in encode(islice(Corpus(0), 40), tokenizer, 256) if len(sequence) < 100]
+    torch.manual_seed(0)
+    model = Qwen3(TINY)
+
+    def losses_of(batches):
+        return sorted(value for batch in batches for value in losses(model, batch, CPU)[0].tolist())
+
+    together = losses_of(make_batches(sequences, 1024, random.Random(0)))
+    alone = losses_of(make_batches([sequence], 1024, random.Random(0))[0] for sequence in sequences)
+    assert together == pytest.approx(alone, abs=1e-4)
 
 
 def test_loss_falls(batches):
     trainer = new_trainer()
     before = evaluate(trainer.model, batches, CPU)
     for step in range(30):
-        trainer.update([batches[step % len(batches)]])
+        trainer.update(batches[step % len(batches)])
     assert evaluate(trainer.model, batches, CPU) < before - 0.5
 
 
 def test_an_interrupted_training_goes_on_as_if_it_had_not_been(batches, tmp_path):
     whole = new_trainer()
-    losses = [whole.update([batches[step]]) for step in range(6)]
+    expected = [whole.update(batches[step]) for step in range(6)]
 
     first = new_trainer()
     for step in range(3):
-        first.update([batches[step]])
+        first.update(batches[step])
     first.save(tmp_path / "checkpoint.pt")
     second = new_trainer()
     second.load(tmp_path / "checkpoint.pt")
     assert second.step == 3
-    assert [second.update([batches[step]]) for step in range(3, 6)] == losses[3:]
+    assert [second.update(batches[step]) for step in range(3, 6)] == expected[3:]
 
 
 def test_a_longer_training_begins_with_the_same_steps(tokenizer):
@@ -115,5 +131,5 @@ def test_a_longer_training_begins_with_the_same_steps(tokenizer):
         args = parse(["--examples", str(num_examples)])
         return next(steps(Corpus(0), tokenizer, args, 256))
 
-    for short, long in zip(first_step(2000), first_step(2001), strict=True):
-        assert torch.equal(short[0], long[0]) and torch.equal(short[1], long[1])
+    short, long = first_step(2000), first_step(2001)
+    assert torch.equal(short.ids, long.ids) and torch.equal(short.weights, long.weights)

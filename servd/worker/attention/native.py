@@ -55,7 +55,7 @@ class Backend(AttentionBackend[Metadata]):
         return self.spec.kv_dtype
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """In memory, keys are [blocks, kv_heads, head_dim, block_size], values [blocks, kv_heads, block_size, head_dim]."""
+        """Keys are [blocks, kv_heads, head_dim, block_size] in it, values [blocks, kv_heads, block_size, head_dim]."""
         spec = self.spec
         return (2, num_blocks, spec.num_kv_heads, spec.block_size * spec.head_dim)
 

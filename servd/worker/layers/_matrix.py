@@ -52,7 +52,7 @@ class Matrix(Weight):
         if form is not None:
             self.form, self.data = form, torch.empty(0)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[n, in] -> x @ self.T + bias, [n, out]."""
         return F.linear(x, self, bias) if self.form is None else self.form.multiply(x, bias)
 

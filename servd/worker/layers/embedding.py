@@ -44,5 +44,5 @@ class VocabEmbedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab], the same on every rank."""
-        logits = self.parallel.all_gather(self.weight.multiply(hidden))
+        logits = self.parallel.all_gather(self.weight.product(hidden))
         return logits[:, : self.vocab_size]

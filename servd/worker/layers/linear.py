@@ -40,7 +40,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, sum(out) / ranks]."""
-        return self.weight.multiply(x, self.bias)
+        return self.weight.product(x, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -57,6 +57,6 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in / ranks] -> [num_tokens, out], the same on every rank."""
         if self.parallel.size == 1:
-            return self.weight.multiply(x, self.bias)
-        out = self.parallel.all_reduce(self.weight.multiply(x))
+            return self.weight.product(x, self.bias)
+        out = self.parallel.all_reduce(self.weight.product(x))
         return out if self.bias is None else out + self.bias

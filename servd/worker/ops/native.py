@@ -1,4 +1,4 @@
-"""The operations of native.cpp, for float32 on a CPU. Compiled when servd is installed; without a compiler there is none."""
+"""The operations of native.cpp, for float32 on a CPU; compiled when servd is installed, if there is a compiler."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Weights of fewer bits, made of any checkpoint as it is loaded: one file per --quantization, with a function `quantize`."""
+"""Weights of fewer bits, made as a checkpoint is loaded: one file per --quantization, with a function `quantize`."""

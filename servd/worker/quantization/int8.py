@@ -31,7 +31,7 @@ class Int8Matrix:
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See `Form`."""
         if x.device.type == "cpu" and len(x) <= MAX_PACKED_ROWS:
-            out = torch._weight_int8pack_mm(x, self.weight, self.scale)
+            out = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scale)
         else:
             out = F.linear(x, self.weight.to(x.dtype)) * self.scale
         return out if bias is None else out + bias
