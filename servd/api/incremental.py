@@ -199,7 +199,7 @@ class Reader:
             text = yield from self.run(_JSON_SCALAR)
             emit(text)
             return bool(text)
-        brackets = _Brackets()
+        brackets = Brackets()
         while True:
             end = brackets.end(self._text, self._at)
             emit(self.take(end or len(self._text)))
@@ -208,7 +208,7 @@ class Reader:
             yield
 
 
-class _Brackets:
+class Brackets:
     """Finds where a JSON object or array ends, in text that comes in pieces."""
 
     def __init__(self) -> None:

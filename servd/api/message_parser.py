@@ -12,12 +12,13 @@ import msgspec
 
 from servd import plugins
 from servd.api.chat_template import ChatTemplate
+from servd.api.grammar_checker import MAX_BYTES
 from servd.api.incremental import Content, Delta, ToolCallArguments, ToolCallStart
 from servd.api.reasoning_parsers._think import ThinkParser
 from servd.api.tokenizer import Tokenizer
 from servd.api.tool_parsers._base import ToolParser
 from servd.api.tool_parsers._forced import ForcedCallsParser, calls_schema
-from servd.api.tool_parsers._grammar import calls_grammar
+from servd.api.tool_parsers._grammar import NotExpressible, calls_grammar
 from servd.config import Config
 from servd.errors import InvalidRequest
 from servd.params import StructuredOutput
@@ -225,24 +226,38 @@ class MessageFormat:
         self, tool_use: ToolUse, structured_output: StructuredOutput | None
     ) -> tuple[type[ToolParser] | None, StructuredOutput | None]:
         """What finds calls in the reply, and the form that the reply must have."""
-        syntax = self.tool_parser.syntax if self.tool_parser else None
-        if tool_use.forced and syntax is None:
-            schema = calls_schema(tool_use.forced, tool_use.parallel)
-            return ForcedCallsParser, StructuredOutput("json", schema, param="tools")
         content_schema = None
         if not tool_use.forced:
-            if structured_output is None or structured_output.kind not in SCHEMAS or syntax is None:
+            if structured_output is None or structured_output.kind not in SCHEMAS:
                 return self.tool_parser, structured_output
             content_schema = structured_output.value or SCHEMAS[structured_output.kind]
-        assert syntax is not None
-        tools = tool_use.forced or tool_use.tools
         try:
-            grammar = calls_grammar(syntax, tools, tool_use.parallel, self._special_id, content_schema)
+            grammar = self._calls_grammar(tool_use, content_schema)
         except (ValueError, RecursionError) as error:
             assert structured_output is not None
             param = structured_output.param
             raise InvalidRequest(f"{param}: the schema is not valid JSON: {error}", param=param) from None
-        return self.tool_parser, StructuredOutput("grammar", grammar, param="tools")
+        if grammar is not None:
+            return self.tool_parser, StructuredOutput("grammar", grammar, param="tools")
+        if not tool_use.forced:
+            return self.tool_parser, structured_output
+        schema = calls_schema(tool_use.forced, tool_use.parallel)
+        return ForcedCallsParser, StructuredOutput("json", schema, param="tools")
+
+    def _calls_grammar(self, tool_use: ToolUse, content_schema: str | None) -> str | None:
+        """Calls in the model's own format; None if that cannot be held to the tools' schemas."""
+        parser = self.tool_parser
+        if parser is None or not parser.syntaxes:
+            return None
+        tools = tool_use.forced or tool_use.tools
+        try:
+            grammar = calls_grammar(
+                parser.syntaxes, parser.arguments_grammar, tools, tool_use.parallel, self._special_id, content_schema
+            )
+        except NotExpressible as reason:
+            log.debug("tool calls are held to a JSON array: %s", reason)
+            return None
+        return grammar if len(grammar.encode()) <= MAX_BYTES else None
 
     def _special_id(self, marker: str) -> int | None:
         token_id = self.tokenizer.token_id(marker)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from servd.api.incremental import Content, Parser, Steps, ToolCallArguments, ToolCallStart
-from servd.api.tool_parsers._grammar import CallSyntax
+from servd.api.tool_parsers._grammar import CallSyntax, json_rule, parameters_of
 
 
 class ToolParser(Parser):
@@ -20,14 +20,14 @@ class ToolParser(Parser):
 
     Attributes:
         markers: text that may be a special token and that the parser needs to see.
-        syntax: for grammars of calls; None where the format cannot be held to a JSON schema.
+        syntaxes: for grammars of calls; empty where there is none.
 
     Args:
         tools: of the request.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    syntax: ClassVar[CallSyntax | None] = None
+    syntaxes: ClassVar[tuple[CallSyntax, ...]] = ()
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         self.functions = {tool["function"]["name"]: tool["function"] for tool in tools}
@@ -40,6 +40,19 @@ class ToolParser(Parser):
     @abstractmethod
     def matches(cls, template: str) -> bool:
         """Whether a chat template teaches the model this format."""
+
+    @classmethod
+    def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
+        """Lark rules of the ARGUMENTS of a call.
+
+        Args:
+            rule: name of the first one, and beginning of all others' names.
+            function: in OpenAI's form.
+
+        Raises:
+            NotExpressible: the format has no way to hold the arguments to this function's schema.
+        """
+        return [f"{rule}: {json_rule(parameters_of(function))}"]
 
     @abstractmethod
     def body(self) -> Steps[None]:

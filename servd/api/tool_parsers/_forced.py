@@ -8,6 +8,7 @@ from typing import Any
 
 from servd.api.incremental import Steps
 from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parsers._grammar import moved, parameters_of
 
 
 class ForcedCallsParser(ToolParser):
@@ -32,8 +33,7 @@ def calls_schema(tools: Sequence[dict[str, Any]], parallel: bool) -> str:
     for number, tool in enumerate(tools):
         function = tool["function"]
         place = f"tool{number}"
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        definitions[place] = _moved(parameters, f"#/$defs/{place}")
+        definitions[place] = moved(parameters_of(function), f"#/$defs/{place}")
         calls.append({
             "type": "object",
             "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{place}"}},
@@ -42,16 +42,3 @@ def calls_schema(tools: Sequence[dict[str, Any]], parallel: bool) -> str:
         })  # fmt: skip
     schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
     return json.dumps(schema if parallel else {**schema, "maxItems": 1})
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with its references to itself, which is now at `place` of another one."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 # Models that may write any white space in JSON can go on with it for ever.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+OBJECT_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+
+
+class NotExpressible(Exception):
+    """A format cannot be held to a schema."""
 
 
 class CallSyntax(msgspec.Struct, frozen=True):
-    """How a family writes calls. In `call`, NAME and ARGUMENTS stand for the name and the JSON object."""
+    """How a family writes calls. In `call`, NAME and ARGUMENTS stand for the name and the arguments."""
 
     call: str
     begin: str = ""
@@ -22,8 +28,17 @@ class CallSyntax(msgspec.Struct, frozen=True):
     end: str = ""
 
 
+class Property(NamedTuple):
+    """One argument of a function."""
+
+    name: str
+    schema: Any  # stands alone: it does not refer to the rest of the function's schema
+    is_required: bool
+
+
 def calls_grammar(
-    syntax: CallSyntax,
+    syntaxes: Sequence[CallSyntax],
+    arguments_grammar: Callable[[str, dict[str, Any]], list[str]],
     tools: Sequence[dict[str, Any]],
     parallel: bool,
     special_id: Callable[[str], int | None],
@@ -32,38 +47,95 @@ def calls_grammar(
     """The grammar of one or more calls of these tools (exactly one unless `parallel`).
 
     Args:
-        syntax: of the model's family.
+        syntaxes: of the model's family; the model takes one of them.
+        arguments_grammar: see `ToolParser.arguments_grammar`.
         tools: in OpenAI's form.
         parallel: more than one call is allowed.
         special_id: id of a marker that is a special token; None for plain text.
         content_schema: JSON schema, as text, of content that may come instead.
+
+    Raises:
+        NotExpressible: the format has no way to hold calls to these schemas.
     """
 
     def literal(text: str) -> str:
         parts = [part for part in re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text) if part]
         ids = [special_id(part) for part in parts]
-        return " ".join(json.dumps(part) if i is None else f"<[{i}]>" for part, i in zip(parts, ids, strict=True))
+        return " ".join(quoted(part) if i is None else f"<[{i}]>" for part, i in zip(parts, ids, strict=True))
 
-    separator, begin, end = literal(syntax.separator), literal(syntax.begin), literal(syntax.end)
-    more = f"({separator} call)*" if parallel else ""
-    rules = [
-        # After thoughts, models like to begin a new paragraph.
-        rf"start: /\n{{0,2}}/ {'(calls | content)' if content_schema else 'calls'}",
-        f"calls: {begin} call {more} {end}",
-        f"call: {' | '.join(f'call{number}' for number in range(len(tools)))}",
-    ]
-    for number, tool in enumerate(tools):
-        function = tool["function"]
+    functions = [tool["function"] for tool in tools]
+    starts = [f"calls{number}" for number in range(len(syntaxes))] + (["content"] if content_schema else [])
+    # After thoughts, models like to begin a new paragraph.
+    rules = [rf"start: /\n{{0,2}}/ ({' | '.join(starts)})"]
+    for number, syntax in enumerate(syntaxes):
+        separator, begin, end = literal(syntax.separator), literal(syntax.begin), literal(syntax.end)
+        more = f"({separator} call{number})*" if parallel else ""
+        calls = [f"call{number}_{tool}" for tool in range(len(tools))]
+        rules += [f"calls{number}: {begin} call{number} {more} {end}", f"call{number}: {' | '.join(calls)}"]
         before, after = syntax.call.split("ARGUMENTS")
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        rules.append(
-            f"call{number}: {literal(before.replace('NAME', function['name']))} arguments{number} {literal(after)}"
-        )
-        rules.append(f"arguments{number}: %json {_with_options(parameters)}")
+        for tool, function in enumerate(functions):
+            head = literal(before.replace("NAME", function["name"]))
+            rules.append(f"{calls[tool]}: {head} arguments{tool} {literal(after)}")
+    for tool, function in enumerate(functions):
+        rules += arguments_grammar(f"arguments{tool}", function)
     if content_schema is not None:
-        rules.append(f"content: %json {_with_options(json.loads(content_schema))}")
+        rules.append(f"content: {json_rule(json.loads(content_schema))}")
     return "\n".join(rules)
 
 
-def _with_options(schema: Any) -> str:
-    return json.dumps({**schema, "x-guidance": JSON_OPTIONS} if isinstance(schema, dict) else schema)
+def quoted(text: str) -> str:
+    """Text as a literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Any) -> str:
+    """JSON that obeys a schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS} if isinstance(schema, dict) else schema)}"
+
+
+def parameters_of(function: dict[str, Any]) -> Any:
+    """The JSON schema of a function's arguments."""
+    return function.get("parameters") or {"type": "object", "properties": {}}
+
+
+def properties_of(function: dict[str, Any]) -> list[Property]:
+    """The arguments of a function, for formats that write them one by one.
+
+    Raises:
+        NotExpressible: its schema says more than what arguments there are and which of them must be given.
+    """
+    schema = parameters_of(function)
+    if not isinstance(schema, dict) or schema.keys() - OBJECT_KEYWORDS - ANNOTATIONS:
+        raise NotExpressible("keywords of the whole object")
+    properties, required = schema.get("properties"), schema.get("required") or []
+    if schema.get("type", "object") != "object" or not isinstance(properties, dict) or not isinstance(required, list):
+        raise NotExpressible("no list of properties")
+    is_open = schema.get("additionalProperties") not in (None, False)
+    if is_open and not (properties and schema["additionalProperties"] is True):
+        raise NotExpressible("properties of any name")
+    if any(name not in properties for name in required) or False in properties.values():
+        raise NotExpressible("properties that are required or forbidden by name alone")
+    return [Property(name, _alone(schema, name), name in required) for name in properties]
+
+
+def _alone(parameters: dict[str, Any], name: str) -> Any:
+    """The schema of a property, taken out of the schema that its references speak of."""
+    schema = parameters["properties"][name]
+    if "$ref" not in json.dumps(schema):
+        return schema
+    place = "#/$defs/parameters"
+    pointer = name.replace("~", "~0").replace("/", "~1")
+    return {"$ref": f"{place}/properties/{pointer}", "$defs": {"parameters": moved(parameters, place)}}
+
+
+def moved(schema: Any, place: str) -> Any:
+    """The schema with its references to itself, which is now at `place` of another one."""
+    if isinstance(schema, list):
+        return [moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: moved(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        copy["$ref"] = place + reference[1:]
+    return copy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from servd.api.incremental import Steps
 from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parsers._grammar import CallSyntax
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
@@ -17,6 +18,15 @@ class Parser(ToolParser):
     """V3 and R1 write `function`, the separator, the name and fenced JSON; V3.1 the name, the separator and JSON."""
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+    syntaxes = (
+        CallSyntax(f"{CALL_BEGIN}NAME{SEPARATOR}ARGUMENTS{CALL_END}", CALLS_BEGIN, "", CALLS_END),
+        CallSyntax(
+            f"{CALL_BEGIN}function{SEPARATOR}NAME\n{FENCE}json\nARGUMENTS\n{FENCE}{CALL_END}",
+            CALLS_BEGIN,
+            "\n",
+            CALLS_END,
+        ),
+    )
 
     @classmethod
     def matches(cls, template: str) -> bool:

@@ -14,7 +14,7 @@ class Parser(ToolParser):
     """One JSON object per pair of tags."""
 
     markers = (OPEN, CLOSE)
-    syntax = CallSyntax('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>')
+    syntaxes = (CallSyntax('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'),)
 
     @classmethod
     def matches(cls, template: str) -> bool:

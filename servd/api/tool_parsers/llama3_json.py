@@ -13,7 +13,7 @@ class Parser(ToolParser):
     """A call needs its parameters, because without a tag any JSON answer looks like the beginning of one."""
 
     markers = (TAG,)
-    syntax = CallSyntax('{"name": "NAME", "parameters": ARGUMENTS}', separator="; ")
+    syntaxes = (CallSyntax('{"name": "NAME", "parameters": ARGUMENTS}', separator="; "),)
 
     @classmethod
     def matches(cls, template: str) -> bool:

@@ -21,7 +21,7 @@ class Parser(ToolParser):
     """An array of calls after one tag, or one call per tag."""
 
     markers = (TAG, CALL_ID, ARGS)
-    syntax = CallSyntax('{"name": "NAME", "arguments": ARGUMENTS}', begin="[TOOL_CALLS][", separator=", ", end="]")
+    syntaxes = (CallSyntax('{"name": "NAME", "arguments": ARGUMENTS}', begin="[TOOL_CALLS][", separator=", ", end="]"),)
 
     @classmethod
     def matches(cls, template: str) -> bool:

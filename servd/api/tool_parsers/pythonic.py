@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
+import sys
 import warnings
 from typing import Any
 
 from servd.api.incremental import Steps, without_surrogates
 from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parsers._grammar import CallSyntax, NotExpressible, json_rule, properties_of
 
 START = "<|python_start|>"
 END = "<|python_end|>"
@@ -24,11 +27,33 @@ class Parser(ToolParser):
     """A call is told when it is complete: only then it is known to be Python. Only literals are evaluated."""
 
     markers = (START, END)
+    syntaxes = (CallSyntax("NAME(ARGUMENTS)", begin="[", separator=", ", end="]"),)
 
     @classmethod
     def matches(cls, template: str) -> bool:
         """The example in the instructions of Llama 3.2 and 4."""
         return "[func_name1(" in template
+
+    @classmethod
+    def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
+        """Keyword arguments with JSON values, all of which mean the same in Python, `true` and `null` by `_literal`."""
+        properties = properties_of(function)
+        names = function["name"].split(".") + [name for name, *_ in properties]
+        if not all(name.isidentifier() and name.isascii() for name in names):
+            raise NotExpressible("names that are none in Python")
+        if any(keyword.iskeyword(name) for name, *_ in properties):
+            raise NotExpressible("keywords of Python as names")
+        rules = [f"{rule}: {rule}_first0"]
+        for i, (name, schema, is_required) in enumerate(properties):
+            # firstN: arguments from the Nth on, none is written yet; moreN: the same after others.
+            later = "" if is_required else f" | {rule}_first{i + 1}"
+            more = f'", {name}=" {rule}_value{i}'
+            rules += [
+                f'{rule}_first{i}: "{name}=" {rule}_value{i} {rule}_more{i + 1}{later}',
+                f"{rule}_more{i}: {more if is_required else f'({more})?'} {rule}_more{i + 1}",
+                f"{rule}_value{i}: {json_rule(schema)}",
+            ]
+        return [*rules, f'{rule}_first{len(properties)}: ""', f'{rule}_more{len(properties)}: ""']
 
     def body(self) -> Steps[None]:
         """Read the whole reply."""
@@ -95,7 +120,7 @@ def _arguments(parenthesis: str) -> str | None:
             call = ast.parse(f"f{parenthesis}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
-        values = {keyword.arg: _literal(keyword.value, MAX_DEPTH) for keyword in call.keywords}
+        values = {item.arg: _literal(item.value, MAX_DEPTH) for item in call.keywords}
         is_plain = len(values) == len(call.keywords) and None not in values  # no keyword twice, no `**x`
         return without_surrogates(json.dumps(values, ensure_ascii=False, allow_nan=False)) if is_plain else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -111,12 +136,14 @@ def _literal(node: ast.expr, depth: int) -> Any:
     if depth == 0:
         raise ValueError("nested too deeply")
     match node:
-        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+        case ast.Constant(value=float() as value):
+            return min(value, sys.float_info.max)  # 1e999 is infinity, which JSON has not
+        case ast.Constant(value=None | bool() | int() | str() as value):
             return value
         case ast.Name(id="true" | "false" | "null" as word):
             return {"true": True, "false": False, "null": None}[word]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as number):
+            return -_literal(number, depth)
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item, depth - 1) for item in items]
         case ast.Dict(keys=keys, values=values):

@@ -5,8 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from servd.api.incremental import Steps
+from servd.api.incremental import Brackets, Steps
 from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parsers._grammar import (
+    CallSyntax,
+    NotExpressible,
+    json_rule,
+    parameters_of,
+    properties_of,
+    quoted,
+)
+from servd.api.tool_parsers._text_values import texts_of, types_of
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -22,11 +31,33 @@ class Parser(ToolParser):
     """Values are plain text; the tool's schema says which of them are strings. The opening tag may be missing."""
 
     markers = (OPEN, CLOSE)
+    syntaxes = (CallSyntax(f"{OPEN}\n{FUNCTION}NAME>\nARGUMENTS{FUNCTION_END}\n{CLOSE}"),)
 
     @classmethod
     def matches(cls, template: str) -> bool:
         """The function tag."""
         return FUNCTION in template
+
+    @classmethod
+    def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
+        """Parameters in the order of the schema: text where `_value` takes it for a string, else JSON."""
+        properties, root = properties_of(function), parameters_of(function)
+        parts = [f"{rule}_{i}{'' if p.is_required else '?'}" for i, p in enumerate(properties)]
+        rules = [f"{rule}: {' '.join(parts) or quoted('')}"]
+        for i, (name, schema, _) in enumerate(properties):
+            if ">" in name:
+                raise NotExpressible("a bracket in the name of a parameter")
+            own, written = f"{rule}_{i}", root["properties"][name]
+            opening, closing = quoted(f"{PARAMETER}{name}>\n"), quoted(f"\n{PARAMETER_END}")
+            if "string" in types_of(written, root):
+                texts = texts_of(written, root, PARAMETER_END)
+                values = [f"{own}_text{n}" for n in range(len(texts))]
+                rules += [f"{value}[lazy]: {text}" for value, text in zip(values, texts, strict=True)]
+            else:
+                values = [f"{own}_json {closing}"]
+                rules.append(f"{own}_json: {json_rule(schema)}")
+            rules.append(rf"{own}: {opening} ({' | '.join(values)}) /\n/")
+        return rules
 
     def body(self) -> Steps[None]:
         """Read the whole reply."""
@@ -43,7 +74,9 @@ class Parser(ToolParser):
             return False
         self.begin_call(name)
         self.arguments("{")
-        properties = self._properties(name)
+        parameters = (self.functions.get(name) or {}).get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        properties = properties if isinstance(properties, dict) else {}
         separator = ""
         while True:
             yield from reader.space()
@@ -54,7 +87,7 @@ class Parser(ToolParser):
                 return False
             self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            if not (yield from self._value(_types(properties.get(key)))):
+            if not (yield from self._value(types_of(properties.get(key), parameters))):
                 return False
         if (yield from reader.accept(FUNCTION_END)):
             self.arguments("}")
@@ -66,21 +99,30 @@ class Parser(ToolParser):
             self.arguments("}")
         return has_tag
 
-    def _properties(self, name: str) -> dict[str, Any]:
-        parameters = (self.functions.get(name) or {}).get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        return properties if isinstance(properties, dict) else {}
-
     def _value(self, types: set[str]) -> Steps[bool]:
         """Read a value to its end tag. A line break after the first tag and one before the last do not belong to it."""
         yield from self.reader.accept("\n")
         if types == {"string"}:
             return (yield from self._string())
         text = yield from self.reader.until(PARAMETER_END)
+        if text is not None and "string" not in types and _breaks_off_in_a_string(text):
+            text = yield from self._rest_of_json(text)
         if text is None:
             return False
         self.arguments(_to_json(text.removesuffix("\n"), types))
         return True
+
+    def _rest_of_json(self, text: str) -> Steps[str | None]:
+        """JSON with end tags in its strings, up to the one after it; None if that does not come."""
+        brackets, pieces = Brackets(), [text]
+        brackets.end(text, 0)
+        while brackets.in_string:
+            more = yield from self.reader.until(PARAMETER_END)
+            if more is None:
+                return None
+            pieces.append(PARAMETER_END + more)
+            brackets.end(pieces[-1], 0)
+        return "".join(pieces)
 
     def _string(self) -> Steps[bool]:
         self.arguments('"')
@@ -98,22 +140,14 @@ class Parser(ToolParser):
             self.arguments(_escape(text.removesuffix("\n")))
 
 
-def _types(schema: Any) -> set[str]:
-    """JSON types that a schema allows; string where it does not say."""
-    if isinstance(schema, dict):
-        kind = schema.get("type")
-        if isinstance(kind, str):
-            return {kind}
-        if isinstance(kind, list):
-            return {str(one) for one in kind}
-        for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list):
-                return set().union(*(_types(option) for option in schema[key]))
-        if isinstance(schema.get("enum"), list) and not all(isinstance(value, str) for value in schema["enum"]):
-            return {"any"}
-        if "$ref" in schema or "allOf" in schema:
-            return {"any"}
-    return {"string"}
+def _breaks_off_in_a_string(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _to_json(text: str, types: set[str]) -> str:

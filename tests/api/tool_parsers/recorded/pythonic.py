@@ -26,7 +26,8 @@ CASES = {
     "not a literal": Case(
         "[write_file(text=open('/etc/passwd').read())]", [], "[write_file(text=open('/etc/passwd').read())]"
     ),
-    "not JSON": Case("[now(a=1e999)]", [], "[now(a=1e999)]"),
+    "not JSON": Case("[now(a=1j)]", [], "[now(a=1j)]"),
+    "too large for JSON": Case("[now(a=-1e999)]", [("now", '{"a": -1.7976931348623157e+308}')]),
     "doubled keyword": Case("[now(a=1, a=2)]", [], "[now(a=1, a=2)]"),
     "second one malformed": Case("[now(), now(**x)]", [("now", "{}")], "now(**x)]"),
     "cut off": Case("[get_weather(city='Par", [], "[get_weather(city='Par"),

@@ -34,6 +34,14 @@ CASES = {
         write_file(mode="420", options='{"a": [1, {"b": "ü"}]}', force="True", size="1.5"),
         [("write_file", '{"mode": 420, "options": {"a": [1, {"b": "ü"}]}, "force": true, "size": 1.5}')],
     ),
+    "the closing tag in a string of JSON": Case(
+        write_file(options='{"a": "</parameter>\\"</parameter>"}', path="x"),
+        [("write_file", '{"options": {"a": "</parameter>\\"</parameter>"}, "path": "x"}')],
+    ),
+    "an odd quotation mark is no JSON": Case(
+        write_file(options="{'a': '\"'}", path="x"),
+        [("write_file", '{"options": "{\'a\': \'\\"\'}", "path": "x"}')],
+    ),
     "null": Case(write_file(mode="null", size="None"), [("write_file", '{"mode": null, "size": null}')]),
     "not what the schema says": Case(
         write_file(mode="rw-r--r--", size="NaN"), [("write_file", '{"mode": "rw-r--r--", "size": "NaN"}')]
