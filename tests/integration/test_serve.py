@@ -44,6 +44,26 @@ async def test_seeded_sampling_does_not_depend_on_the_batch(llama_server: Server
     assert together == alone
 
 
+async def test_streamed_choices_differ_from_each_other_and_repeat_with_their_seed(llama_server: Server):
+    async with openai.AsyncOpenAI(base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def sample() -> list[str]:
+            texts, reasons = [""] * 8, [0] * 8
+            stream = await client.completions.create(
+                model="tiny", prompt="the licence", max_tokens=16, temperature=1, seed=3, n=8, stream=True
+            )
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                    reasons[choice.index] += choice.finish_reason is not None
+            assert reasons == [1] * 8
+            return texts
+
+        texts = await sample()
+        assert len(set(texts)) > 6
+        assert await sample() == texts
+
+
 async def test_chat_stream_equals_whole_answer_and_transformers(llama_server: Server, tiny_llama):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
