@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from servd.api.protocol.anthropic import MessagesRequest, chat_messages
 from servd.messages import AbortRequests, EngineDead, EngineStatus
+from servd.params import ThinkingTags
 from tests.api.harness import MODEL, Served, chat_prompt, named_events, output_text, serve, until, user
 
 URL = "/v1/messages"
@@ -368,6 +369,18 @@ async def test_what_has_no_effect_is_named(http):
     answer = await http.post(URL, json=body_of(**fields), headers={"anthropic-version": "2023-06-01"})
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-servd-ignored"] == "container, output_config.colour, thinking.budget_tokens"
+
+
+@pytest.mark.parametrize("kind", ["enabled", "disabled"])
+async def test_a_budget_for_thoughts_of_a_model_that_can_keep_it(monkeypatch, kind):
+    tags = ThinkingTags(end_id=ord("e"), start_id=None)
+    async with serve(reasoning_parser="qwen3") as served:
+        monkeypatch.setattr(served.async_llm.processor, "thinking_tags", lambda prompt_token_ids: tags)
+        answer = await served.http.post(URL, json=body_of(thinking={"type": kind, "budget_tokens": 3}))
+        assert answer.status_code == 200, answer.text
+        (request,) = [message for message in served.engine.sent if hasattr(message, "params")]
+    assert request.params.thinking_token_budget == (3 if kind == "enabled" else None)
+    assert ("x-servd-ignored" in answer.headers) is (kind == "disabled")
 
 
 async def test_fields_of_the_chat_route_join_those_of_this_one(http):

@@ -23,6 +23,7 @@ CHAT_NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 # Block type -> its required keys, by role.
 BLOCKS: dict[str, dict[str, dict[str, type]]] = {
@@ -107,6 +108,7 @@ class Thinking(TypedDict):
     __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: NotRequired[Annotated[int, Field(ge=1)] | None]
 
 
 class OutputConfig(TypedDict, total=False):
@@ -130,6 +132,8 @@ class CountTokensRequest(TranslatedRequest):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
+    _has_budget: bool = False  # whether `budget_tokens` has its effect
+
     @model_validator(mode="after")
     def _check_choice(self) -> CountTokensRequest:
         if self.tool_choice and self.tool_choice["type"] == "tool" and "name" not in self.tool_choice:
@@ -143,7 +147,8 @@ class CountTokensRequest(TranslatedRequest):
 
     def ignored(self) -> list[str]:
         """Fields, and values of fields, that have no effect here."""
-        names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - {"type"}}
+        used = {"type", "budget_tokens"} if self._has_budget else {"type"}
+        names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
         names |= {f"output_config.{name}" for name in (self.output_config or {}).keys() - {"format", "effort"}}
         names |= idle_strict(self.tools or (), self.tool_choice is not None and self.tool_choice["type"] != "auto")
         return sorted({*super().ignored(), *names})
@@ -193,6 +198,12 @@ class MessagesRequest(CountTokensRequest):
             "top_k": self.top_k,
         }
         return super().chat_fields() | {name: value for name, value in fields.items() if value is not None}
+
+    def limit_thoughts(self) -> dict[str, Any]:
+        """The chat field of `budget_tokens`, for models that can keep it: clients send one to every model."""
+        budget = (self.thinking or {}).get("budget_tokens") if self.thinks else None
+        self._has_budget = budget is not None
+        return {"thinking_token_budget": budget} if self._has_budget else {}
 
 
 def _chat_tool(tool: Tool) -> dict[str, Any]:

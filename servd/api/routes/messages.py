@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.processor import Processor
 from servd.api.protocol.anthropic import (
     CountTokensRequest,
     Message,
@@ -20,6 +21,7 @@ from servd.api.routes._message_turn import MessageTurn
 from servd.api.routes._turn import respond
 from servd.api.routes.chat import prepare_chat
 from servd.api.routes.tokenize import count_chat_tokens
+from servd.errors import InvalidRequest
 
 router = APIRouter()
 
@@ -33,10 +35,21 @@ async def create_message(request: Request) -> Response:
     message_id = f"msg_{request.state.unique_id}"
     start_timeline(request, message_id)
     with renamed(MessageTurn.names):
-        prepared = await prepare_chat(context.async_llm, message_id, body.as_chat(body.chat_fields()))
+        fields = body.chat_fields()
+        if _can_limit_thoughts(context.async_llm.processor):
+            fields |= body.limit_thoughts()
+        prepared = await prepare_chat(context.async_llm, message_id, body.as_chat(fields))
     answer = Message(id=message_id, model=model, content=[], usage=MessageUsage(0, 0, 0, OutputTokensDetails(0)))
     turn = MessageTurn(request, prepared, answer)
     return await respond(turn, request, body, {"request-id": request.state.request_id})
+
+
+def _can_limit_thoughts(processor: Processor) -> bool:
+    try:
+        processor.thinking_tags(None)
+    except InvalidRequest:
+        return False
+    return True
 
 
 @router.post("/v1/messages/count_tokens")
