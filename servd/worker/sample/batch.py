@@ -27,9 +27,7 @@ class Feature(IntFlag):
     LOGIT_BIAS = auto()
     MIN_TOKENS = auto()
     PENALTIES = auto()
-    MIN_P = auto()
-    TOP_K = auto()  # with or without top-p
-    TOP_P = auto()  # alone
+    TOP_K_TOP_P = auto()
     BAD_WORDS = auto()
     THINKING_BUDGET = auto()
 
@@ -68,10 +66,10 @@ class SlotRequest:
     eos_token_ids: Sequence[int]
 
 
-class Step(ABC):
-    """One transformation of the scores, with the per-slot state that it needs.
+class SlotParameter(ABC):
+    """What one or some sampling parameters of the request in each slot say, kept on the device.
 
-    State of a slot is written when a request that uses the step enters and read only for such requests, so nothing
+    State of a slot is written when a request that uses it enters and read only for such requests, so nothing
     has to be cleared when one leaves.
     """
 
@@ -79,11 +77,15 @@ class Step(ABC):
 
     @abstractmethod
     def add(self, request: SlotRequest) -> Feature:
-        """Prepare the slot; the features of this step that the request uses, `Feature(0)` if none."""
+        """Prepare the slot; the features of it that the request uses, `Feature(0)` if none."""
+
+
+class Step(SlotParameter):
+    """A parameter that changes the logits of few tokens."""
 
     @abstractmethod
-    def apply(self, scores: Tensor, batch: Batch, /) -> None:
-        """Change the scores [n, vocab] (logits, or weights of `weights.py`) of the rows that use it, in place."""
+    def apply(self, logits: Tensor, batch: Batch, /) -> None:
+        """Change the logits [n, vocab] of the rows that use it, in place."""
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Steps that name single tokens: allowed_token_ids, logit_bias, and min_tokens (no end before so many outputs)."""
+"""Steps that name single tokens: logit_bias, and min_tokens (no end before so many outputs)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,6 @@ import torch
 from torch import Tensor
 
 from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step, upload
-
-
-class AllowedTokens(Step):
-    """allowed_token_ids: all other tokens become impossible."""
-
-    features = Feature.ALLOWED_TOKENS
-
-    def __init__(self, device: torch.device) -> None:
-        self.tokens = SlotTokens(device)
-
-    def add(self, request: SlotRequest) -> Feature:
-        allowed = request.params.allowed_token_ids
-        if allowed is None:
-            return Feature(0)
-        self.tokens.set(request.slot, allowed)
-        return self.features
-
-    def apply(self, logits: Tensor, batch: Batch, /) -> None:
-        rows, _ = batch.subset(self.features)
-        entries = self.tokens.entries(batch, self.features)
-        allowed = logits[entries]
-        logits[rows] = float("-inf")
-        logits[entries] = allowed
 
 
 class LogitBias(Step):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from servd.messages import TokenLogprobs
+from servd.worker.sample import ops
 from servd.worker.sample.batch import upload
 
 
@@ -48,27 +49,25 @@ class LogprobsTensors:
 
 
 def gather_logprobs(
-    logprobs: Tensor, sampled: Tensor, num_logprobs: list[int | None], named: Sequence[Sequence[int]] = ()
+    logits: Tensor, sampled: Tensor, num_logprobs: list[int | None], named: Sequence[Sequence[int]] = ()
 ) -> LogprobsTensors:
-    """Pick what the rows asked for.
+    """Compute what the rows asked for.
 
     Args:
-        logprobs: [m, vocab] float32, log-softmax of the raw logits of the rows that asked.
+        logits: [m, vocab] float32, raw, of the rows that asked.
         sampled: [m] int64, their sampled tokens.
         num_logprobs: [n], k of each row of the step, None where not asked.
-        named: [m], token ids that each row that asked wants besides; empty if none does.
+        named: [m] token ids that each row asked for by name; empty if none did.
     """
     k_max = max(k for k in num_logprobs if k is not None)
-    sampled = sampled.unsqueeze(1)
-    sampled_logprob = logprobs.gather(1, sampled)
-    ranks = (logprobs > sampled_logprob).sum(dim=-1) + 1
-    top_logprobs, top_ids = logprobs.topk(min(k_max, logprobs.shape[1]), dim=-1)
-    token_ids, picked = [sampled, top_ids], [sampled_logprob, top_logprobs]
-    num_named = [len(ids) for ids in named] or [0] * len(sampled)
+    log_totals, ranks = ops.for_device(logits.device).score(logits, sampled)
+    columns = [sampled.unsqueeze(1), logits.topk(min(k_max, logits.shape[1]), dim=-1).indices]
+    num_named = [len(ids) for ids in named] or [0] * len(logits)
     if any(num_named):
         padded = np.zeros((len(named), max(num_named)), dtype=np.int64)
         for row, ids in zip(padded, named, strict=True):
             row[: len(ids)] = ids
-        token_ids.append(upload(padded, logprobs.device))
-        picked.append(logprobs.gather(1, token_ids[-1]))
-    return LogprobsTensors(torch.cat(token_ids, dim=1), torch.cat(picked, dim=1), ranks, num_logprobs, num_named)
+        columns.append(upload(padded, logits.device))
+    token_ids = torch.cat(columns, dim=1)
+    logprobs = logits.gather(1, token_ids) - log_totals.unsqueeze(1)
+    return LogprobsTensors(token_ids, logprobs, ranks, num_logprobs, num_named)

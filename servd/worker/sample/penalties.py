@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step, upload
+from servd.worker.sample.batch import Batch, Feature, Rows, SlotParameter, SlotRequest, upload
 
 IN_PROMPT = 1 << 30  # bit of a count: the token occurs in the prompt
 
 
-class Penalties(Step):
+@dataclass(frozen=True, slots=True)
+class Penalized:
+    """The rows of a step that use penalties."""
+
+    rows: Rows
+    slots: Tensor  # [rows] int64
+    counts: Tensor  # [max_num_seqs, vocab] int32: times that each token was output, plus IN_PROMPT
+    factors: Tensor  # [max_num_seqs, 3] float32: repetition, frequency, presence
+
+
+class Penalties(SlotParameter):
     """Lower the logits of tokens that occurred already.
 
     Frequency and presence count output tokens; repetition looks at prompt and output tokens.
@@ -43,14 +54,10 @@ class Penalties(Step):
         counts.scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
         return self.features
 
-    def apply(self, logits: Tensor, batch: Batch, /) -> None:
+    def of(self, batch: Batch) -> Penalized:
+        """The rows that use penalties, and what these need."""
         rows, part = batch.subset(self.features)
-        counts = self.counts[part.slots]  # a copy
-        repetition, frequency, presence = self.factors[part.slots].unsqueeze(-1).unbind(1)  # each [rows, 1]
-        penalized = logits[rows]
-        factor = torch.where(penalized > 0, 1 / repetition, repetition).masked_fill_(counts == 0, 1)
-        num_outputs = counts.bitwise_and_(IN_PROMPT - 1)
-        logits[rows] = penalized.mul_(factor).sub_(frequency * num_outputs).sub_(presence * (num_outputs > 0))
+        return Penalized(rows, part.slots, self.counts, self.factors)
 
     def update(self, token_ids: Tensor, batch: Batch) -> None:
         """Count the sampled tokens [n] of the rows that use penalties."""

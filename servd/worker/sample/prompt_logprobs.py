@@ -74,8 +74,8 @@ class PromptLogprobsReader:
         slices: list[LogprobsTensors] = []
         for i in range(0, len(tokens), self.max_rows):
             part = slice(i, i + self.max_rows)
-            logprobs = self.compute_logits(hidden[tokens[part]]).float().log_softmax(dim=-1)
-            slices.append(gather_logprobs(logprobs, target_ids[part], num_logprobs[part]))
+            logits = self.compute_logits(hidden[tokens[part]]).float()
+            slices.append(gather_logprobs(logits, target_ids[part], num_logprobs[part]))
         return slices
 
 

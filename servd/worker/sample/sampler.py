@@ -5,10 +5,10 @@
     output = sampler(logits, slots, host_slots, positions, bitmask)                # overwrites the logits
     sampler.remove(slot)
 
-Order, equal in effect to vLLM's: log-probabilities of the raw logits; allowed_token_ids, grammar bitmask, logit_bias,
-min_tokens, bad_words; penalties; thinking_token_budget; temperature; min-p; top-k and top-p; draw. Which features a
-step needs is known on the host, and nothing on the device is waited for. A token depends only on its row's logits,
-parameters, earlier tokens, seed and position, never on the rest of the batch.
+Order, equal in effect to vLLM's: log-probabilities of the raw logits; logit_bias, min_tokens, bad_words;
+allowed_token_ids, grammar bitmask; penalties; thinking_token_budget; temperature; min-p; top-k and top-p; draw. Which
+features a step needs is known on the host, and nothing on the device is waited for. A token depends only on its row's
+logits, parameters, earlier tokens, seed and position, never on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ import torch
 from torch import Tensor
 
 from servd.params import SamplingParams
+from servd.worker.sample import ops
+from servd.worker.sample.allowed_tokens import AllowedTokens
 from servd.worker.sample.bad_words import BadWords
 from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step
-from servd.worker.sample.bitmask import apply_bitmask
-from servd.worker.sample.logit_bias import AllowedTokens, LogitBias, MinTokens
+from servd.worker.sample.logit_bias import LogitBias, MinTokens
 from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
-from servd.worker.sample.min_p import MinP
+from servd.worker.sample.narrowing import Narrowing
 from servd.worker.sample.penalties import Penalties
 from servd.worker.sample.thinking_budget import ThinkingBudget
-from servd.worker.sample.top_k_top_p import TopKTopP
-from servd.worker.sample.uniform import uniform
-from servd.worker.sample.weights import MAX_VOCAB_SIZE, draw, to_weights
+from servd.worker.sample.weights import MAX_VOCAB_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +62,13 @@ class Sampler:
         self.named: dict[int, list[int]] = {}  # slot -> tokens whose log-probabilities are asked for by name
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.penalties = Penalties(vocab_size, max_num_seqs, device)
+        self.ops = ops.for_device(device)
         self.bad_words = BadWords(max_num_seqs, device)
+        self.steps: list[Step] = [LogitBias(device), MinTokens(max_num_seqs, device), self.bad_words]
+        self.allowed_tokens = AllowedTokens(vocab_size, max_num_seqs, device)
+        self.penalties = Penalties(vocab_size, max_num_seqs, device)
         self.thinking_budget = ThinkingBudget(max_num_seqs, device)
-        # On logits, and they can change the most probable token; the narrowing steps work on weights, of random rows.
-        self.shifting: list[Step] = [
-            AllowedTokens(device),
-            LogitBias(device),
-            MinTokens(max_num_seqs, device),
-            self.bad_words,
-            self.penalties,
-            self.thinking_budget,
-        ]
-        self.narrowing: list[Step] = [MinP(max_num_seqs, device), TopKTopP(vocab_size, max_num_seqs, device)]
+        self.narrowing = Narrowing(vocab_size, max_num_seqs, device, self.ops)  # of random rows
 
     def add(
         self,
@@ -96,14 +89,13 @@ class Sampler:
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
         features = Feature(0)
-        for step in self.shifting:
-            features |= step.add(request)
+        for parameter in (*self.steps, self.allowed_tokens, self.penalties, self.thinking_budget):
+            features |= parameter.add(request)
         if not params.is_greedy:
             features |= Feature.RANDOM
             self.temperature[slot] = params.temperature
             self.seeds[slot] = params.seed or 0
-            for step in self.narrowing:
-                features |= step.add(request)
+            features |= self.narrowing.add(request)
         if params.logprobs is not None:
             features |= Feature.LOGPROBS
         self.num_logprobs[slot] = params.logprobs
@@ -136,44 +128,48 @@ class Sampler:
         """
         host_slots = np.asarray(host_slots, dtype=np.int64)
         batch = Batch(slots, positions, host_slots, self.features[host_slots])
-        raw_logprobs = self._raw_logprobs(logits, batch) if batch.uses(Feature.LOGPROBS) else None
-        if bitmask is not None:
-            apply_bitmask(logits, bitmask)
-        for step in self.shifting:
+        raw_logits = self._raw_logits(logits, batch)
+        for step in self.steps:
             if batch.uses(step.features):
                 step.apply(logits, batch)
+        if batch.uses(Feature.ALLOWED_TOKENS):
+            bitmask = self.allowed_tokens.restrict(bitmask, batch)
+        penalized = self.penalties.of(batch) if batch.uses(Feature.PENALTIES) else None
+        token_ids = self.ops.shift(logits, bitmask, penalized)
+        if batch.uses(Feature.THINKING_BUDGET):
+            self.thinking_budget.apply(logits, batch)
+            token_ids = self.ops.shift(logits, None, None)
         if batch.uses(Feature.RANDOM):
-            token_ids = self._sample(logits, batch)
-        else:
-            token_ids = logits.argmax(dim=-1)
+            self._sample(logits, token_ids, batch)
         if batch.uses(Feature.PENALTIES):
             self.penalties.update(token_ids, batch)
         if batch.uses(Feature.BAD_WORDS):
             self.bad_words.update(token_ids, batch)
         if batch.uses(Feature.THINKING_BUDGET):
             self.thinking_budget.update(token_ids, batch)
-        return SamplerOutput(token_ids, self._logprobs(raw_logprobs, token_ids, batch))
+        return SamplerOutput(token_ids, self._logprobs(raw_logits, token_ids, batch))
 
-    def _sample(self, logits: Tensor, batch: Batch) -> Tensor:
-        peak, token_ids = logits.max(dim=-1)  # NaN if the row holds any
+    def _sample(self, logits: Tensor, token_ids: Tensor, batch: Batch) -> None:
+        """Replace the most probable tokens of random rows by drawn ones."""
         rows, random = batch.subset(Feature.RANDOM)
-        peak = peak[rows]
-        weights = to_weights(logits[rows], peak.unsqueeze(1), self.temperature[random.slots].unsqueeze(1))
-        for step in self.narrowing:
-            if random.uses(step.features):
-                step.apply(weights, random)
-        drawn = draw(weights, uniform(self.seeds[random.slots], random.positions))
-        token_ids[rows] = torch.where(peak.isfinite(), drawn, token_ids[rows])
-        return token_ids
+        best, logits = token_ids[rows], logits[rows]
+        peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any
+        weights = self.ops.to_weights(logits, peaks, self.temperature[random.slots])
+        lowest = self.narrowing.lowest(weights, random)
+        drawn = self.ops.draw(weights, lowest, self.seeds[random.slots], random.positions)
+        token_ids[rows] = torch.where(peaks.isfinite(), drawn, best)
 
-    def _raw_logprobs(self, logits: Tensor, batch: Batch) -> Tensor:
+    def _raw_logits(self, logits: Tensor, batch: Batch) -> Tensor | None:
+        """A copy of the rows whose log-probabilities are asked for."""
+        if not batch.uses(Feature.LOGPROBS):
+            return None
         rows, _ = batch.subset(Feature.LOGPROBS)
-        return logits[rows].log_softmax(dim=-1)
+        return logits.clone() if isinstance(rows, slice) else logits[rows]
 
-    def _logprobs(self, raw_logprobs: Tensor | None, token_ids: Tensor, batch: Batch) -> LogprobsTensors | None:
-        if raw_logprobs is None:
+    def _logprobs(self, raw_logits: Tensor | None, token_ids: Tensor, batch: Batch) -> LogprobsTensors | None:
+        if raw_logits is None:
             return None
         rows, asked = batch.subset(Feature.LOGPROBS)
         named = [self.named.get(slot, []) for slot in asked.host_slots.tolist()] if self.named else []
         num_logprobs = [self.num_logprobs[slot] for slot in batch.host_slots]
-        return gather_logprobs(raw_logprobs, token_ids[rows], num_logprobs, named)
+        return gather_logprobs(raw_logits, token_ids[rows], num_logprobs, named)

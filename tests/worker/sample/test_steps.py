@@ -1,4 +1,4 @@
-"""Every step alone against `transformers`' processors and the float64 reference."""
+"""Every sampling parameter alone against `transformers`' processors and the float64 reference."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers.generation.logits_process import (
 )
 
 from servd.params import SamplingParams
-from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step
-from servd.worker.sample.logit_bias import AllowedTokens, LogitBias, MinTokens
-from servd.worker.sample.min_p import MinP
+from servd.worker.sample.allowed_tokens import AllowedTokens
+from servd.worker.sample.batch import Batch, Feature, SlotParameter, SlotRequest
+from servd.worker.sample.logit_bias import LogitBias, MinTokens
+from servd.worker.sample.narrowing import Narrowing
+from servd.worker.sample.ops import reference
 from servd.worker.sample.penalties import Penalties
-from servd.worker.sample.top_k_top_p import TopKTopP
-from servd.worker.sample.weights import to_weights
 from tests.worker.sample.reference import narrow, processed_logits, softmax
 
 CPU = torch.device("cpu")
@@ -28,18 +28,31 @@ EOS = [0, 5]
 NUM_SLOTS = 16
 
 
-def apply(step: Step, scores: torch.Tensor, requests: list[SlotRequest], num_slots: int = NUM_SLOTS) -> torch.Tensor:
-    """The scores after the step, with each row in its request's slot and at the position after its outputs."""
+def apply(parameter: SlotParameter, scores: torch.Tensor, requests: list[SlotRequest]) -> torch.Tensor:
+    """What becomes of logits or weights, with each row in its request's slot, at the position after its outputs."""
     features = np.zeros(len(requests), dtype=np.int64)
     for row, request in enumerate(requests):
-        features[row] = int(step.add(request))
+        features[row] = int(parameter.add(request))
     slots = [request.slot for request in requests]
     positions = [len(request.prompt_token_ids) + len(request.output_token_ids) for request in requests]
     batch = Batch(torch.tensor(slots), torch.tensor(positions), np.array(slots), features)
     scores = scores.clone()
-    if batch.uses(step.features):
-        step.apply(scores, batch)
+    if isinstance(parameter, Narrowing):
+        return scores.masked_fill_(scores < parameter.lowest(scores, batch).unsqueeze(1), 0)
+    if not batch.uses(parameter.features):
+        return scores
+    match parameter:
+        case AllowedTokens():
+            reference.shift(scores, parameter.restrict(None, batch), None)
+        case Penalties():
+            reference.shift(scores, None, parameter.of(batch))
+        case _:
+            parameter.apply(scores, batch)
     return scores
+
+
+def narrowing(vocab_size: int) -> Narrowing:
+    return Narrowing(vocab_size, NUM_SLOTS, CPU, reference)
 
 
 def requests_of(params: list[SamplingParams], vocab_size: int, rng: np.random.Generator) -> list[SlotRequest]:
@@ -52,7 +65,7 @@ def requests_of(params: list[SamplingParams], vocab_size: int, rng: np.random.Ge
 
 
 def weights_of(logits: torch.Tensor) -> torch.Tensor:
-    return to_weights(logits, logits.max(-1, keepdim=True).values, torch.ones(len(logits), 1))
+    return reference.to_weights(logits, logits.amax(-1), torch.ones(len(logits)))
 
 
 def random_logits(rows: int, vocab_size: int, seed: int, scale: float = 3.0) -> torch.Tensor:
@@ -75,7 +88,7 @@ SHIFTING = {
         [SamplingParams(logit_bias={3: 5.0, 0: -100.0}), SamplingParams(logit_bias={6: 0.25})],
     ),
     "allowed_tokens": (
-        lambda _: AllowedTokens(CPU),
+        lambda vocab_size: AllowedTokens(vocab_size, NUM_SLOTS, CPU),
         [SamplingParams(allowed_token_ids=[1]), SamplingParams(allowed_token_ids=[4, 2, 0])],
     ),
     "min_tokens": (
@@ -128,17 +141,16 @@ def test_repetition_penalty_equals_transformers(penalty):
 ])  # fmt: skip
 def test_narrowing_steps_keep_the_tokens_that_transformers_keeps(field, warper, vocab_size, scale):
     value = {"top_k": 17, "top_p": 0.83, "min_p": 0.12}[field]
-    step = MinP(NUM_SLOTS, CPU) if field == "min_p" else TopKTopP(vocab_size, NUM_SLOTS, CPU)
     logits = random_logits(6, vocab_size, seed=3, scale=scale)
     requests = [SlotRequest(i, SamplingParams(**{field: value}), [1], [], []) for i in range(6)]
     weights = weights_of(logits)
-    got = apply(step, weights, requests)
+    got = apply(narrowing(vocab_size), weights, requests)
     kept = warper()(torch.zeros(6, 1, dtype=torch.int64), logits) > -math.inf
     assert torch.equal(got, weights.masked_fill(~kept, 0))
 
 
 def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
-    """Rows of every kind share a batch; the vocabulary is above the size where a CPU looks at a part first."""
+    """Rows of every kind share a batch."""
     params = [
         SamplingParams(top_k=1),
         SamplingParams(top_k=40, top_p=0.5),
@@ -152,7 +164,7 @@ def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
     logits = random_logits(len(params), 3000, seed=4)
     requests = [SlotRequest(i, p, [1], [], []) for i, p in enumerate(params)]
     weights = weights_of(logits)
-    got = apply(TopKTopP(3000, NUM_SLOTS, CPU), weights, requests)
+    got = apply(narrowing(3000), weights, requests)
     for row, p in enumerate(params):
         kept = torch.from_numpy(narrow(softmax(logits[row].double().numpy()), p) > 0)
         assert torch.equal(got[row], weights[row].masked_fill(~kept, 0)), p
@@ -161,8 +173,7 @@ def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
 @pytest.mark.parametrize("params", [SamplingParams(top_k=3), SamplingParams(top_p=0.4), SamplingParams(min_p=1.0)])
 def test_ties_with_the_last_kept_token_are_kept(params):
     weights = weights_of(torch.tensor([[2.0, 1.0, 2.0, 2.0, 0.0, 2.0, 2.0]]))
-    step = MinP(1, CPU) if params.min_p else TopKTopP(7, 1, CPU)
-    got = apply(step, weights, [SlotRequest(0, params, [1], [], [])])
+    got = apply(narrowing(7), weights, [SlotRequest(0, params, [1], [], [])])
     assert got[0].nonzero().flatten().tolist() == [0, 2, 3, 5, 6]
 
 
@@ -171,5 +182,5 @@ def test_ties_with_the_last_kept_token_are_kept(params):
 )
 def test_steps_that_a_request_does_not_use_take_no_part(params):
     request = SlotRequest(0, params, [1], [], EOS)
-    steps = [make(300) for make, _ in SHIFTING.values()] + [MinP(1, CPU), TopKTopP(300, 1, CPU)]
+    steps = [make(300) for make, _ in SHIFTING.values()] + [narrowing(300)]
     assert [step.add(request) for step in steps] == [Feature(0)] * len(steps)

@@ -1,0 +1,70 @@
+"""What the sampler does with a row of the vocabulary: `reference.py` in plain torch; a device may have faster ones."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from servd.worker.sample.ops import reference
+from servd.worker.sample.penalties import Penalized
+
+
+class SamplingOps(Protocol):
+    """What each module of this package has; tests/worker/sample/test_ops.py runs its contract over all.
+
+    Logits are float32 [n, vocab], each row contiguous; weights are those of `weights.py`, contiguous. What comes after
+    `to_weights` is arithmetic on integers and gives equal results in all modules. Rows whose most probable token has no
+    finite logit have undefined weights, and any valid token is drawn from them.
+    """
+
+    def shift(self, logits: Tensor, bitmask: Tensor | None, penalized: Penalized | None) -> Tensor:
+        """Forbid what the bitmask [n, ceil(vocab / 32)] int32 does not allow, then penalize, in place.
+
+        Returns:
+            [n] int64, the most probable token of each row: the first one that is NaN, or else the first maximum.
+        """
+        ...
+
+    def to_weights(self, logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
+        """Weights [n, vocab] of logits whose row maxima are `peaks` [n], at `temperatures` [n]."""
+        ...
+
+    def narrow(self, weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        """The smallest weight that top-k and then top-p keep of the weights that are at least `lowest`.
+
+        Tokens that tie with the last one kept are kept too, so the order in which equal values are looked at is of
+        no effect.
+
+        Args:
+            weights: [n, vocab].
+            lowest: [n] float32.
+            top_k: [n] int64; 0 or less keeps all.
+            top_p: [n] float64 in (0, 1].
+
+        Returns:
+            [n] float32, not below `lowest`.
+        """
+        ...
+
+    def draw(self, weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """One token per row, [n] int64, by inverse CDF over the weights that are at least `lowest` [n].
+
+        The random number is `uniform(seeds, positions)`; a token of weight zero is never drawn.
+        """
+        ...
+
+    def score(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithm of each row's sum of exponentials, [n] float32, and the rank from 1 of its token [n], int64."""
+        ...
+
+
+def for_device(device: torch.device) -> SamplingOps:
+    """The fastest operations that run on `device`."""
+    if device.type == "cuda" and find_spec("triton"):
+        from servd.worker.sample.ops import triton
+
+        return triton
+    return reference

@@ -1,0 +1,129 @@
+"""The sampler's operations in plain torch, for CPUs. They run elsewhere too, but then `narrow` waits for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from servd.worker.sample.bitmask import apply_bitmask
+from servd.worker.sample.penalties import IN_PROMPT, Penalized
+from servd.worker.sample.uniform import uniform
+from servd.worker.sample.weights import WEIGHT_ONE
+
+MAX_SORTED = 256  # a top-k up to this size is found faster by torch.topk than by counting digits
+DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the 31 bits that a float32 without sign has
+
+
+def shift(logits: Tensor, bitmask: Tensor | None, penalized: Penalized | None) -> Tensor:
+    """See `SamplingOps.shift`."""
+    if bitmask is not None:
+        apply_bitmask(logits, bitmask)
+    if penalized is not None:
+        logits[penalized.rows] = _penalize(logits[penalized.rows], penalized)
+    return logits.argmax(dim=-1)
+
+
+def _penalize(logits: Tensor, penalized: Penalized) -> Tensor:
+    counts = penalized.counts[penalized.slots]  # a copy
+    repetition, frequency, presence = penalized.factors[penalized.slots].unsqueeze(-1).unbind(1)  # each [rows, 1]
+    factor = torch.where(logits > 0, 1 / repetition, repetition).masked_fill_(counts == 0, 1)
+    num_outputs = counts.bitwise_and_(IN_PROMPT - 1)
+    return (logits * factor).sub_(frequency * num_outputs).sub_(presence * (num_outputs > 0))
+
+
+def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
+    """See `SamplingOps.to_weights`."""
+    # At most 0 before the division, so no temperature can overflow it.
+    return (logits - peaks.unsqueeze(1)).div_(temperatures.unsqueeze(1)).exp_().mul_(WEIGHT_ONE)
+
+
+def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """See `SamplingOps.narrow`."""
+    weights = _at_least(weights, lowest)
+    limits = lowest.clone()
+    is_small = (top_k > 0) & (top_k <= MAX_SORTED)
+    is_other = ~is_small & ((top_k > 0) | (top_p < 1))
+    for chosen, method in ((is_small, _narrow_by_sorting), (is_other, _narrow_by_digits)):
+        rows = chosen.nonzero().squeeze(1)
+        if len(rows):
+            part = weights if len(rows) == len(weights) else weights[rows]
+            limits[rows] = method(part, top_k[rows], top_p[rows])
+    return torch.maximum(limits, lowest)
+
+
+def _narrow_by_sorting(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    candidates = weights.topk(min(int(top_k.max()), weights.shape[1]), dim=-1).values
+    ranks = torch.arange(candidates.shape[1], device=weights.device)
+    candidates.masked_fill_(ranks >= top_k.unsqueeze(1), 0)
+    masses = candidates.to(torch.int64)
+    more_probable = masses.cumsum(dim=-1) - masses  # mass of the tokens before this one
+    num_kept = (more_probable < (top_p * masses.sum(dim=-1)).unsqueeze(1)).sum(dim=-1, keepdim=True)
+    return candidates.gather(1, (num_kept - 1).clamp_(min=0)).squeeze(1)  # none are kept only in undefined rows
+
+
+def _narrow_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    masses = weights.to(torch.int64)
+    totals = masses.sum(dim=-1)
+    kth = torch.zeros_like(weights[:, 0])
+    with_k = (top_k > 0).nonzero().squeeze(1)
+    if len(with_k):
+        part, part_masses, k = weights[with_k], masses[with_k], top_k[with_k]
+        smallest = smallest_keeping(part, torch.ones_like(part_masses), k)
+        is_above = part > smallest.unsqueeze(1)
+        totals[with_k] = part_masses.masked_fill(~is_above, 0).sum(-1) + (k - is_above.sum(-1)) * smallest.long()
+        kth[with_k] = smallest
+    return torch.maximum(kth, smallest_keeping(weights, masses, top_p * totals))
+
+
+def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
+    """The smallest number such that the weights above it have together less than a mass.
+
+    A radix search by the bits of the weights, which are ordered as the weights are: every digit is found by adding up
+    the masses that each of its values has, among the weights whose digits before are those found. That is exact, and
+    reads the row about once, where a sort of a large vocabulary takes ten times as long.
+
+    Args:
+        weights: [n, vocab] float32, not negative.
+        masses: [n, vocab] int64.
+        limits: [n] the mass of each row that may not be reached.
+
+    Returns:
+        [n] float32: a weight of the row, or 0.
+    """
+    num_rows = len(weights)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=weights.device).unsqueeze(1)
+    bits = weights.view(torch.int32)
+    found = torch.zeros(num_rows, dtype=torch.int32, device=weights.device)
+    mass_above = torch.zeros(num_rows, 1, dtype=torch.int64, device=weights.device)
+    for position, width in DIGITS:
+        digits = (bits >> position) & ((1 << width) - 1)
+        sums = masses.new_zeros(num_rows << width)
+        sums = sums.index_add_(0, ((rows << width) + digits).flatten(), masses.flatten()).view(num_rows, -1)
+        above = mass_above + sums.flip(1).cumsum(1).flip(1) - sums  # of the weights whose digit is greater
+        digit = (above < limits.unsqueeze(1)).int().argmax(dim=1, keepdim=True)
+        mass_above = above.gather(1, digit)
+        digit = digit.squeeze(1).int()
+        found += digit << position
+        same = digits == digit[rows]
+        at = same.nonzero(as_tuple=True)
+        rows, bits, masses = rows.expand_as(same)[at], bits[at], masses[at]
+    return found.view(torch.float32)
+
+
+def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """See `SamplingOps.draw`."""
+    cumulative = _at_least(weights, lowest).to(torch.int64).cumsum_(dim=-1)
+    total = cumulative[:, -1]
+    target = (uniform(seeds, positions) * total).to(torch.int64)  # < total: the largest u never rounds up to it
+    token_ids = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    return token_ids.clamp_(max=weights.shape[1] - 1)
+
+
+def score(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """See `SamplingOps.score`."""
+    ranks = (logits > logits.gather(1, token_ids.unsqueeze(1))).sum(dim=-1) + 1
+    return logits.logsumexp(dim=-1), ranks
+
+
+def _at_least(weights: Tensor, lowest: Tensor) -> Tensor:
+    return weights.masked_fill(weights < lowest.unsqueeze(1), 0) if bool(lowest.any()) else weights

@@ -1,0 +1,140 @@
+"""top-k and top-p without a sort: bisection by the bits of the weights, which are ordered as the weights are."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from servd.worker.sample.weights import WEIGHT_ONE
+
+BLOCK = 4096
+CAPACITY = 2048  # weights that are kept in registers when so few are left to choose from
+
+
+def bits_of(number: float) -> int:
+    """Of a float32, as an integer."""
+    return struct.unpack("<i", struct.pack("<f", number))[0]
+
+
+@triton.jit
+def load_bits(row_ptr, start, vocab, BLOCK: tl.constexpr):
+    """Of BLOCK weights of a row from `start` on; 0 after its end."""
+    token = start + tl.arange(0, BLOCK)
+    return tl.load(row_ptr + token, mask=token < vocab, other=0.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def mass_of(bits):
+    """The weights as integers."""
+    return bits.to(tl.float32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def measure(row_ptr, vocab, low, BLOCK: tl.constexpr):
+    """Number and mass of the weights of a row whose bits are above `low`: one pass."""
+    count = tl.zeros([BLOCK], dtype=tl.int32)
+    mass = tl.zeros([BLOCK], dtype=tl.int64)
+    for start in range(0, vocab, BLOCK):
+        bits = load_bits(row_ptr, start, vocab, BLOCK)
+        is_above = bits > low
+        count += is_above.to(tl.int32)
+        mass += tl.where(is_above, mass_of(bits), 0)
+    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def collect(row_ptr, vocab, low, high, found_ptr, BLOCK: tl.constexpr):
+    """Write the bits of a row that are in (low, high] one after another: one pass. Returns how many there are."""
+    num_found = tl.zeros([], dtype=tl.int32)
+    for start in range(0, vocab, BLOCK):
+        bits = load_bits(row_ptr, start, vocab, BLOCK)
+        is_inside = ((bits > low) & (bits <= high)).to(tl.int32)
+        tl.store(found_ptr + num_found + tl.cumsum(is_inside, axis=0) - 1, bits, mask=is_inside != 0)
+        num_found += tl.sum(is_inside, axis=0)
+    tl.debug_barrier()  # what one thread wrote is read by others
+    return num_found
+
+
+@triton.jit
+def search(
+    row_ptr, vocab, low, low_count, low_mass, limit, found_ptr,
+    BY_COUNT: tl.constexpr, ONE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The smallest bits from `low` on such that what is above them has less than the limit, and what that has.
+
+    The answer is always in (low, high]. The row is read until few weights are in between; they are collected.
+    """
+    high = tl.full([], ONE, dtype=tl.int32)  # no weight is above
+    high_count = tl.zeros([], dtype=tl.int32)
+    high_mass = tl.zeros([], dtype=tl.int64)
+    if (low_count if BY_COUNT else low_mass).to(tl.float64) < limit:
+        high, high_count, high_mass = low, low_count, low_mass
+    while (high - low > 1) & (low_count - high_count > CAPACITY):
+        middle = low + (high - low) // 2
+        count, mass = measure(row_ptr, vocab, middle, BLOCK)
+        if (count if BY_COUNT else mass).to(tl.float64) < limit:
+            high, high_count, high_mass = middle, count, mass
+        else:
+            low, low_count = middle, count
+    if high - low > 1:
+        num_found = collect(row_ptr, vocab, low, high, found_ptr, BLOCK)
+        at = tl.arange(0, CAPACITY)
+        bits = tl.load(found_ptr + at, mask=at < num_found, other=0)
+        masses = mass_of(bits)
+        more_count, more_mass = high_count, high_mass  # above all that were collected
+        while high - low > 1:
+            middle = low + (high - low) // 2
+            is_above = bits > middle
+            count = more_count + tl.sum(is_above.to(tl.int32), axis=0)
+            mass = more_mass + tl.sum(tl.where(is_above, masses, 0), axis=0)
+            if (count if BY_COUNT else mass).to(tl.float64) < limit:
+                high, high_count, high_mass = middle, count, mass
+            else:
+                low = middle
+    return high, high_count, high_mass
+
+
+@triton.jit
+def narrow_kernel(
+    weights_ptr, lowest_ptr, top_k_ptr, top_p_ptr, found_ptr, out_ptr, vocab,
+    ONE: tl.constexpr, UNIT: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr, found_ptr = weights_ptr + row * vocab, found_ptr + row * CAPACITY
+    lowest, k, p = tl.load(lowest_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    result = lowest
+    if (k > 0) | (p < 1.0):
+        low = tl.maximum(lowest.to(tl.int32, bitcast=True) - 1, 0)
+        if k <= 0:
+            low = tl.maximum(low, UNIT - 1)  # smaller weights have no mass
+        count, mass = measure(row_ptr, vocab, low, BLOCK)
+        total = mass
+        if k > 0:
+            kth, count, mass = search(
+                row_ptr, vocab, low, count, mass, k.to(tl.float64), found_ptr, True, ONE, CAPACITY, BLOCK
+            )
+            # As many of those that tie with the k-th as make k; none tie if there are fewer than k.
+            total = mass + tl.where(kth > low, (k - count) * mass_of(kth), 0)
+            low = kth
+        limit = p * total.to(tl.float64)
+        smallest, count, mass = search(row_ptr, vocab, low, count, mass, limit, found_ptr, False, ONE, CAPACITY, BLOCK)
+        result = tl.maximum(lowest, smallest.to(tl.float32, bitcast=True))
+    tl.store(out_ptr + row, result)
+
+
+def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """See `SamplingOps.narrow`."""
+    num_rows, vocab = weights.shape
+    found = torch.empty(num_rows, CAPACITY, dtype=torch.int32, device=weights.device)
+    out = torch.empty_like(lowest)
+    narrow_kernel[(num_rows,)](
+        weights, lowest, top_k, top_p, found, out, vocab,
+        bits_of(WEIGHT_ONE), bits_of(1.0), CAPACITY, BLOCK, num_warps=16,
+    )  # fmt: skip
+    return out

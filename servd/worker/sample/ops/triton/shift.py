@@ -1,0 +1,66 @@
+"""Bitmask, penalties and argmax in one pass over the logits."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from servd.worker.sample.penalties import IN_PROMPT, Penalized
+
+BLOCK = 4096
+LAST = 2**31 - 1
+
+
+@triton.jit
+def shift_kernel(
+    logits_ptr, bitmask_ptr, slots_ptr, counts_ptr, factors_ptr, best_ptr, vocab, row_stride, words,
+    COUNT_BITS: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row and BLOCK tokens; finds the best of them. `slots` is negative in rows without penalties."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    valid = token < vocab
+    logit_at = logits_ptr + row * row_stride + token
+    x = tl.load(logit_at, mask=valid, other=float("-inf"))
+    if bitmask_ptr is not None:
+        word = tl.load(bitmask_ptr + row * words + token // 32, mask=valid, other=0)
+        x = tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + row)
+        uses = slot >= 0
+        repetition = tl.load(factors_ptr + slot * 3, mask=uses, other=1.0)
+        frequency = tl.load(factors_ptr + slot * 3 + 1, mask=uses, other=0.0)
+        presence = tl.load(factors_ptr + slot * 3 + 2, mask=uses, other=0.0)
+        num_counted = tl.where(uses, vocab, 0)
+        count = tl.load(counts_ptr + slot * vocab + token, mask=token < num_counted, other=0)
+        factor = tl.where(x > 0, 1.0 / repetition, repetition)
+        num_outputs = (count & COUNT_BITS).to(tl.float32)
+        x = x * tl.where(count == 0, 1.0, factor) - frequency * num_outputs
+        x -= tl.where(num_outputs > 0, presence, 0.0)
+    if bitmask_ptr is not None or slots_ptr is not None:
+        tl.store(logit_at, x, mask=valid)
+    # An integer that orders as (logit, -token) does: NaN is greatest, the two zeros are equal.
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    key = tl.where(x != x, LAST, bits ^ ((bits >> 31) & LAST))
+    best = (key.to(tl.int64) << 32) | (LAST - token).to(tl.int64)
+    tl.store(best_ptr + row * tl.num_programs(1) + block, tl.max(best, axis=0))
+
+
+def shift(logits: Tensor, bitmask: Tensor | None, penalized: Penalized | None) -> Tensor:
+    """See `SamplingOps.shift`."""
+    num_rows, vocab = logits.shape
+    slots = counts = factors = None
+    if penalized is not None:
+        slots = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
+        slots[penalized.rows] = penalized.slots
+        counts, factors = penalized.counts, penalized.factors
+    best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
+    words = 0 if bitmask is None else bitmask.shape[1]
+    shift_kernel[best.shape](
+        logits, bitmask, slots, counts, factors, best, vocab, logits.stride(0), words,
+        IN_PROMPT - 1, LAST, BLOCK, num_warps=8,
+    )  # fmt: skip
+    return LAST - (best.amax(dim=-1) & 0xFFFFFFFF)

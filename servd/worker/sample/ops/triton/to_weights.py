@@ -1,0 +1,36 @@
+"""Logits to weights in one pass."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from servd.worker.sample.weights import WEIGHT_ONE
+
+BLOCK = 4096
+
+
+@triton.jit
+def to_weights_kernel(
+    logits_ptr, peaks_ptr, temperatures_ptr, weights_ptr, vocab, row_stride, ONE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program per row and BLOCK tokens."""
+    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=0.0)
+    # At most 0 before the division, so no temperature can overflow it.
+    weight = tl.exp((x - tl.load(peaks_ptr + row)) / tl.load(temperatures_ptr + row)) * ONE
+    # No NaN, which has no integer; the row's token is not drawn then.
+    tl.store(weights_ptr + row * vocab + token, tl.where(weight <= ONE, weight, 0.0), mask=token < vocab)
+
+
+def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
+    """See `SamplingOps.to_weights`."""
+    num_rows, vocab = logits.shape
+    weights = torch.empty(num_rows, vocab, device=logits.device)
+    to_weights_kernel[(num_rows, triton.cdiv(vocab, BLOCK))](
+        logits, peaks, temperatures, weights, vocab, logits.stride(0), WEIGHT_ONE, BLOCK, num_warps=8
+    )
+    return weights
