@@ -59,9 +59,7 @@ class ModelConfig(Section, frozen=True):
     ] = "auto"
     quantization: Annotated[
         Literal["int8"] | None,
-        Meta(
-            description="Round the weights as they are loaded. int8: 8 bits and a scale per output."
-        ),
+        Meta(description="Round the weights as they are loaded. int8: 8 bits and a scale per output."),
     ] = None
     max_model_len: Annotated[
         Positive | None, Meta(description="Longest prompt plus output, in tokens. Default: what the model allows.")

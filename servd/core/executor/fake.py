@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Sequence
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
