@@ -15,7 +15,7 @@
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
-constexpr int WIDTH = 16, TILE_ROWS = 12;  // 2 * 12 accumulators of the 32 registers
+constexpr int WIDTH = 16, TILE_ROWS = 14;  // 2 * 14 accumulators of the 32 registers
 #elif defined(__AVX2__)
 #include <immintrin.h>
 constexpr int WIDTH = 8, TILE_ROWS = 6;  // of 16 registers
@@ -31,7 +31,7 @@ typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_al
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // 0 would not leave -0 alone in a sum, and cost an instruction
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
 
@@ -157,90 +157,115 @@ inline void store_first(float* p, Vec x, int count) {
     store(values, x);
     memcpy(p, values, count * 4);
 }
+inline Vec load_up_to(const float* p, int count) {
+    return count >= WIDTH ? load(p) : count > 0 ? load_first(p, count) : Vec{};
+}
+inline void store_up_to(float* p, Vec x, int count) {
+    if (count >= WIDTH) store(p, x);
+    else if (count > 0) store_first(p, x, count);
+}
 
 // ---- matrix products ----
 //
 // y [rows, n] = x [rows, k] @ w.T + bias. The weights w [n, k] are packed in panels of PANEL outputs: [n / PANEL][k][PANEL],
-// so that the innermost loop reads them once, in order, and multiplies each vector of them with TILE_ROWS rows of x.
+// so that the innermost loop reads them once, in order, and multiplies each vector of them with the rows of a tile of x.
+// The tiles are copied, with rows STRIDE apart: at their own distance, they fall on the same lines of the cache where k is
+// a multiple of 1024.
 
 constexpr int PANEL = 2 * WIDTH;
-constexpr int64_t CACHE_BYTES = 768 << 10;  // of weights that should stay in a core's second-level cache between tiles
-constexpr int MIN_WIDENED_ROWS = 2 * TILE_ROWS;  // with so many rows it pays to turn a panel into float32 once
+constexpr int64_t DEPTH = 1024;  // of the k: pieces of a tile and of GROUP panels stay in the second-level cache
+constexpr int64_t GROUP = 4;
+constexpr int64_t STRIDE = DEPTH + 16;
+constexpr int MIN_WIDENED_TILES = 4;  // with so many it pays to turn a piece of a panel into float32 once
+
+// Where outputs are written, and what is done with them at the end of k.
+struct Output {
+    float* y;
+    int64_t stride;
+    int columns;  // up to PANEL
+    const float *scale, *bias;  // of the columns, or null
+    bool begins, ends;  // whether the piece of k is the first, the last one
+};
 
 template <int ROWS, typename W>
-inline void multiply_tile(const float* x, int64_t x_stride, const W* panel, int64_t k, Vec (&acc)[ROWS][2]) {
-    for (int row = 0; row < ROWS; row++) acc[row][0] = acc[row][1] = Vec{};
-    for (int64_t i = 0; i < k; i++, panel += PANEL) {
+void multiply_tile(const float* x, const W* panel, int64_t depth, const Output& out) {
+    Vec acc[ROWS][2];
+    const auto count = [&](int half) { return std::min(WIDTH, out.columns - half * WIDTH); };
+    const auto at = [&](int row, int half) { return out.y + row * out.stride + half * WIDTH; };
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++)
+            acc[row][half] = out.begins ? Vec{} : load_up_to(at(row, half), count(half));
+    for (int64_t i = 0; i < depth; i++, panel += PANEL) {
         const Vec w0 = load(panel), w1 = load(panel + WIDTH);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
-            const Vec a = splat(x[row * x_stride + i]);
+            const Vec a = splat(x[row * STRIDE + i]);
             acc[row][0] += a * w0;
             acc[row][1] += a * w1;
         }
     }
-}
-
-template <int ROWS, typename W>
-void tile(const float* x, int64_t x_stride, const W* panel, int64_t k, const float* scale, const float* bias, float* y,
-          int64_t y_stride, int columns) {
-    Vec acc[ROWS][2];
-    multiply_tile<ROWS>(x, x_stride, panel, k, acc);
     for (int half = 0; half < 2; half++) {
-        const int count = std::min(WIDTH, columns - half * WIDTH);
-        if (count <= 0) break;
-        const Vec s = scale ? load_first(scale + half * WIDTH, count) : splat(1.0f);
-        const Vec b = bias ? load_first(bias + half * WIDTH, count) : Vec{};
+        const bool scaled = out.ends && out.scale, biased = out.ends && out.bias;
+        const Vec scale = scaled ? load_up_to(out.scale + half * WIDTH, count(half)) : Vec{};
+        const Vec bias = biased ? load_up_to(out.bias + half * WIDTH, count(half)) : Vec{};
         for (int row = 0; row < ROWS; row++) {
             Vec value = acc[row][half];
-            if (scale) value *= s;
-            if (bias) value += b;
-            float* to = y + row * y_stride + half * WIDTH;
-            if (count == WIDTH) store(to, value); else store_first(to, value, count);
+            if (scaled) value *= scale;
+            if (biased) value += bias;
+            store_up_to(at(row, half), value, count(half));
         }
     }
 }
 
 template <int ROWS, typename W>
-void tiles_of(int rows, const float* x, int64_t x_stride, const W* panel, int64_t k, const float* scale, const float* bias,
-              float* y, int64_t y_stride, int columns) {
+void multiply_tile_of(int rows, const float* x, const W* panel, int64_t depth, const Output& out) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) tile<ROWS>(x, x_stride, panel, k, scale, bias, y, y_stride, columns);
-        else tiles_of<ROWS - 1>(rows, x, x_stride, panel, k, scale, bias, y, y_stride, columns);
+        if (rows == ROWS) multiply_tile<ROWS>(x, panel, depth, out);
+        else multiply_tile_of<ROWS - 1>(rows, x, panel, depth, out);
     }
 }
 
 template <typename W>
 void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const float* scale, const float* bias, float* y,
               int64_t n) {
-    const int64_t num_panels = (n + PANEL - 1) / PANEL;
-    const bool widened = sizeof(W) < 4 && rows >= MIN_WIDENED_ROWS;
-    const int64_t panel_bytes = k * PANEL * (widened ? 4 : sizeof(W));
+    const int64_t num_panels = (n + PANEL - 1) / PANEL, num_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const auto first_row = [=](int64_t tile) { return rows * tile / num_tiles; };  // tiles of nearly equal height
+    const bool widened = sizeof(W) < 4 && num_tiles >= MIN_WIDENED_TILES;
+    const int64_t num_pieces = (k + DEPTH - 1) / DEPTH;
+    std::unique_ptr<float[]> copy(rows > 1 ? new float[num_pieces * rows * STRIDE] : nullptr);  // [pieces][rows][STRIDE]
 #pragma omp parallel
     {
+        if (rows > 1) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++)
+                for (int64_t piece = 0; piece < num_pieces; piece++)
+                    memcpy(&copy[(piece * rows + row) * STRIDE], x + row * k + piece * DEPTH,
+                           std::min(DEPTH, k - piece * DEPTH) * 4);
+        }
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t first = num_panels * thread / threads, last = num_panels * (thread + 1) / threads;
-        // All rows go through a group of panels that the cache holds, then the next group comes.
-        const int64_t group = rows <= TILE_ROWS ? 1 : std::max<int64_t>(1, CACHE_BYTES / panel_bytes);
-        std::unique_ptr<float[]> buffer(widened ? new float[group * k * PANEL] : nullptr);
-        for (int64_t start = first; start < last; start += group) {
-            const int64_t end = std::min(start + group, last);
-            if (widened) {
-                const W* from = packed + start * k * PANEL;
-                for (int64_t i = 0; i < (end - start) * k * PANEL; i += WIDTH) store(&buffer[i], load(from + i));
-            }
-            for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-                const int height = int(std::min<int64_t>(TILE_ROWS, rows - row));
-                for (int64_t panel = start; panel < end; panel++) {
-                    const int64_t column = panel * PANEL;
-                    const int columns = int(std::min<int64_t>(PANEL, n - column));
-                    const float* s = scale ? scale + column : nullptr;
-                    const float* b = bias ? bias + column : nullptr;
-                    float* to = y + row * n + column;
-                    if (widened)
-                        tiles_of<TILE_ROWS>(height, x + row * k, k, &buffer[(panel - start) * k * PANEL], k, s, b, to, n, columns);
-                    else
-                        tiles_of<TILE_ROWS>(height, x + row * k, k, packed + panel * k * PANEL, k, s, b, to, n, columns);
+        std::unique_ptr<float[]> buffer(widened ? new float[GROUP * DEPTH * PANEL] : nullptr);
+        for (int64_t piece = 0; piece < num_pieces; piece++) {
+            const int64_t start = piece * DEPTH, depth = std::min(DEPTH, k - start);
+            const float* from = rows > 1 ? &copy[piece * rows * STRIDE] : x + start;
+            const auto weights = [=](int64_t panel) { return packed + (panel * k + start) * PANEL; };
+            for (int64_t group = first; group < last; group += GROUP) {
+                const int64_t end = std::min(group + GROUP, last);
+                for (int64_t panel = group; widened && panel < end; panel++)
+                    for (int64_t i = 0; i < depth * PANEL; i += WIDTH)
+                        store(&buffer[(panel - group) * DEPTH * PANEL + i], load(weights(panel) + i));
+                for (int64_t tile = 0; tile < num_tiles; tile++) {
+                    const int64_t row = first_row(tile);
+                    const int height = int(first_row(tile + 1) - row);
+                    for (int64_t panel = group; panel < end; panel++) {
+                        const int64_t column = panel * PANEL;
+                        const Output out{y + row * n + column, n, int(std::min<int64_t>(PANEL, n - column)),
+                                         scale ? scale + column : nullptr, bias ? bias + column : nullptr,
+                                         piece == 0, piece == num_pieces - 1};
+                        const float* wide = &buffer[(panel - group) * DEPTH * PANEL];
+                        if (widened) multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, wide, depth, out);
+                        else multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, weights(panel), depth, out);
+                    }
                 }
             }
         }
