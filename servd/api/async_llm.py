@@ -76,6 +76,7 @@ class AsyncLLM:
     Attributes:
         status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's state as last reported.
+        num_unfinished: requests of clients whose answers are in the making.
 
     Args:
         config: resolved.
@@ -108,6 +109,7 @@ class AsyncLLM:
         self.metrics = metrics
         self.status = EngineStatus("starting the engine")
         self.stats = SchedulerStats()
+        self.num_unfinished = 0
         self._streams: dict[str, _Stream] = {}
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
         self._grammar_threads = ThreadPoolExecutor(max_workers=MAX_GRAMMAR_THREADS, thread_name_prefix="grammar")
@@ -132,11 +134,6 @@ class AsyncLLM:
     def is_ready(self) -> bool:
         """Whether the engine serves requests."""
         return isinstance(self.status, EngineReady)
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that were sent to the engine and have not ended."""
-        return len(self._streams)
 
     async def prepare(
         self,
@@ -309,7 +306,7 @@ class AsyncLLM:
 
         Args:
             prepared: by `prepare` or one of its siblings.
-            is_part: of a request that the caller has admitted by `check_capacity` and counts in the metrics.
+            is_part: of a request that the caller has admitted by `check_capacity` and counts, here and in the metrics.
 
         Returns:
             Deltas of all choices, ending when all have finished. Deltas that wait are merged. Leaving early, by
@@ -337,6 +334,7 @@ class AsyncLLM:
         for request in prepared.requests:
             self.client.send(request)
         num_open = len(prepared.requests)
+        self.num_unfinished += is_counted
         try:
             while num_open:
                 for delta in await stream.take():
@@ -345,6 +343,7 @@ class AsyncLLM:
                     num_open -= delta.finish_reason is not None
                     yield delta
         finally:
+            self.num_unfinished -= is_counted
             del self._streams[request_id]
             self._abort(request_id, stream)
             if is_counted:

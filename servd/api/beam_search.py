@@ -66,6 +66,7 @@ class BeamSearch:
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
         arrival_ns = async_llm.arrival_ns(self.prepared.request_id)
+        async_llm.num_unfinished += 1
         try:
             await self._search(async_llm)
             answers = [self._answer(async_llm, index, beam) for index, beam in enumerate(self.finished)]
@@ -74,6 +75,7 @@ class BeamSearch:
             reason = FinishReason.ERROR
             raise
         finally:
+            async_llm.num_unfinished -= 1
             self._count(async_llm.metrics, arrival_ns, answers, reason)
         for answer in answers:
             yield answer

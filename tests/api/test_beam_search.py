@@ -64,8 +64,10 @@ async def test_a_client_that_leaves_counts_as_one_abort(served):
     body = {"prompt": "a", "n": 3, "max_tokens": 50, "use_beam_search": True}
     asking = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
     await until(lambda: served.async_llm.num_unfinished)
+    assert (await served.http.get("/load")).json() == {"server_load": 1}
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
+    assert (await served.http.get("/load")).json() == {"server_load": 0}
     (line,) = [line for line in served.async_llm.metrics.render()[0].decode().splitlines()
                if line.startswith("vllm:request_success_total") and "abort" in line]  # fmt: skip
     assert float(line.split()[-1]) == 1
@@ -112,6 +114,20 @@ async def test_sampling_fields_are_named_as_ignored(http):
     assert (answer.status_code, answer.headers["x-servd-ignored"]) == (200, "temperature")
     answer = await http.post(COMPLETIONS, json={**body, "length_penalty": 1.0, "early_stopping": True})
     assert answer.headers["x-servd-ignored"] == "early_stopping, length_penalty"
+
+
+async def test_the_load_is_one_during_the_whole_search(served):
+    loads = set()
+    step = served.engine.core.step
+
+    def look():
+        loads.add(served.async_llm.num_unfinished)
+        return step()
+
+    served.engine.core.step = look
+    body = {"prompt": "a", "n": 3, "max_tokens": 5, "use_beam_search": True}
+    assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
+    assert loads == {1}
 
 
 async def test_an_error_in_one_step_ends_the_search(served):
