@@ -13,7 +13,7 @@ import msgspec
 from servd import plugins
 from servd.api.chat_template import ChatTemplate
 from servd.api.grammar_checker import MAX_BYTES
-from servd.api.incremental import Content, Delta, ToolCallArguments, ToolCallStart
+from servd.api.incremental import Brackets, Content, Delta, ToolCallArguments, ToolCallStart
 from servd.api.reasoning_parsers._think import ThinkParser
 from servd.api.tokenizer import Tokenizer
 from servd.api.tool_parsers._base import ToolParser
@@ -55,6 +55,7 @@ class MessageParser:
         self, reasoning: ThinkParser | None, tools: ToolParser | None, only_first: bool, table: Mapping[int, bytes]
     ) -> None:
         self.num_calls = 0
+        self._open_call: Brackets | None = None  # of its arguments
         self._reasoning = reasoning  # until the thoughts are over
         self._num_reasoning_tokens = 0  # once they are
         self._tools = tools
@@ -89,6 +90,11 @@ class MessageParser:
         return deltas + (self._select(self._tools.finish()) if self._tools else [])
 
     @property
+    def is_in_call(self) -> bool:
+        """Whether the arguments of the last call are not whole yet."""
+        return self._open_call is not None
+
+    @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the thoughts so far, without their tags."""
         if self._reasoning is None or self._reasoning.begin is None:
@@ -112,7 +118,12 @@ class MessageParser:
     def _select(self, deltas: list[Delta]) -> list[Delta]:
         if self._only_first:
             deltas = [d for d in deltas if not (isinstance(d, ToolCallStart | ToolCallArguments) and d.index > 0)]
-        self.num_calls += sum(isinstance(delta, ToolCallStart) for delta in deltas)
+        for delta in deltas:
+            if isinstance(delta, ToolCallStart):
+                self.num_calls += 1
+                self._open_call = Brackets()
+            elif isinstance(delta, ToolCallArguments) and self._open_call and self._open_call.end(delta.text, 0):
+                self._open_call = None
         return deltas
 
 

@@ -149,6 +149,23 @@ async def test_a_call_that_is_cut_off_ends_by_length_and_its_beginning_is_told()
         assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(("stop", "reason"), [
+    ("tool_call", "stop"), ("get_w", "stop"), ("days", "stop"), ('"now', "tool_calls"),
+    ("\n</tool_call>", "tool_calls"),
+])  # fmt: skip
+async def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_run(choice, stop, reason):
+    async with scripted(CALLS) as served:
+        body = {"tools": TOOLS, "tool_choice": choice, "stop": [stop]}
+        if choice == "required":  # the script's beginning has not the form
+            served.engine.executor.script = list(CALLS.removeprefix("I look.\n\n").encode())
+        (whole,) = (await ask(served, **body))["choices"]
+        assert (whole["finish_reason"], whole["stop_reason"]) == (reason, stop)
+        (streamed,) = (await ask_stream(served, **body)).values()
+        assert streamed["finish"] == [reason]
+        assert [tuple(call) for call in streamed["calls"]] == calls_of(whole["message"])
+
+
 async def test_parsers_are_chosen_by_option():
     script = '[get_weather(city="Paris", days=1)]'
     async with scripted(script, tool_call_parser="pythonic") as served:

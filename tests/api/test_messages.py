@@ -144,6 +144,25 @@ async def test_stop_sequences(http):
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", stop)
 
 
+@pytest.mark.parametrize(("stop", "reason", "inputs"), [
+    ("ln", ("stop_sequence", "ln"), [{}]), ('"arguments": {"city": "B', ("tool_use", None), [{"city": "Köln"}]),
+])  # fmt: skip
+async def test_a_call_that_a_stop_sequence_cuts_off_is_not_to_be_run(scripted: Served, stop, reason, inputs):
+    asked = body_of(tools=[WEATHER], max_tokens=500, stop_sequences=[stop])
+    whole = (await scripted.http.post(URL, json=asked)).json()
+    assert (whole["stop_reason"], whole["stop_sequence"]) == reason
+    assert [block["input"] for block in whole["content"] if block["type"] == "tool_use"] == inputs
+
+
+async def test_an_answer_that_goes_round_in_circles_is_cut_off():
+    async with serve(script="ab" * 50) as served:
+        detection = {"max_pattern_size": 2, "min_count": 4}
+        answer = await served.http.post(URL, json=body_of(max_tokens=90, repetition_detection=detection))
+    SDKMessage.model_validate(answer.json())
+    assert (answer.json()["stop_reason"], answer.json()["usage"]["output_tokens"]) == ("max_tokens", 8)
+    assert "x-servd-ignored" not in answer.headers
+
+
 CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
 CHAT_CALL = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TEXT = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
@@ -371,12 +390,19 @@ async def test_what_has_no_effect_is_named(http):
     assert answer.headers["x-servd-ignored"] == "container, output_config.colour, thinking.budget_tokens"
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", ["enabled", "disabled"])
-async def test_a_budget_for_thoughts_of_a_model_that_can_keep_it(monkeypatch, kind):
+async def test_a_budget_for_thoughts_of_a_model_that_can_keep_it(monkeypatch, kind, strict):
     tags = ThinkingTags(end_id=ord("e"), start_id=None)
-    async with serve(reasoning_parser="qwen3") as served:
+    async with serve(reasoning_parser="qwen3", strict_fields=strict) as served:
         monkeypatch.setattr(served.async_llm.processor, "thinking_tags", lambda prompt_token_ids: tags)
-        answer = await served.http.post(URL, json=body_of(thinking={"type": kind, "budget_tokens": 3}))
+        body = {"messages": user("hi"), "thinking": {"type": kind, "budget_tokens": 3}}
+        answer = await served.http.post(URL, json={**body, "max_tokens": 9})
+        counted = await served.http.post(COUNT, json=body)
+        assert answer.status_code == counted.status_code
+        if strict and kind == "disabled":
+            assert answer.status_code == 400 and "budget_tokens" in answer.text
+            return
         assert answer.status_code == 200, answer.text
         (request,) = [message for message in served.engine.sent if hasattr(message, "params")]
     assert request.params.thinking_token_budget == (3 if kind == "enabled" else None)

@@ -62,6 +62,21 @@ def without_identity(value: Any) -> Any:
     return [without_identity(item) for item in value] if isinstance(value, list) else value
 
 
+async def test_an_answer_that_goes_round_in_circles_is_cut_off():
+    async with serve(script="ab" * 50) as served:
+        body = {"input": "hi", "repetition_detection": {"max_pattern_size": 2, "min_count": 4}}
+        answer = SDKResponse.model_validate((await served.http.post(URL, json=body)).json())
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output_text == "ab" * 4
+
+
+async def test_a_call_that_a_stop_string_cuts_off_is_incomplete(scripted: Served):
+    body = {"input": "How is it?", "tools": [WEATHER], "stop": ["nn"]}
+    answer = SDKResponse.model_validate((await scripted.http.post(URL, json=body)).json())
+    assert answer.status == "completed"
+    assert [item.status for item in answer.output] == ["completed"] * 3 + ["incomplete"]
+
+
 async def test_text(client: openai.AsyncOpenAI):
     response = await client.responses.create(
         model=MODEL, input="hi", max_output_tokens=9, temperature=0.5, top_p=0.9, metadata={"k": "v"}, user="me"

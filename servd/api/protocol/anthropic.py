@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
 from pydantic import BeforeValidator, Field, model_validator
@@ -123,6 +123,8 @@ class OutputConfig(TypedDict, total=False):
 class CountTokensRequest(TranslatedRequest):
     """Body of POST /v1/messages/count_tokens."""
 
+    keeps_budget: ClassVar[bool] = True  # of thoughts; no count depends on it
+
     messages: Annotated[
         list[Annotated[dict[str, Any], BeforeValidator(_check_message)]], Field(fail_fast=True, min_length=1)
     ]
@@ -131,8 +133,6 @@ class CountTokensRequest(TranslatedRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-
-    _has_budget: bool = False  # whether `budget_tokens` has its effect
 
     @model_validator(mode="after")
     def _check_choice(self) -> CountTokensRequest:
@@ -147,7 +147,7 @@ class CountTokensRequest(TranslatedRequest):
 
     def ignored(self) -> list[str]:
         """Fields, and values of fields, that have no effect here."""
-        used = {"type", "budget_tokens"} if self._has_budget else {"type"}
+        used = {"type", "budget_tokens"} if self.keeps_budget and self.thinks else {"type"}
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
         names |= {f"output_config.{name}" for name in (self.output_config or {}).keys() - {"format", "effort"}}
         names |= idle_strict(self.tools or (), self.tool_choice is not None and self.tool_choice["type"] != "auto")
@@ -178,6 +178,8 @@ class CountTokensRequest(TranslatedRequest):
 class MessagesRequest(CountTokensRequest):
     """Body of POST /v1/messages."""
 
+    keeps_budget = False
+
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: float | None = None
@@ -199,11 +201,16 @@ class MessagesRequest(CountTokensRequest):
         }
         return super().chat_fields() | {name: value for name, value in fields.items() if value is not None}
 
-    def limit_thoughts(self) -> dict[str, Any]:
-        """The chat field of `budget_tokens`, for models that can keep it: clients send one to every model."""
+
+class LimitedMessagesRequest(MessagesRequest):
+    """The same, to a model whose thoughts can be limited. Clients send a budget to every model."""
+
+    keeps_budget = True
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Fields of a chat request."""
         budget = (self.thinking or {}).get("budget_tokens") if self.thinks else None
-        self._has_budget = budget is not None
-        return {"thinking_token_budget": budget} if self._has_budget else {}
+        return super().chat_fields() | ({} if budget is None else {"thinking_token_budget": budget})
 
 
 def _chat_tool(tool: Tool) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from servd.api.protocol.anthropic import (
     ToolUseBlock,
 )
 from servd.api.protocol.errors import ErrorReply
-from servd.api.routes._turn import Event, Turn
-from servd.messages import FinishReason
+from servd.api.routes._turn import CUT_OFF, Event, Turn
 from servd.outputs import CompletionOutput
 
 PING: Event = {"type": "ping"}
@@ -73,9 +72,9 @@ class MessageTurn(Turn):
         yield from self._close()
         answer = self.answer
         answer.usage = self._usage()
-        if output.finish_reason is FinishReason.LENGTH:
+        if output.finish_reason in CUT_OFF:
             answer.stop_reason = "max_tokens"
-        elif any(isinstance(block, ToolUseBlock) for block in answer.content):
+        elif self.parser.num_calls and not self.parser.is_in_call:
             answer.stop_reason = "tool_use"
         elif isinstance(output.stop_reason, str):
             answer.stop_reason, answer.stop_sequence = "stop_sequence", output.stop_reason

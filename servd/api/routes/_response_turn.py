@@ -27,9 +27,8 @@ from servd.api.protocol.responses import (
     Status,
 )
 from servd.api.routes._context import context_of
-from servd.api.routes._turn import Event, Turn
+from servd.api.routes._turn import CUT_OFF, Event, Turn
 from servd.api.routes.chat import choice_logprobs
-from servd.messages import FinishReason
 from servd.outputs import CompletionOutput
 
 TEXT_EVENT = {MessageItem: "response.output_text", ReasoningItem: "response.reasoning_text"}
@@ -99,9 +98,9 @@ class ResponseTurn(Turn):
     def end(self, output: CompletionOutput) -> Iterator[Event]:
         if not self.answer.output:
             yield from self.content("")  # clients read the first item
-        is_cut = output.finish_reason is FinishReason.LENGTH
+        is_cut = output.finish_reason in CUT_OFF
         status: Status = "incomplete" if is_cut else "completed"
-        yield from self._close(status)
+        yield from self._close("incomplete" if self.parser.is_in_call else status)
         self.answer.status = status
         self.answer.usage = self._usage()
         if is_cut:

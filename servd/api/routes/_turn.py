@@ -17,10 +17,12 @@ from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.routes._context import context_of, ignored_header
 from servd.api.streaming import KEEP_ALIVE, EventStream, until_disconnect
-from servd.messages import TokenLogprobs
+from servd.messages import FinishReason, TokenLogprobs
 from servd.outputs import CompletionOutput
 
 Event = dict[str, Any]  # with its name as "type"
+# Both APIs have one word for an output that a limit cut off.
+CUT_OFF = (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class Turn(ABC):

@@ -166,18 +166,12 @@ class ChatAnswer(Answer):
         return _joined(parts)
 
     def _finish_reason(self, output: CompletionOutput) -> ChatFinishReason | None:
-        if (
-            output.finish_reason is not FinishReason.STOP
-            or not self.parsers
-            or not self.parsers[output.index].num_calls
-        ):
+        parser = self.parsers[output.index] if self.parsers else None
+        if output.finish_reason is not FinishReason.STOP or parser is None or not parser.num_calls:
             return output.finish_reason
-        # OpenAI says "stop" where the request named the function: the call is all that was asked for.
-        if self.body.named_tool is not None:
-            return FinishReason.STOP
-        # A reply that has to be calls ends by itself: what the request stops it at is in the midst of one.
-        is_cut = self.body.tool_choice == "required" and output.stop_reason is not None
-        return FinishReason.STOP if is_cut else "tool_calls"
+        # A call that a stop string cut cannot be run. OpenAI says "stop" too where the request named the function:
+        # the call is all that was asked for.
+        return FinishReason.STOP if parser.is_in_call or self.body.named_tool is not None else "tool_calls"
 
 
 def _joined(parts: list[Part]) -> Delta:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from servd.api.processor import Processor
 from servd.api.protocol.anthropic import (
     CountTokensRequest,
+    LimitedMessagesRequest,
     Message,
     MessagesRequest,
     MessageUsage,
@@ -30,15 +31,13 @@ router = APIRouter()
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body = await read_body(request, MessagesRequest)
+    can_limit = _can_limit_thoughts(context.async_llm.processor)
+    body = await read_body(request, LimitedMessagesRequest if can_limit else MessagesRequest)
     model = context.model_name(body.model)
     message_id = f"msg_{request.state.unique_id}"
     start_timeline(request, message_id)
     with renamed(MessageTurn.names):
-        fields = body.chat_fields()
-        if _can_limit_thoughts(context.async_llm.processor):
-            fields |= body.limit_thoughts()
-        prepared = await prepare_chat(context.async_llm, message_id, body.as_chat(fields))
+        prepared = await prepare_chat(context.async_llm, message_id, body.as_chat(body.chat_fields()))
     answer = Message(id=message_id, model=model, content=[], usage=MessageUsage(0, 0, 0, OutputTokensDetails(0)))
     turn = MessageTurn(request, prepared, answer)
     return await respond(turn, request, body, {"request-id": request.state.request_id})
