@@ -1,0 +1,100 @@
+"""Packed matrices by every instruction set that this CPU has: exact, and the same bits whatever the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from servd.worker.ops import native
+from servd.worker.ops.native import PackedMatrix
+
+SHAPES = [(33, 20), (1, 1), (64, 768), (100, 1024), (50, 2500)]  # [out, in]: whole panels and not, one piece and more
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+MANY = 131  # rows: several tiles, the last ones lower
+
+
+@pytest.fixture(params=native.CAPABILITIES)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Each of the libraries, whatever would be chosen here."""
+    monkeypatch.setenv(native.SWITCH, request.param)
+    native.library.cache_clear()
+    if native.library() is None:
+        pytest.skip(f"no {request.param} kernels for this CPU, or servd was installed without a compiler")
+    yield request.param
+    native.library.cache_clear()
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype) -> tuple[PackedMatrix, torch.Tensor]:
+    """A matrix of this type, and its values in float64."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    weight = torch.randn(shape, generator=generator)
+    if dtype != torch.int8:
+        return PackedMatrix(weight.to(dtype)), weight.to(dtype).double()
+    scale = torch.rand(shape[0], generator=generator) + 0.1
+    rounded = (weight * 40).round().clamp(-127, 127)
+    return PackedMatrix(rounded.to(torch.int8), scale), rounded.double() * scale.double()[:, None]
+
+
+def inputs(num_rows: int, size: int) -> torch.Tensor:
+    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_and_rows_equal_float64(shape: tuple[int, int], dtype: torch.dtype):
+    packed, exact = matrix(shape, dtype)
+    bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(0))
+    index = torch.tensor([0, shape[0] - 1, shape[0] // 2])
+    torch.testing.assert_close(packed.rows(index), exact[index].float(), rtol=1e-6, atol=0)
+    for num_rows in (1, 2, 13, 14, 15, 40, MANY):
+        x = inputs(num_rows, shape[1])
+        terms = x.double().abs() @ exact.abs().T
+        for b in (None, bias):
+            got = packed.multiply(x, b).double()
+            error = got - (x.double() @ exact.T + (0 if b is None else b.double()))
+            assert bool((error.abs() <= 1e-6 * (terms + 1) * max(1, shape[1] ** 0.5 / 8)).all())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_among_others(shape: tuple[int, int], dtype: torch.dtype):
+    packed, _ = matrix(shape, dtype)
+    x = inputs(MANY, shape[1])
+    together = packed.multiply(x, None)
+    for num_rows in (1, 3, 16, 40):
+        first = MANY // 2
+        assert torch.equal(packed.multiply(x[first : first + num_rows], None), together[first : first + num_rows])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_number_of_threads_changes_nothing():
+    packed, _ = matrix((500, 1100), torch.bfloat16)
+    x, before = inputs(40, 1100), torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            results.append(packed.multiply(x, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_matrix_may_be_given_by_columns():
+    """GPT-2's checkpoints have them the other way round."""
+    if native.library() is None:
+        pytest.skip("no CPU kernels here")
+    weight, x = torch.randn(70, 48), inputs(5, 48)
+    turned = weight.T.contiguous().T
+    assert torch.equal(PackedMatrix(turned).multiply(x, None), PackedMatrix(weight).multiply(x, None))
+
+
+def test_an_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(native.SWITCH, "sse")
+    native.library.cache_clear()
+    with pytest.raises(ValueError, match="SERVD_CPU_KERNELS=sse: there are avx512, avx2, generic and off"):
+        native.library()
+    native.library.cache_clear()
