@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
 from servd import plugins
 from servd.errors import ConfigError
 from servd.worker.attention import PREFERENCE, make_backend
-from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.attention._base import AttentionSpec
 from servd.worker.ops.native import library
+from tests.worker.attention.paged import Rows
 
 BACKENDS = plugins.names("servd.worker.attention")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[DTYPE]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+DEVICES = [("cpu", torch.float32), *(("cuda", dtype) for dtype in TOLERANCE)]
 
 # (tokens computed before, tokens of this step) per row
 BATCHES = {
@@ -27,87 +26,46 @@ BATCHES = {
     "one row": [(3, 4)],
     "long": [(2100, 1), (1020, 9), (255, 2)],
 }
-SHAPES = {"mha": (4, 4, 32), "gqa": (8, 2, 16), "mqa": (6, 1, 64)}
+# Query heads, kv heads, head_dim, and whether positions turn queries and keys.
+SHAPES = {"mha": (4, 4, 32, False), "gqa": (8, 2, 16, True), "mqa": (6, 1, 64, True)}
+CASES = list(product(BATCHES, SHAPES, (1, 16), (None, 1, 20)))
+# An interpreter takes a second for each: 7 is prime to the number of choices, so every choice still occurs.
+INTERPRETED = {"triton": CASES[::7]}
 
 
-def dense(q, keys, values, window: int | None, scale: float) -> torch.Tensor:
-    """Causal attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim] each."""
-    groups = q.shape[1] // keys.shape[1]
-    q, keys, values = (
-        q.double(),
-        keys.double().repeat_interleave(groups, 1),
-        values.double().repeat_interleave(groups, 1),
-    )
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
-    at_key = torch.arange(len(keys), device=q.device)
-    at_query = at_key[len(keys) - len(q) :, None]
-    sees = (at_key <= at_query) & (at_key > at_query - (window or len(keys)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
+def _parameters():
+    for (device, dtype), name in product(DEVICES, BACKENDS):
+        for case in INTERPRETED.get(name, CASES) if device == "cpu" else CASES:
+            batch, shape, block_size, window = case
+            label = f"{name}-{device}-{str(dtype).removeprefix('torch.')}-{batch}-{shape}-{block_size}-window={window}"
+            marks = [pytest.mark.gpu] if device == "cuda" else []
+            yield pytest.param(name, torch.device(device), dtype, *case, marks=marks, id=label)
 
 
-@pytest.mark.parametrize("window", [None, 1, 20], ids=lambda w: f"window={w}")
-@pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", BATCHES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_equals_dense_attention(name: str, rows: str, shape: str, block_size: int, window: int | None):
-    num_heads, num_kv_heads, head_dim = SHAPES[shape]
-    spec = AttentionSpec(num_heads, num_kv_heads, head_dim, block_size, window, DTYPE, DTYPE, DEVICE)
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Whatever torch allocates is filled with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize(("name", "device", "dtype", "batch", "shape", "block_size", "window"), [*_parameters()])
+def test_equals_dense_attention(name, device, dtype, batch, shape, block_size, window):
+    *sizes, rotary = SHAPES[shape]
+    spec = AttentionSpec(*sizes, block_size, window, dtype, dtype, device)
     reason = plugins.load("servd.worker.attention", name, "Backend").supports(spec)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     _, backend = make_backend(name, spec)
+    rows = Rows(spec, BATCHES[batch], rotary)
 
-    generator = torch.Generator(DEVICE).manual_seed(7)
-    computed, query_lens = np.array(BATCHES[rows]).T
-    seq_lens = computed + query_lens
-    blocks_of = -(-seq_lens // block_size)
-    num_blocks = int(blocks_of.sum()) + 3
-    shuffled = torch.randperm(num_blocks, generator=generator, device=DEVICE).int()
-    tables = torch.randint(0, num_blocks, (len(seq_lens), int(blocks_of.max())), device=DEVICE, dtype=torch.int32)
-    for row, (start, count) in enumerate(zip(blocks_of.cumsum() - blocks_of, blocks_of, strict=True)):
-        tables[row, :count] = shuffled[start : start + count]
+    out = rows.run(backend)
 
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=DEVICE).to(DTYPE)
-
-    def slots(row: int, first: int, end: int) -> torch.Tensor:
-        positions = torch.arange(first, end, device=DEVICE)
-        return tables[row, positions // block_size].long() * block_size + positions % block_size
-
-    q = random(int(query_lens.sum()), num_heads, head_dim)
-    keys = [random(int(n), num_kv_heads, head_dim) for n in seq_lens]
-    values = [random(int(n), num_kv_heads, head_dim) for n in seq_lens]
-    cache = random(*backend.kv_cache_shape(num_blocks))  # what is not this batch's is noise
-    starts = torch.tensor([0, *query_lens.cumsum()], dtype=torch.int32, device=DEVICE)
-
-    def written(first: np.ndarray, last: np.ndarray, queries: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Put tokens [first, last) of each row in the cache, as a step that computes them does."""
-        lens = last - first
-        rows = np.flatnonzero(lens)
-        batch = AttentionBatch(
-            query_lens=lens[rows],
-            seq_lens=last[rows],
-            query_start_loc=torch.tensor([0, *lens[rows].cumsum()], dtype=torch.int32, device=DEVICE),
-            seq_lens_device=torch.tensor(last[rows], dtype=torch.int32, device=DEVICE),
-            block_tables=tables[torch.tensor(rows, device=DEVICE)],
-            slot_mapping=torch.cat([slots(r, first[r], last[r]) for r in rows]),
-        )
-        metadata = backend.build_metadata(batch)
-        k, v = (torch.cat([x[r][first[r] : last[r]] for r in rows]) for x in (keys, values))
-        return backend.write(queries, k, v, cache, metadata, None), metadata
-
-    if computed.any():
-        written(np.zeros_like(computed), computed, random(int(computed.sum()), num_heads, head_dim))
-    queries, metadata = written(computed, seq_lens, q)
-    scale = head_dim**-0.5
-    out = backend.attend(queries, cache, metadata, scale)
-
-    assert out.shape == q.shape and out.is_contiguous()
-    expected = torch.cat(
-        [dense(q[starts[row] : starts[row + 1]], keys[row], values[row], window, scale) for row in range(len(seq_lens))]
-    )
-    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE, rtol=0)
+    assert out.shape == (rows.query_lens.sum(), spec.num_heads, spec.head_dim) and out.is_contiguous()
+    torch.testing.assert_close(out.double(), rows.expected(), atol=TOLERANCE[dtype], rtol=0)
 
 
 def test_auto_knows_every_backend():

@@ -31,6 +31,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(params=MODULES)
 def module(request: pytest.FixtureRequest, device: torch.device) -> ops.Ops:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.param == "triton":
+        pytest.importorskip("triton")
     if request.param == "triton" and (device.type == "cpu") != interpreted:
         pytest.skip(f"triton on {device.type} with TRITON_INTERPRET={int(interpreted)}")
     if request.param == "native" and device.type != "cpu":
@@ -122,4 +124,5 @@ def test_gates(module: ops.Ops, name: str, dtype: torch.dtype, device: torch.dev
 
 
 def test_cuda_has_triton():
+    pytest.importorskip("triton")
     assert ops.for_device(torch.device("cuda")) is importlib.import_module("servd.worker.ops.triton")

@@ -58,16 +58,17 @@ def rotate_and_store_kernel(
 ):  # fmt: skip
     """One program per ROWS heads of q, k or v, counted through all tokens."""
     tensor = tl.program_id(1)
-    if tensor == 0:
+    if tensor < 2:
         token, head = _heads(KV_HEADS, ROWS)
         slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
-        from_ptr, to_ptr = k_ptr + token * k_stride + head * HEAD_DIM, key_ptr + (slot * KV_HEADS + head) * HEAD_DIM
-        _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, slot >= 0, key_scale, HEAD_DIM)
-    elif tensor == 1:
-        token, head = _heads(KV_HEADS, ROWS)
-        slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
-        from_ptr, to_ptr = v_ptr + token * v_stride + head * HEAD_DIM, value_ptr + (slot * KV_HEADS + head) * HEAD_DIM
-        _turn(from_ptr, to_ptr, None, None, token, slot >= 0, value_scale, HEAD_DIM)
+        to = (slot * KV_HEADS + head) * HEAD_DIM
+        # Pointers of two types cannot be one variable: the cache may be narrower than k and v.
+        if tensor == 0:
+            from_ptr = k_ptr + token * k_stride + head * HEAD_DIM
+            _turn(from_ptr, key_ptr + to, cos_ptr, sin_ptr, token, slot >= 0, key_scale, HEAD_DIM)
+        else:
+            from_ptr = v_ptr + token * v_stride + head * HEAD_DIM
+            _turn(from_ptr, value_ptr + to, None, None, token, slot >= 0, value_scale, HEAD_DIM)
     else:
         token, head = _heads(HEADS, ROWS)
         from_ptr, to_ptr = q_ptr + token * q_stride + head * HEAD_DIM, turned_ptr + (token * HEADS + head) * HEAD_DIM

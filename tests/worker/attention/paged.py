@@ -1,0 +1,138 @@
+"""Rows of random tokens for tests of attention backends: their cache, their steps, and attention in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from servd.worker.attention._base import AttentionBatch, AttentionSpec, Backend
+from servd.worker.layers.rotary import Rotation
+
+
+def dense(q, keys, values, window: int | None, scale: float) -> torch.Tensor:
+    """Causal attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim] each."""
+    groups = q.shape[1] // keys.shape[1]
+    q, keys, values = (
+        q.double(),
+        keys.double().repeat_interleave(groups, 1),
+        values.double().repeat_interleave(groups, 1),
+    )
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    at_key = torch.arange(len(keys), device=q.device)
+    at_query = at_key[len(keys) - len(q) :, None]
+    sees = (at_key <= at_query) & (at_key > at_query - (window or len(keys)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
+
+
+def rotated(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """[tokens, heads, head_dim], as pairs times complex numbers in float64; rounded to the type of x."""
+    if rotation is None:
+        return x
+    first, second = x.double().chunk(2, -1)
+    turned = torch.complex(first, second) * torch.complex(*(part.double() for part in rotation))[:, None]
+    return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+
+
+class Rows:
+    """Requests with random queries, keys and values at every position, and scattered blocks.
+
+    Args:
+        spec: of the attention.
+        lens: (tokens computed before, tokens of this step) per row.
+        rotary: queries and keys are turned.
+        seed: of row r is `seed + r`: equal rows of different batches have equal tokens.
+    """
+
+    def __init__(self, spec: AttentionSpec, lens: list[tuple[int, int]], rotary: bool = False, seed: int = 0) -> None:
+        self.spec = spec
+        self.computed, self.query_lens = np.array(lens).T
+        self.seq_lens = self.computed + self.query_lens
+        blocks_of = -(-self.seq_lens // spec.block_size)
+        self.num_blocks = int(blocks_of.sum()) + 3
+        shuffled = np.random.default_rng(seed).permutation(self.num_blocks)
+        # Past a row's end there is any block of another.
+        self.tables = np.random.default_rng(seed).integers(0, self.num_blocks, (len(lens), int(blocks_of.max())))
+        for row, (end, count) in enumerate(zip(blocks_of.cumsum(), blocks_of, strict=True)):
+            self.tables[row, :count] = shuffled[end - count : end]
+        generators = [torch.Generator().manual_seed(seed + row) for row in range(len(lens))]
+        self.q, self.keys, self.values = (
+            [self._random(g, int(n), heads, spec.head_dim) for g, n in zip(generators, self.seq_lens, strict=True)]
+            for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        )
+        self.angles = None
+        if rotary:
+            self.angles = torch.rand(int(self.seq_lens.max()), spec.head_dim // 2, generator=generators[0]) * 6.3
+
+    def _random(self, generator: torch.Generator, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(self.spec.device, self.spec.dtype)
+
+    def rotation(self, positions: torch.Tensor) -> Rotation | None:
+        """cos and sin of these positions."""
+        if self.angles is None:
+            return None
+        angles = self.angles[positions].to(self.spec.device)
+        return angles.cos().to(self.spec.dtype), angles.sin().to(self.spec.dtype)
+
+    def slots(self, row: int, first: int, last: int) -> np.ndarray:
+        """Where tokens [first, last) of a row are in the cache."""
+        positions = np.arange(first, last)
+        return self.tables[row, positions // self.spec.block_size] * self.spec.block_size + (
+            positions % self.spec.block_size
+        )
+
+    def batch(self, first: np.ndarray, last: np.ndarray) -> AttentionBatch:
+        """The step that computes tokens [first, last) of each row that has some."""
+        rows = np.flatnonzero(last > first)
+        lens, device = (last - first)[rows], self.spec.device
+        slots = np.concatenate([self.slots(row, first[row], last[row]) for row in rows])
+        return AttentionBatch(
+            query_lens=lens,
+            seq_lens=last[rows],
+            query_start_loc=torch.tensor([0, *lens.cumsum()], dtype=torch.int32, device=device),
+            seq_lens_device=torch.tensor(last[rows], dtype=torch.int32, device=device),
+            block_tables=torch.tensor(self.tables[rows], dtype=torch.int32, device=device),
+            slot_mapping=torch.tensor(slots, device=device),
+        )
+
+    def write(self, backend: Backend, cache: torch.Tensor, metadata: object, first: np.ndarray, last: np.ndarray):
+        """Store tokens [first, last) of each row; the queries to attend with."""
+        spans = list(zip(first, last, strict=True))
+        # Slices of one tensor, as a model's projection makes them: tokens are not contiguous.
+        qkv = torch.cat(
+            [
+                torch.cat([x[row][slice(*span)] for row, span in enumerate(spans)]).flatten(1)
+                for x in (self.q, self.keys, self.values)
+            ],
+            dim=1,
+        )
+        spec = self.spec
+        sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        q, k, v = (x.unflatten(1, (-1, spec.head_dim)) for x in qkv.split(sizes, dim=1))
+        rotation = self.rotation(torch.cat([torch.arange(*span) for span in spans]))
+        return backend.write(q, k, v, cache, metadata, rotation)
+
+    def step(self, backend: Backend, cache: torch.Tensor, first: np.ndarray, last: np.ndarray) -> torch.Tensor:
+        """Compute tokens [first, last) of each row; what attention yields, row after row."""
+        metadata = backend.build_metadata(self.batch(first, last))
+        queries = self.write(backend, cache, metadata, first, last)
+        return backend.attend(queries, cache, metadata, self.spec.head_dim**-0.5)
+
+    def run(self, backend: Backend, fill: float | None = None) -> torch.Tensor:
+        """This step, after the steps before have written. What is in no row's cache is noise, or `fill`."""
+        shape, spec = backend.kv_cache_shape(self.num_blocks), self.spec
+        noise = self._random(torch.Generator().manual_seed(1), *shape) if fill is None else torch.full(shape, fill)
+        cache = noise.to(spec.device, backend.cache_dtype)
+        if self.computed.any():
+            nothing = np.zeros_like(self.computed)
+            metadata = backend.build_metadata(self.batch(nothing, self.computed))
+            self.write(backend, cache, metadata, nothing, self.computed)
+        return self.step(backend, cache, self.computed, self.seq_lens)
+
+    def expected(self) -> torch.Tensor:
+        """What the step yields, in float64."""
+        spec, outputs = self.spec, []
+        for row, (computed, length) in enumerate(zip(self.computed, self.seq_lens, strict=True)):
+            rotation = self.rotation(torch.arange(length))
+            q, keys = rotated(self.q[row], rotation), rotated(self.keys[row], rotation)
+            outputs.append(dense(q[computed:], keys, self.values[row], spec.sliding_window, spec.head_dim**-0.5))
+        return torch.cat(outputs)

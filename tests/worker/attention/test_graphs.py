@@ -1,0 +1,86 @@
+"""Backends that say `supports_graphs`: metadata is made once, and the contents of its tensors change afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from servd import plugins
+from servd.messages import NewRequest
+from servd.params import SamplingParams
+from servd.worker.attention import make_backend
+from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.input_batch import decode_attention
+from servd.worker.request_states import RequestStates
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE, TOLERANCE = (torch.bfloat16, 3e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-5)
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_LEN = 4, 2, 32, 16, 96
+STEPS = [([0, 1, 2, 3], [40, 0, 95, 15]), ([2, 0], [16, 79]), ([1, 3, 0], [94, 1, 31])]  # slots, positions
+NUM_ROWS = 4  # of the graph
+
+
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """One query [heads, head_dim] over keys and values [tokens, kv_heads, head_dim], in float64."""
+    keys, values = (part.double().repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 1) for part in (keys, values))
+    weights = (torch.einsum("hd,khd->hk", q.double(), keys) * scale).softmax(-1)
+    return torch.einsum("hk,khd->hd", weights, values)
+
+
+def replace_contents(batch: AttentionBatch, other: AttentionBatch) -> None:
+    """What a graph's first kernels do: same tensors, new numbers. What is on the host stays."""
+    for field in dataclasses.fields(batch):
+        old, new = getattr(batch, field.name), getattr(other, field.name)
+        if isinstance(old, torch.Tensor):
+            assert old.shape == new.shape
+            old.copy_(new)
+
+
+@pytest.mark.parametrize("window", [None, 20], ids=lambda w: f"window={w}")
+@pytest.mark.parametrize("name", plugins.names("servd.worker.attention"))
+def test_later_steps_are_right_too(name: str, window: int | None):
+    spec = AttentionSpec(
+        num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE,
+        sliding_window=window, dtype=DTYPE, kv_dtype=DTYPE, device=DEVICE,
+    )  # fmt: skip
+    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    if (reason := backend_class.supports(spec)) or not backend_class.supports_graphs:
+        pytest.skip(f"{name}: {reason or 'cannot be captured'}")
+    _, backend = make_backend(name, spec)
+    states = RequestStates(4, MAX_LEN, BLOCK_SIZE, DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    blocks_each = MAX_LEN // BLOCK_SIZE
+    null_block = 4 * blocks_each
+    blocks = torch.randperm(null_block, generator=generator, device=DEVICE).view(4, -1).tolist()
+    for slot in range(4):
+        states.add(NewRequest(slot, [0], 1, 0, blocks[slot], SamplingParams()))
+    states.block_tables.apply(torch.from_numpy(states.block_tables.take_changes()).to(DEVICE))
+    states.block_tables.tables[states.null_slot] = null_block
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=DEVICE).to(DTYPE)
+
+    cache = random(*backend.kv_cache_shape(null_block + 1))
+    padding = torch.tensor([[states.null_slot], [0]], device=DEVICE)
+    batch = decode_attention(states, *padding.repeat(1, NUM_ROWS))
+    metadata = backend.build_metadata(batch)
+    for slots, positions in STEPS:
+        inputs = padding.repeat(1, NUM_ROWS)
+        inputs[:, : len(slots)] = torch.tensor([slots, positions], device=DEVICE)
+        replace_contents(batch, decode_attention(states, *inputs))
+        before = cache.clone()
+        q, k, v = random(NUM_ROWS, NUM_HEADS, HEAD_DIM), *random(2, NUM_ROWS, NUM_KV_HEADS, HEAD_DIM)
+        queries = backend.write(q, k, v, cache, metadata, None)
+        out = backend.attend(queries, cache, metadata, 0.3)
+        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            keys, values = before[:, blocks[slot]].flatten(1, 2).clone()  # [MAX_LEN, kv_heads, head_dim] each
+            keys[position], values[position] = k[row], v[row]
+            seen = slice(max(0, position + 1 - (window or MAX_LEN)), position + 1)
+            expected = attend(q[row], keys[seen], values[seen], 0.3)
+            torch.testing.assert_close(out[row].double(), expected, atol=TOLERANCE, rtol=0)
+            assert torch.equal(cache[:, blocks[slot][position // BLOCK_SIZE], position % BLOCK_SIZE],
+                               torch.stack([k[row], v[row]]))  # fmt: skip
+        changed = (cache != before).flatten(3).any(-1).sum(dim=(1, 2))
+        assert (changed <= len(slots) + 1).all(), "nothing but the rows' tokens and the block of padding"

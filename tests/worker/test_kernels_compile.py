@@ -1,0 +1,79 @@
+"""The Triton kernels compile for Hopper, which needs no GPU; what they compute is tested in the interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Kernel, types of what is not constant (":16": a multiple of 16, as all pointers are), constants, warps.
+OPS, SAMPLE = "servd.worker.ops.triton", "servd.worker.sample.ops.triton"
+LOGITS = {"COUNT_BITS": 2**30 - 1, "LAST": 2**31 - 1, "BLOCK": 4096}
+NO_PENALTIES = {"bitmask_ptr": None, "slots_ptr": None, "counts_ptr": None, "factors_ptr": None}
+# Llama 3 8B: 32 heads, 8 of keys and values, of 128 numbers each.
+SPLITS = {"HEAD_DIM": 128, "WINDOW": None, "TILE_KEYS": 64, "SPLIT_QUERIES": 4, "MIN_SPLIT": 512, "MAX_SPLITS": 16}
+TILES = {"GROUP": 4, "KV_HEADS": 8, "BLOCK_SIZE": 16, "DECODE_LINES": 16, "PREFILL_LINES": 64, "HAS_TILES": True}
+ATTENTION = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i32 *i32 *i32 i32:16 i32:16 i32 i32 i32 i32 fp32 fp32"
+ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
+KERNELS = [
+    (f"{OPS}.paged_attention.attention_kernel", ATTENTION, SPLITS | TILES, 4),
+    (f"{OPS}.paged_attention.attention_kernel", ATTENTION.replace("*bf16 *bf16 *bf16", "*bf16 *fp8e4nv *fp8e4nv"),
+     SPLITS | TILES | {"HAS_TILES": False, "WINDOW": 4096}, 4),
+    (f"{OPS}.paged_attention.merge_kernel", "*fp32 *fp32 *bf16 *i32 *i32 i32 i32", SPLITS, 1),
+    (f"{OPS}.rotary.rotate_and_store_kernel",
+     "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 *bf16 i32 i32:16 i32:16 i32:16 fp32 fp32", ROTARY, 4),
+    (f"{OPS}.rotary.rotate_and_store_kernel",
+     "*bf16 *bf16 *bf16 *bf16 *fp8e4nv *fp8e4nv *i64 i32 i32:16 i32:16 i32:16 fp32 fp32",
+     ROTARY | {"cos_ptr": None, "sin_ptr": None}, 4),
+    (f"{OPS}.norm.norm_kernel", "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 fp32",
+     {"ROWS": 1, "BLOCK": 4096}, 8),
+    (f"{OPS}.norm.norm_kernel", "*fp16 *fp16 *fp16 *fp16 i32 i32 i32 i32 i32 fp32",
+     {"residual_ptr": None, "bias_ptr": None, "ROWS": 8, "BLOCK": 128}, 4),
+    (f"{OPS}.activation.activate_kernel", "*bf16 *bf16 i32", {"NAME": "gelu", "BLOCK": 1024}, 4),
+    (f"{OPS}.activation.gate_kernel", "*bf16 *bf16 i32", {"NAME": "silu", "BLOCK": 1024}, 4),
+    (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32", LOGITS, 8),
+    (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i64 i32 i32 i32", {**NO_PENALTIES, **LOGITS}, 8),
+    (f"{SAMPLE}.to_weights.to_weights_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32", {"ONE": 2.0**44, "BLOCK": 4096}, 8),
+    (f"{SAMPLE}.narrow.narrow_kernel", "*fp32 *fp32 *i64 *fp64 *i32 *fp32 i32",
+     {"ONE": 171 << 23, "UNIT": 127 << 23, "CAPACITY": 2048, "BLOCK": 4096}, 16),
+    (f"{SAMPLE}.draw.block_masses_kernel", "*fp32 *fp32 *i64 i32", {"BLOCK": 4096}, 8),
+    (f"{SAMPLE}.draw.draw_kernel", "*fp32 *fp32 *i64 *i64 *i64 *i64 i32 i32", {"BLOCKS": 64, "BLOCK": 4096}, 8),
+    (f"{SAMPLE}.score.score_kernel", "*fp32 *i64 *fp32 *i32 i32 i32", {"BLOCK": 4096}, 8),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+def test_kernels_compile_for_hopper(tmp_path):
+    """In a process of its own, where Triton is not told to interpret."""
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def main() -> None:
+    """Compile all."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for name, types, constants, num_warps in KERNELS:
+        module, _, kernel_name = name.rpartition(".")
+        kernel = getattr(importlib.import_module(module), kernel_name)
+        given = iter(types.split())
+        signature = {arg: "constexpr" if arg in constants else next(given) for arg in kernel.arg_names}
+        aligned = {
+            (at,): [["tt.divisibility", 16]]
+            for at, kind in enumerate(signature.values())
+            if kind.startswith("*") or kind.endswith(":16")
+        }
+        signature = {arg: kind.removesuffix(":16") for arg, kind in signature.items()}
+        source = ASTSource(kernel, signature, constants, aligned)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+
+
+if __name__ == "__main__":
+    main()
