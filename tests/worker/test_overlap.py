@@ -1,0 +1,93 @@
+"""Steps in flight with the real sampler: what it keeps on the device is in time for the next step at every depth."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from servd.core.engine_core import EngineCore
+from servd.core.executor.uniproc import UniProcExecutor
+from servd.hf import read_spec
+from servd.messages import AbortRequests, EngineCoreRequest, GrammarBitmask, SchedulerOutput
+from servd.params import SamplingParams
+from tests.core.engines import Log
+from tests.worker.driver import config_for
+from tests.worker.recorded import write_config
+
+
+class ThreadedExecutor(UniProcExecutor):
+    """The worker runs on a thread of its own, as on a device: when the host goes on, nothing has been computed."""
+
+    def start(self):
+        self.stream = ThreadPoolExecutor(1, "device")
+        return super().start()
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        self.launched = self.stream.submit(super().execute_model, scheduled)
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None):
+        launched, sample = self.launched, super().sample_tokens
+
+        def run():
+            launched.result()
+            return sample(bitmask).result()
+
+        return self.stream.submit(run)
+
+
+def make_request(request_id: int, draw: random.Random) -> EngineCoreRequest:
+    """Random features, so that most steps use all of them somewhere."""
+    prompt = [draw.randrange(199) for _ in range(draw.randint(1, 20))]
+    max_tokens = draw.randint(4, 16)
+    params = SamplingParams(
+        temperature=draw.choice([0.0, 0.8, 1.5]), seed=request_id, max_tokens=max_tokens,
+        min_tokens=draw.randint(0, max_tokens), stop_token_ids=draw.sample(range(199), 40),
+        repetition_penalty=draw.choice([1.0, 1.4]), frequency_penalty=draw.choice([0.0, 1.0]),
+        presence_penalty=draw.choice([0.0, 0.5]), top_k=draw.choice([0, 20]), top_p=draw.choice([1.0, 0.8]),
+        logit_bias=draw.choice([{}, {5: 3.0}]), bad_words_token_ids=draw.choice([[], [[5, 6], [7]]]),
+        logprobs=draw.choice([None, 2]), prompt_logprobs=draw.choice([None, None, 1]),
+    )  # fmt: skip
+    return EngineCoreRequest(str(request_id), prompt, params)
+
+
+def serve(folder: Path, seed: int, depth: int, num_blocks: int, aborts: bool) -> Log:
+    """Requests come in three waves; one is aborted in its midst."""
+    spec = read_spec(folder)
+    config = config_for(
+        folder, load_format="dummy", async_scheduling=depth > 1, max_num_seqs=4, max_num_batched_tokens=24,
+        max_model_len=48, kv_cache_memory=num_blocks * 4 * spec.kv_bytes_per_token(4),
+    )  # fmt: skip
+    executor = ThreadedExecutor(config, spec, lambda *_: None)
+    engine = EngineCore(config, spec, executor, executor.start().num_blocks)
+    engine.depth = depth
+    draw, log = random.Random(seed), Log()
+    requests = [make_request(i, draw) for i in range(7)]
+    for wave in (requests[:3], requests[3:4], requests[4:]):
+        for request in wave:
+            engine.handle(request)
+        for _ in range(4):
+            log.step(engine)
+        if aborts:
+            engine.handle(AbortRequests(["1"]))
+    return log.run(engine)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_depth_changes_what_is_sampled(tmp_path: Path, seed: int):
+    folder = write_config(tmp_path)
+    expected = serve(folder, seed, 1, 100, aborts=False).outputs
+    assert {output[-1].finish_reason for output in expected.values()} == {"stop", "length"}
+    num_preemptions = 0
+    for depth in (1, 2, 3, 4):
+        log = serve(folder, seed, depth, 12, aborts=True)
+        num_preemptions += log.total("num_preemptions")
+        for request_id, outputs in log.outputs.items():
+            got, whole = (
+                [(o.new_token_ids, o.finish_reason, o.stop_reason, bool(o.logprobs)) for o in part]
+                for part in (outputs, expected[request_id])
+            )
+            assert got == whole or (request_id == "1" and got == whole[: len(got)])
+    assert num_preemptions > 0
