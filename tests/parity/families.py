@@ -26,7 +26,7 @@ GPT2 = {
 # model_type -> variants of its config.json, by name.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
-        "tied": GPT2,
+        "tied": GPT2 | {"n_embd": 64, "n_head": 4},
         "untied, relu, n_inner": GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 70},
         "unscaled": GPT2 | {"scale_attn_weights": False, "initializer_range": 0.1},
     },
@@ -34,12 +34,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "untied": LLAMA,
         "tied, biases": LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
         "head_dim": LLAMA | {"head_dim": 12, "num_attention_heads": 4, "num_key_value_heads": 4},
-        "llama3 rope": LLAMA | {"rope_parameters": LLAMA3_ROPE},
+        "llama3 rope": LLAMA | {"rope_parameters": LLAMA3_ROPE, "head_dim": 16},
         "linear rope": LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
         "yarn rope": LLAMA | {"rope_parameters": YARN_ROPE},
     },
     "mistral": {
-        "window": LLAMA | {"sliding_window": 7},
+        "window": LLAMA | {"sliding_window": 7, "head_dim": 16},
         "no window": LLAMA | {"sliding_window": None, "head_dim": 16},
     },
     "qwen2": {"untied": LLAMA, "tied": LLAMA | {"tie_word_embeddings": True}},

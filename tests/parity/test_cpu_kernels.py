@@ -1,0 +1,91 @@
+"""Whole models on a CPU by every instruction set, and by torch alone: transformers' logits and tokens, and equal bits.
+
+The other parity tests have blocks of four tokens, which the compiled attention does not take.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from servd.worker.ops import native
+from tests.parity.families import CASES, greedy, logits_of
+from tests.worker.driver import Driver, config_for
+
+SWITCHES = [*native.CAPABILITIES, "off"]
+FAMILIES = [
+    ("gpt2", "tied"),
+    ("llama", "llama3 rope"),
+    ("mistral", "no window"),
+    ("mistral", "window"),
+    ("qwen3", "head_dim"),
+]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(params=SWITCHES)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Each of the libraries, or none, whatever would be chosen here."""
+    monkeypatch.setenv(native.SWITCH, request.param)
+    native.library.cache_clear()
+    if native.library() is None and request.param != "off":
+        pytest.skip(f"no {request.param} kernels for this CPU, or servd was installed without a compiler")
+    yield request.param
+    native.library.cache_clear()
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    draw = random.Random(2)
+    return [[draw.randrange(199) for _ in range(length)] for length in lengths]
+
+
+def test_each_family_has_a_case():
+    assert {family for family, _ in FAMILIES} | {"qwen2"} == set(CASES), "qwen2 is llama with biases"
+
+
+@pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
+def test_tokens_and_logits_equal_transformers(checkpoints, kernels: str, model_type: str, variant: str):
+    folder = checkpoints(model_type, variant)
+    driver = Driver(config_for(folder, block_size=16))
+    assert driver.worker.runner.backend_name == ("torch_sdpa" if kernels == "off" else "native")
+    slots = [driver.add(prompt) for prompt in prompts(45, 17, 1)]
+    driver.generate(slots, num_outputs=20, chunk=19)
+    for slot in slots:
+        tokens, num_prompt = driver.tokens[slot], driver.num_prompt[slot]
+        assert tokens == greedy(folder, tokens[:num_prompt], len(tokens) - num_prompt)
+        expected = logits_of(folder, tokens)[num_prompt - 1 : -1]
+        torch.testing.assert_close(torch.stack(driver.logits[slot]), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3"])
+def test_a_request_gets_the_same_bits_alone_and_among_31_others(checkpoints, kernels: str, model_type: str, dtype: str):
+    if kernels == "off":
+        pytest.skip("torch's products differ in the last bits with the number of rows")
+    folder = checkpoints(model_type, next(iter(CASES[model_type])))
+    options = {"block_size": 16, "max_num_seqs": 32, "dtype": dtype}
+    lengths = [random.Random(3).randrange(1, 60) for _ in range(32)]
+
+    together = Driver(config_for(folder, **options))
+    slots = [together.add(prompt) for prompt in prompts(*lengths)]
+    together.generate(slots, num_outputs=8)
+    for number in (0, 13, 31):
+        alone = Driver(config_for(folder, **options))
+        slot = alone.add(prompts(*lengths)[number])
+        alone.generate([slot], num_outputs=8, chunk=23)
+        assert alone.tokens[slot] == together.tokens[slots[number]]
+        assert torch.equal(torch.stack(alone.logits[slot]), torch.stack(together.logits[slots[number]]))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])
+def test_int8_weights_give_nearly_the_same_distribution(checkpoints, kernels: str, model_type: str):
+    folder = checkpoints(model_type, next(iter(CASES[model_type])))
+    [prompt] = prompts(40)
+    driver = Driver(config_for(folder, block_size=16, quantization="int8"))
+    slot = driver.add(prompt)
+    driver.generate([slot], num_outputs=1)
+    exact = logits_of(folder, prompt)[-1].log_softmax(-1)
+    got = driver.logits[slot][0].log_softmax(-1)
+    assert 0 < torch.nn.functional.kl_div(got, exact, log_target=True, reduction="sum") < 1e-3
