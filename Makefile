@@ -10,10 +10,14 @@ ARGS =
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
+# On a machine with a GPU: its own torch, and beside it what comes as wheels in .whl/ (docs/gpu.md). No network is needed.
+GPU_PYTHON = python3
+GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/sample tests/worker/test_graph_runner.py \
+	tests/worker/test_memory.py tests/worker/test_gpu_model_runner.py tests/parity/test_gpu.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \
-	docs bench docker clean
+	docs bench bench-gpu docker clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +38,9 @@ test-unit: $(VENV)/.dev ## Run the tests that start no server
 test-slow: $(VENV)/.dev ## Run the tests at full model size
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
-	@if $(HAS_GPU); then $(BIN)/python -m pytest -m gpu $(ARGS); else echo "no NVIDIA GPU here: nothing to test"; fi
+test-gpu: .gpu ## Run the tests that need a GPU with GPU_PYTHON, in less than 8 minutes
+	@if $(HAS_GPU); then PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' $(GPU_TESTS) $(ARGS); \
+	else echo "no NVIDIA GPU here: nothing to test"; fi
 
 check: format-check lint typecheck test-unit ## Check format, lint and types; run the unit tests (architecture and docs too)
 
@@ -61,12 +66,16 @@ docs: $(VENV)/.dev ## Write the generated parts of docs/
 bench: $(VENV)/.dev ## Measure offline generation of MODEL
 	$(BIN)/python bench.py $(MODEL) $(ARGS)
 
+bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks-gpu.md
+	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m bench_gpu $(ARGS); \
+	else echo "no NVIDIA GPU here: nothing to measure"; fi
+
 docker: ## Build the images servd:cpu and servd:cuda
 	docker build -f docker/Dockerfile.cpu -t servd:cpu .
 	docker build -f docker/Dockerfile.cuda -t servd:cuda .
 
 clean: ## Remove .venv, caches and build folders
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: each step runs once, and again when pyproject.toml changes.
@@ -89,3 +98,9 @@ $(VENV)/.serve: pyproject.toml $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(PIP) install -e '.[dev]'
 	@touch $@ $(VENV)/.serve
+
+.gpu: $(wildcard .whl/*.whl)
+	@mkdir -p $@
+	@if $(HAS_GPU) && [ -n "$^" ]; then \
+		$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $@ $^; fi
+	@touch $@

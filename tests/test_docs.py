@@ -26,6 +26,8 @@ OTHER_FLAGS = {
     "--rm", "--gpus", "--user", "--build-arg", "--build",  # docker
     "--check",  # docs/generate.py
     "--url", "--concurrency",  # servd run-batch
+    "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
+    "--parts",  # bench_gpu
 }  # fmt: skip
 
 
