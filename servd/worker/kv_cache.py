@@ -19,7 +19,7 @@ log = logging.getLogger("servd.worker")
 
 def bytes_per_block(backend: Backend[Any], num_layers: int) -> int:
     """Keys and values of one block over all layers, on this rank."""
-    return num_layers * torch.Size(backend.kv_cache_shape(1)).numel() * backend.cache_dtype.itemsize
+    return num_layers * torch.Size(backend.kv_cache_shape(1)).numel() * backend.spec.kv_dtype.itemsize
 
 
 def blocks_per_request(config: Config) -> int:
@@ -74,7 +74,7 @@ def _either(remedies: Sequence[str]) -> str:
 
 def allocate(backend: Backend[Any], spec: ModelSpec, num_blocks: int) -> list[torch.Tensor]:
     """The cache of each layer. Zeros, because what a mask hides is still multiplied by 0 and must be finite."""
-    shape, dtype, device = backend.kv_cache_shape(num_blocks), backend.cache_dtype, backend.spec.device
+    shape, dtype, device = backend.kv_cache_shape(num_blocks), backend.spec.kv_dtype, backend.spec.device
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
     # torch.zeros would write every page now: seconds of start-up, and memory that may never be used. NumPy's

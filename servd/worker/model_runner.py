@@ -157,7 +157,7 @@ class ModelRunner(ABC):
             block_size=self.config.cache.block_size,
             sliding_window=self.model.sliding_window,
             dtype=self.compute_dtype,
-            kv_dtype=self.dtype,
+            kv_dtype=torch.float8_e4m3fn if self.config.cache.kv_cache_dtype == "fp8" else self.dtype,
             device=self.device,
         )
         self.backend: Backend[Any]

@@ -34,7 +34,7 @@ class AttentionSpec:
     block_size: int
     sliding_window: int | None  # a token sees itself and the sliding_window - 1 tokens before
     dtype: torch.dtype  # of queries, keys and values
-    kv_dtype: torch.dtype  # that the cache should have; a backend that cannot keeps `dtype`
+    kv_dtype: torch.dtype  # of the cache
     device: torch.device
 
 
@@ -70,11 +70,6 @@ class Backend(ABC, Generic[Metadata]):
     def supports(cls, spec: AttentionSpec) -> str | None:
         """None if the backend can run this here, otherwise the reason why not."""
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """What the cache holds."""
-        return self.spec.dtype
-
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache: keys and values, then blocks."""
         spec = self.spec
@@ -109,8 +104,8 @@ class Backend(ABC, Generic[Metadata]):
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         cache = kv_cache.view(2, -1, *k.shape[1:])
-        cache[0].index_copy_(0, metadata.slot_mapping, k)
-        cache[1].index_copy_(0, metadata.slot_mapping, v)
+        cache[0, metadata.slot_mapping] = k.to(cache.dtype)
+        cache[1, metadata.slot_mapping] = v.to(cache.dtype)
         return q
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Attention of native.cpp on a CPU: reads the paged KV cache in place, float32 arithmetic, cache of 16 or 32 bits."""
+"""Attention of ops/cpu/attention.cpp on a CPU: the paged KV cache read in place, float32 arithmetic, 16 or 32 bits stored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Backend(AttentionBackend[Metadata]):
         lib = library()
         assert lib is not None
         self.lib = lib
-        self.type = TYPES[self.cache_dtype]
+        self.type = TYPES[spec.kv_dtype]
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -45,14 +45,11 @@ class Backend(AttentionBackend[Metadata]):
             return "servd was installed without a C++ compiler, or its CPU kernels are switched off"
         if spec.dtype != torch.float32:
             return f"computes in float32, not {spec.dtype}"
+        if spec.kv_dtype not in TYPES:
+            return f"needs a cache of 16 or 32 bits, not {spec.kv_dtype}"
         if spec.head_dim % VECTOR or spec.head_dim > MAX_HEAD_DIM:
             return f"needs a head_dim that is a multiple of {VECTOR} up to {MAX_HEAD_DIM}, not {spec.head_dim}"
         return None if spec.block_size % VECTOR == 0 else f"needs blocks of a multiple of {VECTOR} tokens"
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """As the user wants it: numbers are widened when they are read."""
-        return self.spec.kv_dtype
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Keys are [blocks, kv_heads, head_dim, block_size] in it, values [blocks, kv_heads, block_size, head_dim]."""
@@ -86,7 +83,7 @@ class Backend(AttentionBackend[Metadata]):
         return turned
 
     def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
-        """See native.cpp."""
+        """See ops/cpu/attention.cpp."""
         spec = self.spec
         out = torch.empty(q.shape)
         self.lib.servd_attend(

@@ -47,7 +47,7 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """None: runs everywhere."""
+        """None: runs everywhere, with every type of cache."""
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
@@ -122,5 +122,5 @@ class Backend(AttentionBackend[Metadata]):
 
     def _gather(self, blocks: torch.Tensor, group: Group) -> torch.Tensor:
         """The group's keys or values, [num_rows, kv_heads, num_blocks * block_size, head_dim]."""
-        rows = blocks.index_select(0, group.blocks)
+        rows = blocks.index_select(0, group.blocks).to(self.spec.dtype)
         return rows.view(group.num_rows, -1, self.spec.num_kv_heads, self.spec.head_dim).transpose(1, 2)

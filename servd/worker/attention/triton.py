@@ -58,12 +58,13 @@ class Backend(AttentionBackend[Metadata]):
             return "the interpreter cannot multiply bfloat16"
         if spec.head_dim & (spec.head_dim - 1) or not 16 <= spec.head_dim <= 256:
             return f"needs a head_dim that is a power of two from 16 to 256, not {spec.head_dim}"
+        if spec.kv_dtype == torch.float8_e4m3fn and spec.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(spec.device)
+            if capability < (8, 9):
+                return (
+                    f"a cache in fp8 needs compute capability 8.9 (Ada) or later, not {capability[0]}.{capability[1]}"
+                )
         return None
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """As the user wants it: numbers are converted where they are read and written."""
-        return self.spec.kv_dtype
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
         """The kernels read the batch's own tensors."""

@@ -15,7 +15,7 @@ from servd.worker.attention._base import Backend as AttentionBackend
 
 # Only FlashAttention 3 pages the cache under `varlen_attn`; torch finds its kernels in this module of flash-attn-3.
 FA3_MODULE = "flash_attn_interface"
-NEEDED_PARAMETERS = {"block_table", "seqused_k", "window_size", "enable_gqa"}
+NEEDED_PARAMETERS = {"block_table", "seqused_k", "window_size", "enable_gqa", "num_splits"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Backend(AttentionBackend[Metadata]):
             return "needs compute capability 9.0 (Hopper)"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"needs float16 or bfloat16, not {spec.dtype}"
+        if spec.kv_dtype != spec.dtype:
+            return f"needs a cache of {spec.dtype}, not {spec.kv_dtype}"
         if spec.head_dim % 8 or spec.head_dim > 256:
             return f"needs a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}"
         try:
@@ -83,6 +85,7 @@ class Backend(AttentionBackend[Metadata]):
             enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
             seqused_k=batch.seq_lens_device,
             block_table=batch.block_tables,
+            num_splits=1,  # otherwise a row's result depends on the longest row of the batch
         )
         return out.contiguous()
 

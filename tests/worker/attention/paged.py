@@ -59,6 +59,10 @@ class Rows:
             [self._random(g, int(n), heads, spec.head_dim) for g, n in zip(generators, self.seq_lens, strict=True)]
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         )
+        if spec.kv_dtype != spec.dtype:  # what the cache can hold: rounding is none of the backends' business
+            self.keys, self.values = (
+                [x.to(spec.kv_dtype).to(spec.dtype) for x in part] for part in (self.keys, self.values)
+            )
         self.angles = None
         if rotary:
             self.angles = torch.rand(int(self.seq_lens.max()), spec.head_dim // 2, generator=generators[0]) * 6.3
@@ -121,7 +125,7 @@ class Rows:
         """This step, after the steps before have written. What is in no row's cache is noise, or `fill`."""
         shape, spec = backend.kv_cache_shape(self.num_blocks), self.spec
         noise = self._random(torch.Generator().manual_seed(1), *shape) if fill is None else torch.full(shape, fill)
-        cache = noise.to(spec.device, backend.cache_dtype)
+        cache = noise.to(spec.device, spec.kv_dtype)
         if self.computed.any():
             nothing = np.zeros_like(self.computed)
             metadata = backend.build_metadata(self.batch(nothing, self.computed))

@@ -68,6 +68,19 @@ def test_equals_dense_attention(name, device, dtype, batch, shape, block_size, w
     torch.testing.assert_close(out.double(), rows.expected(), atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_cache_may_be_narrower(name: str, device: str, kv_dtype: torch.dtype):
+    spec = AttentionSpec(4, 2, 16, 16, None, torch.float32, kv_dtype, torch.device(device))
+    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    if (reason := backend_class.supports(spec)) is not None:
+        pytest.skip(f"{name}: {reason}")
+    rows = Rows(spec, [(79, 1), (16, 2), (0, 9)])
+    torch.testing.assert_close(rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0)
+
+
 def test_auto_knows_every_backend():
     assert sorted({name for names in PREFERENCE.values() for name in names}) == BACKENDS
 

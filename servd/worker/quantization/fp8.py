@@ -1,0 +1,54 @@
+"""8-bit floats (e4m3): weights with a scale per output, activations with one per token, made as they come."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from servd.errors import ConfigError
+from servd.worker.layers._matrix import Form
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+MULTIPLE = 16  # of both sizes of a matrix, for the tensor cores
+
+
+def quantize(weight: torch.Tensor) -> Form | None:
+    """[out, in] of any float type; None if its sizes cannot be multiplied.
+
+    Raises:
+        ConfigError: the GPU has no such products.
+    """
+    if weight.device.type == "cuda" and (capability := torch.cuda.get_device_capability(weight.device)) < (9, 0):
+        raise ConfigError(
+            f"--quantization fp8 needs a GPU of compute capability 9.0 (Hopper) or later, not "
+            f"{capability[0]}.{capability[1]}: use --quantization int8, or none"
+        )
+    return None if any(size % MULTIPLE for size in weight.shape) else Fp8Matrix(weight)
+
+
+class Fp8Matrix:
+    """Multiplied as it is, with sums in float32; the result is rounded to bfloat16."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.dtype = weight.dtype
+        self.weight, self.scale = _round(weight)
+        self.nbytes = self.weight.nbytes + self.scale.nbytes
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `Form`."""
+        rounded, scale = _round(x)
+        by_row = F.ScalingType.RowWise
+        out = F.scaled_mm(rounded, self.weight.t(), scale, by_row, self.scale.t(), by_row, output_dtype=torch.bfloat16)
+        out = out.to(x.dtype)
+        return out if bias is None else out + bias
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """See `Form`."""
+        return (self.weight[index].float() * self.scale[index]).to(self.dtype)
+
+
+def _round(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, size] as 8-bit floats, and the factor of each row [n, 1] float32."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / LARGEST
+    return (wide / scale).to(torch.float8_e4m3fn), scale

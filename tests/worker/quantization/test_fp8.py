@@ -1,0 +1,73 @@
+"""fp8 weights: products within the rounding of both factors, and outputs close to those of the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from servd.errors import ConfigError
+from servd.worker.quantization.fp8 import quantize
+from tests.worker.driver import Driver, config_for
+
+ROUNDING = 2.0**-4  # of a number of e4m3, at most
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def test_products_are_exact_but_for_the_rounding_of_both_factors(device: torch.device):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 64, generator=generator).to(device, torch.bfloat16)
+    # Outputs of very different sizes: each has its own scale.
+    weight = torch.randn(48, 64, generator=generator) * 10.0 ** torch.linspace(-4, 4, 48)[:, None]
+    weight, bias = weight.to(device, torch.bfloat16), torch.ones(48, device=device, dtype=torch.bfloat16)
+    form = quantize(weight)
+    assert form is not None and form.nbytes == 48 * 64 + 48 * 4
+    exact = x.double() @ weight.double().T
+    terms = x.double().abs() @ weight.double().abs().T
+    got = form.multiply(x, bias)
+    assert got.dtype == torch.bfloat16
+    assert ((got.double() - 1 - exact).abs() <= 2 * ROUNDING * terms + 2.0**-8 * (1 + exact.abs())).all()
+    index = torch.tensor([3, 40, 3], device=device)
+    assert ((form.rows(index) - weight[index]).abs() <= ROUNDING * weight[index].abs() + 1e-3 * form.scale[index]).all()
+
+
+def test_tokens_do_not_share_a_scale(device: torch.device):
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    form = quantize(torch.eye(32, device=device, dtype=torch.bfloat16))
+    assert form is not None
+    alone = form.multiply(x[:1], None)
+    assert torch.equal(form.multiply(torch.cat([x[:1], 1000 * x[1:]]), None)[:1], alone)
+
+
+def test_sizes_that_cannot_be_multiplied_are_left_as_they_are():
+    assert quantize(torch.zeros(48, 20)) is None and quantize(torch.zeros(20, 48)) is None
+
+
+def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    class OnCuda:
+        device = torch.device("cuda")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(
+        ConfigError, match=r"compute capability 9\.0 \(Hopper\) or later, not 8\.0: use --quantization int8"
+    ):
+        quantize(OnCuda())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"), [({"quantization": "fp8"}, 3e-2), ({"kv_cache_dtype": "fp8"}, 3e-2)], ids=["weights", "cache"]
+)
+def test_outputs_are_close_to_the_checkpoints(tiny_llama: Path, options: dict[str, str], limit: float):
+    logits = []
+    for changed in ({}, options):
+        driver = Driver(config_for(tiny_llama, block_size=16, **changed))
+        slot = driver.add([5, 17, 99, 200, 31, 8, 44, 3])
+        driver.generate([slot], 1)
+        logits.append(driver.logits[slot][0].log_softmax(-1))
+    divergence = torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="sum")
+    assert 0 < divergence < limit
