@@ -1,4 +1,4 @@
-"""Attention of ops/cpu/attention.cpp on a CPU: the paged KV cache read in place, float32 arithmetic, 16 or 32 bits stored."""
+"""Attention on a CPU by ops/cpu/attention.cpp: reads the paged KV cache in place, of 16 or 32 bits; float32 sums."""
 
 from __future__ import annotations
 

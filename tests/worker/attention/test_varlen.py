@@ -1,0 +1,92 @@
+"""The varlen backend before a stand-in that reads the arguments as torch documents them: no GPU is needed for that."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from servd.worker.attention import PREFERENCE, make_backend, varlen
+from servd.worker.attention._base import AttentionSpec
+from tests.worker.attention.paged import Rows, dense
+
+SPEC = AttentionSpec(4, 2, 16, 16, None, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+
+
+def paged_attention(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k, block_table,
+    num_splits,
+):  # fmt: skip
+    """`varlen_attn` of a paged cache, row by row."""
+    assert cu_seq_k is None and enable_gqa and num_splits == 1
+    lens = cu_seq_q.diff()
+    assert max_q >= lens.max() and max_k >= seqused_k.max()
+    assert all(t.dtype == torch.int32 for t in (cu_seq_q, seqused_k, block_table))
+    left, right = window_size
+    assert right == 0
+    outputs = []
+    for q, table, seq_len in zip(query.split(lens.tolist()), block_table.long(), seqused_k.tolist(), strict=True):
+        keys, values = (part[table].flatten(0, 1)[:seq_len] for part in (key, value))
+        outputs.append(dense(q, keys, values, None if left < 0 else left + 1, scale))
+    return torch.cat(outputs).to(query.dtype)
+
+
+@pytest.fixture
+def backend_class(monkeypatch: pytest.MonkeyPatch) -> type[varlen.Backend]:
+    monkeypatch.setattr(varlen, "_varlen_attn", lambda: paged_attention)
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", lambda name: None)
+    return varlen.Backend
+
+
+@pytest.mark.parametrize("window", [None, 1, 20])
+def test_it_says_what_torch_documents(backend_class: type[varlen.Backend], window: int | None):
+    spec = AttentionSpec(4, 2, 16, 16, window, torch.float32, torch.float32, torch.device("cpu"))
+    rows = Rows(spec, [(40, 1), (0, 23), (33, 9)], rotary=True)
+    torch.testing.assert_close(rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0)
+
+
+def test_the_stand_in_has_the_parameters_of_torch():
+    there = inspect.signature(varlen._varlen_attn()).parameters
+    if missing := varlen.NEEDED_PARAMETERS - there.keys():
+        pytest.skip(f"this torch has no {', '.join(sorted(missing))}")
+    mine = inspect.signature(paged_attention).parameters
+    assert mine.keys() <= there.keys() and varlen.NEEDED_PARAMETERS <= mine.keys()
+    assert [name for name, p in mine.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == list(there)[:7]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has all that FlashAttention 3 needs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(varlen, "_varlen_attn", lambda: paged_attention)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+
+
+def supported(**changes: object):
+    """What `supports` says of a changed spec on a GPU."""
+    return varlen.Backend.supports(AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda")} | changes))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch):
+    assert supported() is None
+    assert supported(dtype=torch.float32, kv_dtype=torch.float32) == "needs float16 or bfloat16, not torch.float32"
+    assert supported(kv_dtype=torch.float8_e4m3fn) == "needs a cache of torch.bfloat16, not torch.float8_e4m3fn"
+    assert supported(head_dim=260) == "needs a head_dim that is a multiple of 8 up to 256, not 260"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert supported() == "needs the package flash-attn-3"
+    monkeypatch.setattr(varlen, "_varlen_attn", lambda: lambda query, key: None)
+    assert supported() == (
+        "this torch's varlen_attn has no block_table, enable_gqa, num_splits, seqused_k, window_size"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert supported() == "needs compute capability 9.0 (Hopper)"
+
+
+def test_auto_takes_the_triton_kernels_where_varlen_cannot_run(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(varlen.Backend, "supports", classmethod(lambda cls, spec: "needs the package flash-attn-3"))
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    spec = AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda")})
+    assert PREFERENCE["cuda"][0] == "varlen" and make_backend("auto", spec)[0] == "triton"
