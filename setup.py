@@ -2,11 +2,13 @@
 
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+FOLDER = Path("servd/worker/ops/cpu")
 # What a CPU has decides which one is loaded (servd/worker/ops/native.py).
 X86 = {"avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"], "avx2": ["-march=x86-64-v3"], "generic": []}
 VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
@@ -28,7 +30,8 @@ setup(
     ext_modules=[
         Extension(
             f"servd.worker.ops._{name}",
-            sources=["servd/worker/ops/native.cpp"],
+            sources=sorted(map(str, FOLDER.glob("*.cpp"))),
+            depends=[str(FOLDER / "vectors.h")],
             extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", *flags],
             extra_link_args=["-fopenmp"],
             optional=True,

@@ -1,4 +1,4 @@
-"""The operations of native.cpp, for float32 on a CPU; compiled when servd is installed, if there is a compiler."""
+"""The operations of cpu/, for float32 on a CPU; compiled when servd is installed, if there is a compiler."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ SIGNATURES = {
                      c_void_p],
     "servd_norm": [c_int, *[c_void_p] * 4, c_float, c_void_p, c_void_p, c_int64, c_int64],
     "servd_activate": [c_void_p, c_int64, c_int64, c_int, c_int, c_void_p],
+    "servd_shift": [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_void_p],
+    "servd_to_weights": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
+    "servd_narrow": [*[c_void_p] * 4, c_int64, c_int64, c_void_p],
+    "servd_draw": [*[c_void_p] * 4, c_int64, c_int64, c_void_p],
+    "servd_score": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from servd.worker.ops import native as kernels
 from servd.worker.sample import ops
 from servd.worker.sample.penalties import IN_PROMPT, Penalized
 from servd.worker.sample.weights import MAX_VOCAB_SIZE, WEIGHT_ONE
@@ -32,6 +33,8 @@ def module(request: pytest.FixtureRequest, device: torch.device) -> ops.Sampling
         pytest.importorskip("triton")
     if request.param == "triton" and (device.type == "cpu") != interpreted:
         pytest.skip(f"triton on {device.type} with TRITON_INTERPRET={int(interpreted)}")
+    if request.param == "native" and (device.type != "cpu" or kernels.library() is None):
+        pytest.skip("native is for CPUs, and for servd installed with a compiler")
     return importlib.import_module(f"servd.worker.sample.ops.{request.param}")
 
 

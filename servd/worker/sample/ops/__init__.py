@@ -1,4 +1,4 @@
-"""What the sampler does with a row of the vocabulary: `reference.py` in plain torch; a device may have faster ones."""
+"""What the sampler does with a row of the vocabulary: `reference.py` in plain torch, and faster ones of the devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from servd.worker.sample.ops import reference
+from servd.worker.ops import native as kernels
+from servd.worker.sample.ops import native, reference
 from servd.worker.sample.penalties import Penalized
 
 
@@ -67,4 +68,4 @@ def for_device(device: torch.device) -> SamplingOps:
         from servd.worker.sample.ops import triton
 
         return triton
-    return reference
+    return reference if device.type != "cpu" or kernels.library() is None else native

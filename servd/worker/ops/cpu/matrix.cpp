@@ -1,0 +1,163 @@
+// Matrix products over packed weights.
+//
+// y [rows, n] = x [rows, k] @ w.T + bias. The weights w [n, k] are packed in panels of PANEL outputs: [n / PANEL][k][PANEL],
+// so that the innermost loop reads them once, in order, and multiplies each vector of them with the rows of a tile of x.
+// The tiles are copied, with rows STRIDE apart: at their own distance, they fall on the same lines of the cache where k is
+// a multiple of 1024.
+
+#include <memory>
+#include <omp.h>
+
+#include "vectors.h"
+
+namespace {
+
+// Rows of x that a vector of weights is multiplied with: with two vectors they fill the registers but a few.
+constexpr int TILE_ROWS = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
+constexpr int PANEL = 2 * WIDTH;
+constexpr int64_t DEPTH = 1024;  // of the k: pieces of a tile and of GROUP panels stay in the second-level cache
+constexpr int64_t GROUP = 4;
+constexpr int64_t STRIDE = DEPTH + 16;
+constexpr int MIN_WIDENED_TILES = 4;  // with so many it pays to turn a piece of a panel into float32 once
+
+// Where outputs are written, and what is done with them at the end of k.
+struct Output {
+    float* y;
+    int64_t stride;
+    int columns;  // up to PANEL
+    const float *scale, *bias;  // of the columns, or null
+    bool begins, ends;  // whether the piece of k is the first, the last one
+};
+
+template <int ROWS, typename W>
+void multiply_tile(const float* x, const W* panel, int64_t depth, const Output& out) {
+    Vec acc[ROWS][2];
+    const auto count = [&](int half) { return std::min(WIDTH, out.columns - half * WIDTH); };
+    const auto at = [&](int row, int half) { return out.y + row * out.stride + half * WIDTH; };
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++)
+            acc[row][half] = out.begins ? Vec{} : load_up_to(at(row, half), count(half));
+    for (int64_t i = 0; i < depth; i++, panel += PANEL) {
+        const Vec w0 = load(panel), w1 = load(panel + WIDTH);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) {
+            const Vec a = splat(x[row * STRIDE + i]);
+            acc[row][0] += a * w0;
+            acc[row][1] += a * w1;
+        }
+    }
+    for (int half = 0; half < 2; half++) {
+        const bool scaled = out.ends && out.scale, biased = out.ends && out.bias;
+        const Vec scale = scaled ? load_up_to(out.scale + half * WIDTH, count(half)) : Vec{};
+        const Vec bias = biased ? load_up_to(out.bias + half * WIDTH, count(half)) : Vec{};
+        for (int row = 0; row < ROWS; row++) {
+            Vec value = acc[row][half];
+            if (scaled) value *= scale;
+            if (biased) value += bias;
+            store_up_to(at(row, half), value, count(half));
+        }
+    }
+}
+
+template <int ROWS, typename W>
+void multiply_tile_of(int rows, const float* x, const W* panel, int64_t depth, const Output& out) {
+    if constexpr (ROWS > 0) {
+        if (rows == ROWS) multiply_tile<ROWS>(x, panel, depth, out);
+        else multiply_tile_of<ROWS - 1>(rows, x, panel, depth, out);
+    }
+}
+
+template <typename W>
+void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const float* scale, const float* bias, float* y,
+              int64_t n) {
+    const int64_t num_panels = (n + PANEL - 1) / PANEL, num_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const auto first_row = [=](int64_t tile) { return rows * tile / num_tiles; };  // tiles of nearly equal height
+    const bool widened = sizeof(W) < 4 && num_tiles >= MIN_WIDENED_TILES;
+    const int64_t num_pieces = (k + DEPTH - 1) / DEPTH;
+    std::unique_ptr<float[]> copy(rows > 1 ? new float[num_pieces * rows * STRIDE] : nullptr);  // [pieces][rows][STRIDE]
+#pragma omp parallel
+    {
+        if (rows > 1) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++)
+                for (int64_t piece = 0; piece < num_pieces; piece++)
+                    memcpy(&copy[(piece * rows + row) * STRIDE], x + row * k + piece * DEPTH,
+                           std::min(DEPTH, k - piece * DEPTH) * 4);
+        }
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t first = num_panels * thread / threads, last = num_panels * (thread + 1) / threads;
+        std::unique_ptr<float[]> buffer(widened ? new float[GROUP * DEPTH * PANEL] : nullptr);
+        for (int64_t piece = 0; piece < num_pieces; piece++) {
+            const int64_t start = piece * DEPTH, depth = std::min(DEPTH, k - start);
+            const float* from = rows > 1 ? &copy[piece * rows * STRIDE] : x + start;
+            const auto weights = [=](int64_t panel) { return packed + (panel * k + start) * PANEL; };
+            for (int64_t group = first; group < last; group += GROUP) {
+                const int64_t end = std::min(group + GROUP, last);
+                for (int64_t panel = group; widened && panel < end; panel++)
+                    for (int64_t i = 0; i < depth * PANEL; i += WIDTH)
+                        store(&buffer[(panel - group) * DEPTH * PANEL + i], load(weights(panel) + i));
+                for (int64_t tile = 0; tile < num_tiles; tile++) {
+                    const int64_t row = first_row(tile);
+                    const int height = int(first_row(tile + 1) - row);
+                    for (int64_t panel = group; panel < end; panel++) {
+                        const int64_t column = panel * PANEL;
+                        const Output out{y + row * n + column, n, int(std::min<int64_t>(PANEL, n - column)),
+                                         scale ? scale + column : nullptr, bias ? bias + column : nullptr,
+                                         piece == 0, piece == num_pieces - 1};
+                        const float* wide = &buffer[(panel - group) * DEPTH * PANEL];
+                        if (widened) multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, wide, depth, out);
+                        else multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, weights(panel), depth, out);
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <typename W>
+void pack(const W* weight, int64_t row_stride, int64_t column_stride, int64_t n, int64_t k, W* packed) {
+    const int64_t num_panels = (n + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < num_panels; panel++) {
+        W* to = packed + panel * k * PANEL;
+        memset((void*)to, 0, k * PANEL * sizeof(W));
+        const int columns = int(std::min<int64_t>(PANEL, n - panel * PANEL));
+        const W* from = weight + panel * PANEL * row_stride;
+        for (int64_t i = 0; i < k; i++)
+            for (int column = 0; column < columns; column++)
+                to[i * PANEL + column] = from[column * row_stride + i * column_stride];
+    }
+}
+
+template <typename W>
+void rows_of(const W* packed, const float* scale, int64_t k, const int64_t* index, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; i++) {
+        const W* from = packed + index[i] / PANEL * PANEL * k + index[i] % PANEL;
+        const float s = scale ? scale[index[i]] : 1.0f;
+        for (int64_t j = 0; j < k; j++) out[i * k + j] = widen(from[j * PANEL]) * s;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+int servd_panel() { return PANEL; }
+
+void servd_pack(int type, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n, int64_t k, void* packed) {
+    with_type(type, [&](auto* p) {
+        using W = std::remove_pointer_t<decltype(p)>;
+        pack((const W*)weight, row_stride, column_stride, n, k, (W*)packed);
+    });
+}
+
+void servd_multiply(int type, const float* x, int64_t rows, int64_t k, const void* packed, const float* scale,
+                    const float* bias, float* y, int64_t n) {
+    with_type(type, [&](auto* p) { multiply(x, rows, k, (decltype(p))packed, scale, bias, y, n); });
+}
+
+void servd_rows(int type, const void* packed, const float* scale, int64_t k, const int64_t* index, int64_t count, float* out) {
+    with_type(type, [&](auto* p) { rows_of((decltype(p))packed, scale, k, index, count, out); });
+}
+
+}  // extern "C"

@@ -1,0 +1,167 @@
+// Vectors as wide as the machine's registers, numbers of 8 and 16 bits, and e^x: what the CPU kernels of this folder share.
+// They are called through ctypes (../native.py), which states the arguments, and compiled once per instruction set.
+//
+// Two rules hold everywhere:
+// - A number is computed by the same operations in the same order whatever else is in the batch, and however the work is
+//   divided over the threads, so that a request gets the same bits alone and among others.
+// - Weights and cache may have 8 or 16 bits; arithmetic is float32.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+#include <immintrin.h>
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
+namespace {
+
+typedef float Vec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+inline Vec splat(float x) { return x - Vec{}; }  // 0 would not leave -0 alone in a sum, and cost an instruction
+inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
+
+inline float widen(float x) { return x; }
+inline float widen(BFloat16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+inline float widen(Float16 x) {
+#if defined(__F16C__)
+    return _cvtsh_ss(x.bits);
+#else
+    _Float16 half;
+    memcpy(&half, &x.bits, 2);
+    return float(half);
+#endif
+}
+inline float widen(int8_t x) { return float(x); }
+
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, BFloat16* to) {  // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow(float x, Float16* to) {
+#if defined(__F16C__)
+    to->bits = _cvtss_sh(x, 0);
+#else
+    _Float16 half = _Float16(x);
+    memcpy(&to->bits, &half, 2);
+#endif
+}
+
+inline Vec load(const BFloat16* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+    Vec x;
+    for (int i = 0; i < WIDTH; i++) x[i] = widen(p[i]);
+    return x;
+#endif
+}
+inline Vec load(const Float16* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    Vec x;
+    for (int i = 0; i < WIDTH; i++) x[i] = widen(p[i]);
+    return x;
+#endif
+}
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    Vec x;
+    for (int i = 0; i < WIDTH; i++) x[i] = widen(p[i]);
+    return x;
+#endif
+}
+
+inline Vec select(IntVec condition, Vec a, Vec b) { return (Vec)((condition & (IntVec)a) | (~condition & (IntVec)b)); }
+inline Vec at_most(Vec x, float limit) { return select(x < limit, x, splat(limit)); }
+inline Vec at_least(Vec x, float limit) { return select(x > limit, x, splat(limit)); }
+
+inline float sum(Vec x) {
+    float total = 0;
+    for (int i = 0; i < WIDTH; i++) total += x[i];
+    return total;
+}
+
+// e^x within 2 units in the last place: 2^n times a polynomial on [-ln(2)/2, ln(2)/2]; 0 below -87.3.
+inline Vec exp_of(Vec x) {
+    const IntVec tiny = x < -87.3f;
+    x = at_least(at_most(x, 88.7f), -87.3f);
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    const Vec n = (x * 1.44269504f + shift) - shift;
+    const Vec r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+    Vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+    return select(tiny, Vec{}, p * (Vec)exponent);
+}
+
+inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+// Elements that are left of a row when full vectors are done.
+inline Vec load_first(const float* p, int count) {
+    float values[WIDTH] = {};
+    memcpy(values, p, count * 4);
+    return load(values);
+}
+inline void store_first(float* p, Vec x, int count) {
+    float values[WIDTH];
+    store(values, x);
+    memcpy(p, values, count * 4);
+}
+inline Vec load_up_to(const float* p, int count) {
+    return count >= WIDTH ? load(p) : count > 0 ? load_first(p, count) : Vec{};
+}
+inline void store_up_to(float* p, Vec x, int count) {
+    if (count >= WIDTH) store(p, x);
+    else if (count > 0) store_first(p, x, count);
+}
+
+enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 };
+
+// Calls `call` with a null pointer of the type.
+template <typename Call>
+void with_type(int type, Call call) {
+    switch (type) {
+    case FLOAT32: return call((float*)nullptr);
+    case BFLOAT16: return call((BFloat16*)nullptr);
+    case FLOAT16: return call((Float16*)nullptr);
+    default: return call((int8_t*)nullptr);
+    }
+}
+
+}  // namespace
