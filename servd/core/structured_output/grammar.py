@@ -17,6 +17,7 @@ for themselves: `start: "<tool_call>" call "</tool_call>"`, next line `call: %js
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import llguidance
@@ -26,13 +27,14 @@ from servd.config import Config
 from servd.hf import ModelSpec, find_model, find_tokenizer
 from servd.params import StructuredOutput
 
-# Bounds on the work of one compilation and of one mask, and on the states that a grammar gathers (0.5 kB each).
+# Bounds on the work of one compilation and of one mask, and on the states that a grammar gathers (0.4 to 0.7 kB each,
+# so 14 MB in all). Most schemas have fewer than 500; texts with a maxLength have seven for each of their characters.
 # A mask of the most ambiguous grammar takes 60 ms with these items; with the library's default, ten times as long.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,
     step_max_items=10_000,
-    max_lexer_states=50_000,
+    max_lexer_states=20_000,
     verbose_errors=False,
 )
 # Models that may write any white space can go on with it for ever.
@@ -45,18 +47,27 @@ class GrammarError(Exception):
     """A grammar that cannot be compiled or followed; the message is for the client."""
 
 
+class UsedUp(GrammarError):
+    """A grammar has gathered all states that it may have; another one of the same value has none yet."""
+
+
 class Grammar:
     """One compiled grammar. Its matchers share the lexer states that they discover.
+
+    Attributes:
+        seconds: that it took to compile.
 
     Raises:
         GrammarError: the value is malformed, asks for what is not supported, or is beyond LIMITS.
     """
 
     def __init__(self, output: StructuredOutput, vocabulary: LLTokenizer) -> None:
+        start = time.thread_time()
         try:
             self._origin = LLMatcher(vocabulary, _source(output), log_level=0, limits=LIMITS)
         except ValueError as error:
             raise GrammarError(_shorten(str(error))) from None
+        self.seconds = time.thread_time() - start
         _check(self._origin)
 
     def matcher(self) -> Matcher:
@@ -80,6 +91,7 @@ class Matcher:
 
         Raises:
             GrammarError: none may, or finding them goes beyond LIMITS.
+            UsedUp: of states.
         """
         bitmask = self._matcher.compute_bitmask()
         _check(self._matcher)
@@ -90,6 +102,7 @@ class Matcher:
 
         Raises:
             GrammarError: the grammar does not allow it.
+            UsedUp: see `bitmask`.
         """
         if not self._matcher.consume_token(token_id):
             _check(self._matcher)
@@ -139,7 +152,8 @@ def _source(output: StructuredOutput) -> str:
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
         message = _shorten(matcher.get_error())
-        raise GrammarError(NO_OUTPUT if message.startswith("NoExtension") else message)
+        kind = UsedUp if "too many states" in message else GrammarError
+        raise kind(NO_OUTPUT if message.startswith("NoExtension") else message)
 
 
 def _shorten(message: str) -> str:

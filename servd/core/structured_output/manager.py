@@ -11,11 +11,12 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 from servd.config import Config
-from servd.core.structured_output.grammar import Grammar, GrammarError, Matcher, load_vocabulary
+from servd.core.structured_output.grammar import Grammar, GrammarError, Matcher, UsedUp, load_vocabulary
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest, GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
@@ -23,9 +24,17 @@ from servd.params import PoolingParams, SamplingParams, StructuredOutput
 
 logger = logging.getLogger("servd.structured_output")
 
-MAX_GRAMMARS = 128  # kept compiled, besides those in use
+MAX_GRAMMARS = 32  # kept compiled, besides those in use
 NUM_COMPILERS = 2  # threads
+# A grammar whose states are used up is replaced in the engine's own thread, where all requests wait for it. So an
+# output gets another one only if that compiles fast, has not to take in too much again, and not too often: twice, as
+# the first one may be one that others are filling, and once more for so many tokens.
+RENEWAL_LIMIT = 0.05  # seconds to compile it
+MAX_TOKENS_AGAIN = 2048
+MAX_RENEWALS = 2
+TOKENS_PER_RENEWAL = 64
 
+T = TypeVar("T")
 Key = tuple[str, str]  # kind and value
 
 
@@ -46,6 +55,9 @@ class Row:
     matcher: Matcher | None  # None after an error
     starts_after: frozenset[int]  # not empty: the grammar has not begun
     until_begun: bytes | None  # the tokens that may come before: all but those that would end the output
+    renew: Callable[[Grammar], Grammar]  # another one for one whose states are used up
+    token_ids: list[int] = field(default_factory=list)  # that the matcher has taken in
+    num_renewals: int = 0  # of the grammar
     error: str | None = None
     num_awaited: int = 0  # tokens that steps in flight sample
 
@@ -54,23 +66,41 @@ class Row:
         if self.starts_after:
             if token_id in self.starts_after:
                 self.starts_after = frozenset()
-        elif self.matcher is not None:
-            try:
-                self.matcher.accept(token_id)
-            except GrammarError as error:
-                self.fail(error)
+        else:
+            self._follow(lambda matcher: matcher.accept(token_id))
+            self.token_ids.append(token_id)
 
     def bitmask(self) -> bytes | None:
         """The tokens that may come next; None if all may."""
         if self.starts_after:
             return self.until_begun
-        if self.matcher is None:
-            return None
+        return self._follow(lambda matcher: matcher.bitmask())
+
+    def _follow(self, work: Callable[[Matcher], T]) -> T | None:
+        """`work` of the matcher, if need be in another grammar; None after an error."""
+        while self.matcher is not None:
+            try:
+                return work(self.matcher)
+            except UsedUp as error:
+                self._begin_anew(error)
+            except GrammarError as error:
+                self.fail(error)
+        return None
+
+    def _begin_anew(self, error: UsedUp) -> None:
+        """Take in all tokens again with a grammar that has fewer states; fail if that would happen too often."""
+        self.num_renewals += 1
+        num_tokens = len(self.token_ids)
+        if num_tokens > MAX_TOKENS_AGAIN or self.num_renewals > MAX_RENEWALS + num_tokens // TOKENS_PER_RENEWAL:
+            return self.fail(error)
         try:
-            return self.matcher.bitmask()
-        except GrammarError as error:
-            self.fail(error)
-            return None
+            assert self.grammar is not None
+            self.grammar = self.renew(self.grammar)
+            self.matcher = self.grammar.matcher()
+            for token_id in self.token_ids:
+                self.matcher.accept(token_id)
+        except GrammarError as new_error:
+            self.fail(new_error)
 
     def fail(self, error: GrammarError) -> None:
         """The next token ends the request."""
@@ -167,6 +197,27 @@ class GrammarManager:
         for output_id in [output_id for output_id, other in self._held.items() if other is grammar]:
             del self._held[output_id]
 
+    def _renew(self, output: StructuredOutput, grammar: Grammar) -> Grammar:
+        """The grammar to go on with where another one's states are used up. Its outputs so far are taken in again.
+
+        Raises:
+            GrammarError: it takes too long to compile.
+        """
+        if (other := self._grammar_of(output)) is not None and other is not grammar:
+            return other
+        if grammar.seconds > RENEWAL_LIMIT:
+            raise GrammarError("it has too many states")
+        compiled = self._compile(output)
+        if compiled.grammar is None:
+            raise GrammarError(compiled.error)
+        self._keep(compiled)
+        for output_id in [output_id for output_id, held in self._held.items() if held is grammar]:
+            self._held[output_id] = compiled.grammar
+        return compiled.grammar
+
+    def _grammar_of(self, output: StructuredOutput) -> Grammar | None:
+        return self._held.get(id(output)) or self._find((output.kind, output.value))
+
     def _find(self, key: Key) -> Grammar | None:
         if key in self._grammars:
             self._grammars.move_to_end(key)
@@ -234,7 +285,7 @@ class GrammarManager:
         return ends
 
     def _row(self, request: NewRequest, output: StructuredOutput) -> Row:
-        grammar = self._held.get(id(output)) or self._find((output.kind, output.value))
+        grammar = self._grammar_of(output)
         if grammar is None:  # another output has used up its grammar
             self._keep(compiled := self._compile(output))
             grammar = compiled.grammar
@@ -243,6 +294,7 @@ class GrammarManager:
             grammar.matcher() if grammar else None,
             frozenset(output.starts_after),
             all_but(request.eos_token_ids, self.spec.vocab_size) if request.eos_token_ids else None,
+            partial(self._renew, output),
         )
         if grammar is None:
             row.fail(GrammarError("the grammar cannot be compiled again"))

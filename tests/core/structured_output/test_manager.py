@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import re
+import string
 from typing import Any
 
 import llguidance
@@ -188,15 +189,57 @@ def test_a_mask_beyond_the_limits_ends_only_its_request(monkeypatch):
     assert last(log, "b").finish_reason is FinishReason.LENGTH
 
 
-def test_a_grammar_whose_shared_states_are_used_up_is_not_kept(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"MAX_TOKENS_AGAIN": 30}], ids=["too often", "too long"])
+def test_a_grammar_whose_states_are_used_up_for_good_ends_its_request_and_is_not_kept(monkeypatch, options):
     """Its states are shared by all its outputs: at the limit, every later request would fail, for ever."""
     monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=40))
+    for name, value in options.items():
+        monkeypatch.setattr(manager, name, value)
     digits = StructuredOutput("regex", "[0-9]{200}")
     engine = make_engine()
     for name, expected in {"a": FinishReason.LENGTH, "b": FinishReason.ERROR, "c": FinishReason.LENGTH}.items():
         max_tokens = 60 if name == "b" else 20
         log = Driver(engine, make_request(name, [1], max_tokens=max_tokens, structured_output=digits)).run()
         assert last(log, name).finish_reason is expected, last(log, name).error
+        assert expected is FinishReason.LENGTH or "too many states" in last(log, name).error
+
+
+BRANCHES = "|".join(f"{letter}[{letter}{letter.upper()}]{{20}}" for letter in string.ascii_lowercase)
+
+
+def branching(num_requests: int) -> list[EngineCoreRequest]:
+    """Outputs that have hardly any state in common, and 20 each besides the 80 of the beginning."""
+    output = StructuredOutput("regex", BRANCHES)
+    return [make_request(f"r{i}", [i], max_tokens=30, structured_output=output) for i in range(num_requests)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [64, 11], ids=["roomy", "preempting"])
+def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(monkeypatch, depth, num_blocks):
+    reference = Driver(make_engine(), *branching(16)).run()
+    monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=200))
+    compiled = []
+    compile_one = manager.GrammarManager._compile
+    monkeypatch.setattr(
+        manager.GrammarManager, "_compile", lambda self, output: compiled.append(1) or compile_one(self, output)
+    )
+    engine = make_engine(num_blocks, depth, max_num_seqs=3)
+    log = Driver(engine, *branching(16)).run()
+    for i in range(16):
+        assert re.fullmatch(BRANCHES, text(log, f"r{i}")), last(log, f"r{i}").error
+        assert log.token_ids(f"r{i}") == reference.token_ids(f"r{i}")
+    assert bool(log.total("num_preemptions")) is (num_blocks == 11)
+    assert len(compiled) > 2 and len(engine.grammars._grammars) == 1
+
+
+def test_a_grammar_that_compiles_for_long_is_not_compiled_again_while_all_wait(monkeypatch):
+    monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=200))
+    monkeypatch.setattr(manager, "RENEWAL_LIMIT", 0.0)
+    log = Driver(make_engine(max_num_seqs=3), *branching(16), make_request("free", [1])).run()
+    ends = [last(log, f"r{i}") for i in range(16)]
+    assert {end.finish_reason for end in ends} == {FinishReason.STOP, FinishReason.ERROR}
+    assert all("too many states" in end.error for end in ends if end.error)
+    assert last(log, "free").finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, BaseException])
