@@ -20,6 +20,7 @@ from servd.worker.layers._weight import Weight
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.ops import native
 from servd.worker.parallel import Parallel
+from servd.worker.staging import Staging
 
 log = logging.getLogger("servd.worker")
 
@@ -86,13 +87,15 @@ def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -
         UnsupportedModel: a tensor that the model does not know, or one of another shape.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
+    is_on_cuda = any(weight.is_cuda for weight in weights.values())
+    copy = Staging() if is_on_cuda else torch.Tensor.copy_
     files = weight_files(folder)
     done, total = 0, sum(file.stat().st_size for file in files)
     for name, tensor in _tensors(files):
         target, part = _target(model, weights, name)
         if target is not None:
             try:
-                target.load(tensor, part)
+                target.load(tensor, part, copy)
             except ValueError as error:
                 raise UnsupportedModel(f"{folder}: tensor {name} has {error}") from None
         done += tensor.nbytes

@@ -64,6 +64,7 @@ class Worker:
         self.runner.load_model(lambda fraction: self.progress("loading weights", fraction))
         self.progress("loading weights", 1.0)
         log.info("weights loaded in %.2f s, attention %s", time.monotonic() - start, self.runner.backend_name)
+        self.progress("measuring memory", 0.0)
         return WorkerReady(
             device=name_of(self.device),
             dtype=str(self.runner.dtype).removeprefix("torch."),

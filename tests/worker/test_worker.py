@@ -54,8 +54,9 @@ def test_calls_out_of_order(llama: Path):
 def test_progress_reaches_one(llama: Path):
     seen: list[tuple[str, float]] = []
     Driver(config_for(str(llama)), progress=lambda *mark: seen.append(mark))
-    assert {phase for phase, _ in seen} == {"loading weights"}
-    fractions = [fraction for _, fraction in seen]
+    *loading, last = seen
+    assert last == ("measuring memory", 0.0) and {phase for phase, _ in loading} == {"loading weights"}
+    fractions = [fraction for _, fraction in loading]
     assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from servd.worker.layers._weight import Weight
+from servd.worker.layers._weight import Copy, Weight
 from servd.worker.ops import native
 
 
@@ -36,7 +36,7 @@ class Matrix(Weight):
         """In memory, on this rank."""
         return self.nbytes if self.form is None else self.form.nbytes
 
-    def load(self, tensor: torch.Tensor, part: int | None = None) -> None:
+    def load(self, tensor: torch.Tensor, part: int | None = None, copy: Copy = torch.Tensor.copy_) -> None:
         """See `Weight.load`. What has 16 bits in the checkpoint keeps them where products can be made of them."""
         if self.data.dtype == torch.float32 and native.library() and self.device.type == "cpu":
             is_first = len(self.missing) == len(self.part_shapes)
@@ -44,7 +44,7 @@ class Matrix(Weight):
                 self.data = torch.empty(self.shape, dtype=tensor.dtype)
         elif tensor.dtype != self.data.dtype and native.library() and self.device.type == "cpu":
             self.data = self.data.float()  # parts of several types: the widest
-        super().load(tensor, part)
+        super().load(tensor, part, copy)
 
     def reform(self, make: Callable[[torch.Tensor], Form | None]) -> None:
         """Keep the matrix in the form that `make` gives it; None leaves it."""

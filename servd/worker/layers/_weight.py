@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
 from torch import nn
 
 from servd.worker.parallel import Parallel
+
+Copy = Callable[[torch.Tensor, torch.Tensor], object]
+"""Called with a target and a source of its shape."""
 
 
 class Weight(nn.Parameter):
@@ -56,7 +59,7 @@ class Weight(nn.Parameter):
         self.transposed = transposed
         self.missing = set(range(len(self.part_shapes)))  # parts not loaded yet
 
-    def load(self, tensor: torch.Tensor, part: int | None = None) -> None:
+    def load(self, tensor: torch.Tensor, part: int | None = None, copy: Copy = torch.Tensor.copy_) -> None:
         """Copy this rank's share of `tensor`, which is part number `part`, or all parts at once.
 
         Raises:
@@ -70,11 +73,11 @@ class Weight(nn.Parameter):
             raise ValueError(f"shape {list(tensor.shape)}, expected {list(expected)}")
         if part is None:
             for index, piece in enumerate(tensor.split(rows)):
-                self._load_part(piece, index)
+                self._load_part(piece, index, copy)
         else:
-            self._load_part(tensor, part)
+            self._load_part(tensor, part, copy)
 
-    def _load_part(self, tensor: torch.Tensor, part: int) -> None:
+    def _load_part(self, tensor: torch.Tensor, part: int, copy: Copy) -> None:
         rows = [self.parallel.share(shape[0]) if self.shard_dim == 0 else shape[0] for shape in self.part_shapes]
         target = self.data.narrow(0, sum(rows[:part]), rows[part])
         if self.shard_dim is not None:
@@ -83,5 +86,5 @@ class Weight(nn.Parameter):
             tensor = tensor.narrow(self.shard_dim, start, min(share, total - start))
             target.narrow(self.shard_dim, tensor.shape[self.shard_dim], share - tensor.shape[self.shard_dim]).zero_()
             target = target.narrow(self.shard_dim, 0, tensor.shape[self.shard_dim])
-        target.copy_(tensor)
+        copy(target, tensor)
         self.missing.discard(part)
