@@ -12,8 +12,9 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
 # On a machine with a GPU: its own torch, and beside it what comes as wheels in .whl/ (docs/gpu.md). No network is needed.
 GPU_PYTHON = python3
-GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/sample tests/worker/test_graph_runner.py \
-	tests/worker/test_memory.py tests/worker/test_gpu_model_runner.py tests/parity/test_gpu.py
+GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization tests/worker/sample \
+	tests/worker/test_staging.py tests/worker/test_graph_runner.py tests/worker/test_memory.py \
+	tests/worker/test_gpu_model_runner.py tests/parity/test_gpu.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \

@@ -13,6 +13,7 @@ from servd.worker.attention.triton import Backend
 from tests.worker.attention.paged import Rows
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic")  # see `poisoned`
 
 FLOAT32_SPEC = AttentionSpec(4, 2, 16, 16, None, torch.float32, torch.float32, torch.device("cpu"))
 

@@ -19,8 +19,11 @@ SHAPES = [(0, 16), (1, 8), (17, 100), (2, 2049)]
 
 each_dtype = pytest.mark.parametrize("dtype", PRECISION, ids=lambda dtype: str(dtype).removeprefix("torch."))
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-# Interpreted kernels compute exp(-x) on the way to a sigmoid, and numpy tells when that is infinite.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+pytestmark = [
+    # Interpreted kernels compute exp(-x) on the way to a sigmoid, and numpy tells when that is infinite.
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),
+    pytest.mark.filterwarnings("ignore:.*deterministic"),  # see `poisoned`
+]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -12,12 +12,15 @@ import torch
 
 from servd.worker.ops import native as kernels
 from servd.worker.sample import ops
+from servd.worker.sample.ops import reference
 from servd.worker.sample.penalties import IN_PROMPT, Penalized
+from servd.worker.sample.rejection import verify_drafts
 from servd.worker.sample.weights import MAX_VOCAB_SIZE, WEIGHT_ONE
 
 MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 SHAPES = [(1, 7), (3, 100), (2, 5000)]  # the last one is more than one block of a kernel
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic")  # see `poisoned`
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -250,6 +253,22 @@ def test_scores_equal_float64(module: ops.SamplingOps, shape, device: torch.devi
     exact = logits.double()
     torch.testing.assert_close(log_totals.double(), exact.logsumexp(-1), rtol=1e-6, atol=1e-6)
     assert ranks.tolist() == ((exact > exact.gather(1, token_ids.unsqueeze(1))).sum(-1) + 1).tolist()
+
+
+def test_drafts_are_verified_alike(module: ops.SamplingOps, device: torch.device):
+    """What `verify_drafts` does is tested in test_rejection.py, with `reference`."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(6, 3, 100, generator=generator)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp() * WEIGHT_ONE
+    draft_probs = (logits[:, :2] + 0.5 * torch.randn(6, 2, 100, generator=generator)).softmax(-1)
+    draft_ids = draft_probs.argmax(-1)
+    arguments = (weights, torch.zeros(6, 3), draft_ids, draft_probs, torch.arange(6), torch.full((6,), 17))
+    expected, expected_counts = verify_drafts(reference, *arguments)
+    assert 1 < len(expected_counts.unique()), "some drafts are kept"
+    got, counts = verify_drafts(module, *(tensor.to(device) for tensor in arguments))
+    assert torch.equal(counts.cpu(), expected_counts)
+    held = torch.arange(3) < expected_counts[:, None]
+    assert torch.equal(got.cpu()[held], expected[held])
 
 
 def test_cuda_has_triton():
