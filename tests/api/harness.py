@@ -15,6 +15,7 @@ import uvicorn
 
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
+from servd.api.http_protocol import HttpProtocol
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
@@ -183,10 +184,12 @@ async def serve(
 
 
 @asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """Serve `app` with uvicorn on a free port; yields its URL."""
+async def listening(app: Any, send_buffer: int | None = None) -> AsyncIterator[str]:
+    """Serve `app` with uvicorn on a free port; yields its URL. So many bytes may wait in the kernel for a client."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None)
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        settings = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="off", log_config=None)
         server = uvicorn.Server(settings)
         task = asyncio.create_task(server.serve([listener]))
         while not server.started:

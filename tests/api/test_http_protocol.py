@@ -1,13 +1,17 @@
-"""Clients that stop reading, by the protocol alone."""
+"""Clients that stop reading: by the protocol alone, and with a real socket."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import socket
 
 import pytest
 
 from servd.api.http_protocol import HttpProtocol
-from tests.api.harness import until
+from servd.messages import AbortRequests
+from tests.api.harness import Served, listening, until
 
 
 class Transport:
@@ -67,3 +71,27 @@ async def test_a_client_that_has_caught_up_or_left_is_not_watched(protocol, end)
     timer = protocol._timer
     getattr(protocol, end)()
     assert timer.cancelled() and protocol._timer is None
+
+
+async def test_a_client_that_never_reads_is_cut_off_and_its_request_dropped(served: Served, monkeypatch):
+    monkeypatch.setattr(HttpProtocol, "write_timeout", 0.05)
+    served.engine.step_seconds = 0.001
+    body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True, "logprobs": 20})
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    )
+    async with listening(served.app, send_buffer=4096) as url:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            client.sendall(f"{head}\r\n{body}".encode())
+            await until(lambda: served.async_llm.num_unfinished)
+            await until(lambda: not served.async_llm.num_unfinished, 20)
+            assert isinstance(served.engine.sent[-1], AbortRequests)
+            received = b""
+            with contextlib.suppress(ConnectionResetError):
+                while data := client.recv(65536):
+                    received += data
+            assert received.startswith(b"HTTP/1.1 200") and b"[DONE]" not in received
+        answer = await served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert answer.status_code == 200
