@@ -10,7 +10,7 @@ import triton.language as tl
 MIN_TILE = 1024  # numbers per program; several rows where they are short, as the heads of a query are
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, stream_ptr, out_ptr,
     num_rows, size, inner, outer_stride, inner_stride, eps,

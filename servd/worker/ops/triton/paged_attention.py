@@ -158,7 +158,9 @@ def _lines_of(least: int, group: int) -> int:
 # ---- the device's part: offsets into the cache are int64, it can have more than 2**31 numbers ----
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles", "max_queries", "max_splits"])
+# What changes from step to step is not specialized: a number that is 1 or a multiple of 16 would mean another kernel,
+# and requests would wait while it is compiled.
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "num_tiles", "max_queries", "max_splits"])
 def attention_kernel(
     q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
     q_stride, table_stride, num_rows, num_tiles, max_queries, max_splits, score_scale, value_scale,
