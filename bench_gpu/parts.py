@@ -99,21 +99,33 @@ def measure_rival(device: str, is_tiny: bool, emit: Emit, limit_s: float = 100.0
     draw = random.Random(0)
     manager = model.init_continuous_batching(generation_config=GenerationConfig(do_sample=False, eos_token_id=-1))
     manager.start()
-    for is_measured in (False, True):
-        lengths = workload(is_tiny) if is_measured else workload(is_tiny)[:8]
-        began = time.perf_counter()
-        for input_len, output_len in lengths:
-            prompt = [draw.randrange(shape["vocab_size"]) for _ in range(input_len)]
-            manager.add_request(prompt, max_new_tokens=output_len, eos_token_id=-1)
-        num_done = num_tokens = 0
-        while num_done < len(lengths) and time.perf_counter() - began < limit_s:
-            output = manager.get_result(timeout=1.0)
-            if output is not None and output.is_finished():
-                num_done, num_tokens = num_done + 1, num_tokens + len(output.generated_tokens)
-        seconds = time.perf_counter() - began
-        if is_measured:
-            emit(rival_rate=num_tokens / seconds, rival_done=num_done, rival_requests=len(lengths))
-    manager.stop(block=False)
+    try:
+        for is_measured in (False, True):
+            lengths = workload(is_tiny) if is_measured else workload(is_tiny)[:8]
+            prompts = [[draw.randrange(shape["vocab_size"]) for _ in range(input_len)] for input_len, _ in lengths]
+            began = time.perf_counter()
+            for prompt, (_, output_len) in zip(prompts, lengths, strict=True):
+                manager.add_request(prompt, max_new_tokens=output_len, eos_token_id=-1)
+            num_done, num_tokens = _finished(manager, len(lengths), began + limit_s)
+            seconds = time.perf_counter() - began
+            if is_measured:
+                emit(rival_rate=num_tokens / seconds, rival_done=num_done)
+    finally:
+        manager.stop(block=False)
+
+
+def _finished(manager: Any, num_requests: int, deadline: float) -> tuple[int, int]:
+    """Requests that end before the deadline, and their tokens."""
+    num_done = num_tokens = 0
+    while num_done < num_requests and time.perf_counter() < deadline:
+        output = manager.get_result(timeout=1.0)
+        if output is None and not manager.is_running():
+            raise RuntimeError("transformers' batching has stopped")
+        if output is not None and output.error:
+            raise RuntimeError(f"transformers' batching: {output.error}")
+        if output is not None and output.is_finished():
+            num_done, num_tokens = num_done + 1, num_tokens + len(output.generated_tokens)
+    return num_done, num_tokens
 
 
 PARTS: dict[str, Callable[[str, bool, Emit], None]] = {

@@ -12,7 +12,7 @@ COMMAND = "make bench-gpu"
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table. `value` raises KeyError for a fact that is missing."""
+    """One line of the table. `value` raises KeyError for a fact that is missing, and may divide by one that is 0."""
 
     name: str
     part: str  # that measures it
@@ -26,7 +26,7 @@ class Figure:
         bound = f"{'<=' if self.is_lower_better else '>='} {show(self.goal)}{self.unit}"
         try:
             value = self.value(facts)
-        except KeyError:
+        except (KeyError, ZeroDivisionError):
             return self.name, f"missing: {missing.get(self.part, 'not measured')}", bound, "-"
         reached = value <= self.goal if self.is_lower_better else value >= self.goal
         return self.name, f"{show(value)}{self.unit}", bound, "yes" if reached else "NO"
