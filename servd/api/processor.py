@@ -116,8 +116,7 @@ class Processor:
         room = self.max_model_len - _least_output(params)
         prompt_token_ids, was_cut = self._encode(prompt, add_special_tokens, truncate_prompt_tokens, room, param)
         if params.thinking_token_budget is not None and params.thinking_tags is None:
-            tags = self.thinking_tags(prompt_token_ids)
-            params = msgspec.structs.replace(params, thinking_tags=tags)
+            params = msgspec.structs.replace(params, thinking_tags=self.thinking_tags(prompt_token_ids))
         params = self._fill(params, len(prompt_token_ids), param, client)
         return Prepared(
             request_id=request_id,
