@@ -59,15 +59,15 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
         quantize(OnCuda())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "limit"), [({"quantization": "fp8"}, 3e-2), ({"kv_cache_dtype": "fp8"}, 3e-2)], ids=["weights", "cache"]
-)
-def test_outputs_are_close_to_the_checkpoints(tiny_llama: Path, options: dict[str, str], limit: float):
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "cache"])
+def test_outputs_are_close_to_those_without(tiny_llama: Path, device: torch.device, options: dict[str, str]):
     logits = []
     for changed in ({}, options):
-        driver = Driver(config_for(tiny_llama, block_size=16, **changed))
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        driver = Driver(config_for(tiny_llama, device=device.type, dtype=dtype, block_size=16, **changed))
         slot = driver.add([5, 17, 99, 200, 31, 8, 44, 3])
-        driver.generate([slot], 1)
-        logits.append(driver.logits[slot][0].log_softmax(-1))
+        driver.generate([slot], 2)  # of a prompt, and of a step of one token
+        logits.append(driver.logits[slot][0].log_softmax(-1).cpu())
+        assert driver.logits[slot][1].isfinite().all()
     divergence = torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="sum")
-    assert 0 < divergence < limit
+    assert 0 < divergence < 3e-2
