@@ -1,5 +1,5 @@
 """top-k and top-p without a sort: bisection by the bits of the weights, which are ordered as the weights are."""
-# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
