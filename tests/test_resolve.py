@@ -81,7 +81,8 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
     # its parsers in the chat template.
     assert open_still == {
         "model", "tokenizer", "revision", "download_dir", "load_format", "generation_config", "kv_cache_memory",
-        "attention_backend", "uds", "chat_template", "tool_call_parser", "reasoning_parser", "attach", "ipc_dir",
+        "kv_cache_dtype", "quantization", "attention_backend", "uds", "chat_template", "tool_call_parser",
+        "reasoning_parser", "fim_template", "attach", "ipc_dir",
     }  # fmt: skip
 
 
