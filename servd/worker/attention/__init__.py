@@ -29,5 +29,5 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
             return candidate, backend(spec)
         if name != "auto":
             raise ConfigError(f"--attention-backend {name}: {reason}")
-        log.debug("attention backend %s: %s", candidate, reason)
+        log.info("not attention backend %s: %s", candidate, reason)
     raise AssertionError("torch_sdpa supports everything")
