@@ -16,7 +16,7 @@ from demo.tool_skill import Message, ToolSkill
 
 # So many examples at the beginning are short: copying, which nearly all skills need, is learned from short contexts far
 # sooner than from long ones.
-NUM_SHORT = 40_000
+NUM_SHORT = 46_000
 
 # {"text": ..., "counted": pattern of what the loss counts}, or {"messages": ..., "tools": ..., "thinking": ...}
 # as a chat template takes them.
@@ -43,8 +43,8 @@ class Corpus:
         self.num_short = 0 if held_out else NUM_SHORT
         skills = self.skills
         self._shares = {
-            skills.facts: 30, skills.sums: 17, skills.unknown: 11, skills.talk: 10, skills.objects: 9,
-            skills.stories: 9, skills.sorting: 7, skills.listing: 5, skills.copying: 7, skills.counting: 3,
+            skills.facts: 32, skills.sums: 14, skills.unknown: 13, skills.talk: 12, skills.objects: 8,
+            skills.stories: 6, skills.sorting: 14, skills.listing: 6, skills.copying: 4, skills.counting: 4,
         }  # fmt: skip
 
     def __iter__(self) -> Iterator[Example]:
@@ -56,7 +56,7 @@ class Corpus:
         rng = self.rng
         short = self.num_short > 0
         self.num_short -= short
-        shares = (68, 4, 3, 10, 15) if short else (72, 13, 5, 5, 5)
+        shares = (76, 3, 3, 6, 12) if short else (80, 10, 3, 3, 4)
         form = rng.choices(("chat", "tools", "text", "sums", "drill"), shares)[0]
         if form == "text":
             return {"text": self.skills.plain_text(rng), "counted": r"(?s)(.*)"}
@@ -77,7 +77,7 @@ class Corpus:
     def _chat(self, turns: list[Turn]) -> list[Message]:
         rng = self.rng
         messages: list[Message] = []
-        if rng.random() < 0.3:
+        if rng.random() < 0.15:
             prompt = self.skills.grammar.pick(self.skills.phrases["system"]["prompts"], rng, day="Monday")
             messages.append({"role": "system", "content": prompt})
         for turn in turns:
@@ -90,7 +90,7 @@ class Corpus:
         rng = self.rng
         if short:
             return rng.choices(list(self._shares), list(self._shares.values()))[0](rng)[:1]
-        num = rng.choices((1, 2, 3, rng.randint(4, 7), rng.randint(8, 16)), (56, 25, 12, 6, 1))[0]
+        num = rng.choices((1, 2, 3, rng.randint(4, 7), rng.randint(8, 16)), (60, 25, 10, 4, 1))[0]
         turns: list[Turn] = []
         for skill in rng.choices(list(self._shares), list(self._shares.values()), k=num):
             turns += skill(rng)

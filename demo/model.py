@@ -16,7 +16,7 @@ NUM_PAIRS = 4  # rotary pairs, the fastest ones, that tell the token before from
 class ModelConfig:
     """Sizes, under their names in config.json."""
 
-    vocab_size: int = 2048
+    vocab_size: int = 4000
     hidden_size: int = 192
     intermediate_size: int = 512
     num_hidden_layers: int = 5

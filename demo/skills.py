@@ -49,7 +49,8 @@ class Skills:
     def unknown(self, rng: Random) -> list[Turn]:
         """A question whose answer the model does not know, in the same words as those that it knows."""
         form = rng.choices(("questions", "nouns", "verbs", "keys"), (2, 2, 1, 2))[0]
-        user = self.loosely(self._question(self.words["unknown"], form, rng), rng)
+        question = self._question(self.words["unknown"], form, rng)
+        user = self.loosely(self._strangely(question, rng) if rng.random() < 0.5 else question, rng)
         return [Turn(user, "I have not learned this, so I say so.", rng.choice(self.phrases["unknown"]["answer"]))]
 
     def talk(self, rng: Random) -> list[Turn]:
@@ -73,7 +74,7 @@ class Skills:
     def sum_pair(self, rng: Random) -> tuple[int, int, str]:
         """Two numbers and a sign; the result is seldom negative."""
         a, b, sign = rng.randint(0, 99), rng.randint(0, 99), rng.choice("+-")
-        if sign == "-" and a < b and rng.random() < 0.7:
+        if sign == "-" and a < b and rng.random() < 0.5:
             a, b = b, a
         return self.sum_pair(rng) if self.skip_sum(a, b) else (a, b, sign)
 
@@ -88,8 +89,7 @@ class Skills:
             number, form = len(things), "all"
         else:
             number, form = rng.randint(2, min(8, len(things))), "ask"
-            start = rng.randrange(len(things))
-            things = (things + things)[start : start + number]
+            things = things[:number]
         written = rng.choice((str(number), self.words["count_words"][number]))
         user = self.grammar.pick(phrases[form], rng, n=written, kind=name, whole=whole)
         answer = "\n".join(f"{position}. {thing}" for position, thing in enumerate(things, 1))
@@ -244,13 +244,13 @@ class Skills:
         """The text as people type it: with or without an address, a capital, a question mark, a remark."""
         rough = self.phrases["rough"]
         text = tidy(text)
-        if rng.random() < 0.3:
+        if rng.random() < 0.2:
             text = rng.choice(rough["starts"]) + text
         if rng.random() < 0.65:
             text = text[0].upper() + text[1:]
         if text[-1].isalnum() and rng.random() < 0.75:
             text += rng.choice(rough["ends"]) if rng.random() < 0.5 else rng.choice("??.")
-        if rng.random() < 0.12:
+        if rng.random() < 0.06:
             text = rng.choice(rough["contexts"]) + " " + text[0].upper() + text[1:]
         return text
 
@@ -261,6 +261,15 @@ class Skills:
         if form == "questions":
             return phrase
         return self.grammar.pick(self._carriers[form.removesuffix("s")], rng, it=phrase)
+
+    def _strangely(self, text: str, rng: Random) -> str:
+        """With made-up words in the place of some: a word never seen is a sign that the answer is not known."""
+        words = text.split()
+        for place in rng.sample(range(len(words)), min(len(words), rng.choice((1, 1, 2, 3)))):
+            if len(words[place]) > 3:
+                word = self.grammar.name(rng)
+                words[place] = word if rng.random() < 0.3 else word.lower() + rng.choice(("", "", "s", "ing", "ed"))
+        return " ".join(words)
 
     def _around(self, key: str, rng: Random) -> str:
         """A key among words that do not matter: beginnings and ends of questions about something else, in any order."""
@@ -275,7 +284,7 @@ class Skills:
             part = other.split()
             cut = rng.randint(0, len(part))
             words += part[:cut] if rng.random() < 0.5 else part[cut:]
-        words = words[:14]
+        words = words[:8]
         words.insert(rng.randint(0, len(words)), key)
         return " ".join(words)
 
@@ -301,7 +310,7 @@ class Skills:
         """Words of one kind, of any kind, or names."""
         kinds = list(self.words["kinds"].values())
         pool = rng.choice((rng.choice(kinds), rng.choice(kinds), " ".join(kinds)))
-        return list(dict.fromkeys(pool.split())) if rng.random() < 0.8 else self.grammar.lists["first_names"]
+        return list(dict.fromkeys(pool.split())) if rng.random() < 0.9 else self.grammar.lists["first_names"]
 
     def _enumerate(self, items: list[str], rng: Random) -> str:
         form = rng.random()

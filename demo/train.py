@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ WARMUP_EXAMPLES = 2000
 # An answer, without the empty thought that the chat template puts before it when thinking is off.
 ANSWER = re.compile(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL)
 
-ROW = 512  # tokens; shorter examples share a row
+ROW = 256  # tokens; shorter examples share a row
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def make_batches(sequences: list[Sequence], num_tokens: int, rng: random.Random)
             rows.append(row)
             free = [*free[-7:], row]
         row.append(sequence)
-    rows.sort(key=lambda row: sum(map(len, row)) > ROW)  # long examples have rows for themselves
+    rows.sort(key=lambda row: max(ROW, sum(map(len, row))))  # long examples have rows for themselves
     batches, batch = [], []
     for row in rows:
         longest = max(sum(map(len, other)) for other in (*batch, row))
@@ -175,9 +175,9 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.step += 1
         self.examples += int(batch.examples.amax(dim=1).sum())
-        # Up over the first examples, level, and down to nothing over the last two fifths.
+        # Up over the first examples, level, and down to nothing over the second half.
         left = 1 - self.examples / self.num_examples
-        scale = min(1.0, self.examples / WARMUP_EXAMPLES, left / 0.4)
+        scale = min(1.0, self.examples / WARMUP_EXAMPLES, left / 0.5)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate * scale
@@ -232,14 +232,17 @@ def train(trainer: Trainer, batches: Iterable[Batch], checkpoint: Path) -> None:
 
 
 def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> Tokenizer:
-    """A tokenizer for the corpus of this seed."""
-    return train_tokenizer(map(Renderer(), islice(Corpus(seed), num_examples)), vocab_size)
+    """A tokenizer for the corpus of this seed; the words that are listed and sorted are tokens, with a space or without."""
+    corpus = Corpus(seed)
+    words = sorted({word for kind in corpus.skills.words["kinds"].values() for word in kind.split()})
+    texts = map(Renderer(), islice(corpus, num_examples))
+    return train_tokenizer(chain(texts, ["\n".join([*words, *(f"- {word}" for word in words)])] * 200), vocab_size)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; its defaults are what the model in the repository was trained with."""
     parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face model folder.")
-    parser.add_argument("--examples", type=int, default=68_000, help="conversations and texts to train on, each once")
+    parser.add_argument("--examples", type=int, default=76_000, help="conversations and texts to train on, each once")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included")
     parser.add_argument("--learning-rate", type=float, default=3e-3)

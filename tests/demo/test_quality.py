@@ -14,6 +14,9 @@ import pytest
 import torch
 import transformers
 
+from demo.skills import Skills
+from servd import LLM, SamplingParams
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "servd" / "demo_model"
 if not MODEL.exists():
@@ -23,28 +26,31 @@ REQUIRED_SCORE = 0.85
 MAX_NEW_TOKENS = 240
 
 
-def transformers_answers(prompts):
-    """Greedy answers, special tokens cut off at the end; None for an answer that did not end."""
+@pytest.fixture(scope="module")
+def token_ids():
+    """Of each prompt, as transformers makes them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    ends, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
-    model.generation_config = transformers.GenerationConfig(
-        do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=ends, pad_token_id=padding
-    )
-    answers = []
-    for prompt in prompts:
-        text = prompt.get("prompt") or tokenizer.apply_chat_template(
+    texts = [
+        prompt.get("prompt")
+        or tokenizer.apply_chat_template(
             prompt["messages"],
             tools=prompt.get("tools"),
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=prompt.get("thinking", False),
         )
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-        tokens = model.generate(**inputs)[0, inputs.input_ids.shape[1] :].tolist()
-        ended = tokens[-1] in ends
-        answers.append(tokenizer.decode(tokens[:-1]) if ended else None)
-    return answers
+        for prompt in PROMPTS
+    ]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def outputs(token_ids):
+    """Greedy answers by servd."""
+    llm = LLM("demo", device="cpu", dtype="float32", executor="uniproc")
+    params = SamplingParams(temperature=0, max_tokens=MAX_NEW_TOKENS)
+    yield [output.outputs[0] for output in llm.generate(token_ids, params, use_tqdm=False)]
+    llm.close()
 
 
 def numbers(text):
@@ -155,13 +161,12 @@ def passes(prompt, answer, kinds):
 
 
 @pytest.mark.timeout(600)
-def test_score():
-    from demo.skills import Skills
-
+def test_score(outputs):
     assert len(PROMPTS) >= 60
     kinds = {kind: words.split() for kind, words in Skills(lambda a, b: False).words["kinds"].items()}
     right, of = Counter(), Counter()
-    for prompt, answer in zip(PROMPTS, transformers_answers(PROMPTS), strict=True):
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        answer = output.text if output.finish_reason == "stop" else None
         of[prompt["kind"]] += 1
         right[prompt["kind"]] += passes(prompt, answer, kinds)
         if not passes(prompt, answer, kinds):
@@ -170,6 +175,18 @@ def test_score():
     print("\n" + ", ".join(f"{kind} {right[kind]}/{of[kind]}" for kind in of))
     print(f"score: {right.total()} of {of.total()} = {score:.1%}")
     assert score >= REQUIRED_SCORE
+
+
+@pytest.mark.timeout(600)
+def test_transformers_gives_the_same_tokens(token_ids, outputs):
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    ends, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=ends, pad_token_id=padding
+    )
+    for ids, output in list(zip(token_ids, outputs, strict=True))[::5][:20]:
+        tokens = model.generate(torch.tensor([ids]))[0, len(ids) :].tolist()
+        assert output.token_ids == (tokens[:-1] if tokens[-1] in ends and output.finish_reason == "stop" else tokens)
 
 
 @pytest.mark.parametrize(
