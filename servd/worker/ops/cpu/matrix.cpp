@@ -16,7 +16,8 @@ namespace {
 constexpr int TILE_ROWS = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
 constexpr int PANEL = 2 * WIDTH;
 constexpr int64_t DEPTH = 1024;  // of the k: pieces of a tile and of GROUP panels stay in the second-level cache
-constexpr int64_t GROUP = 4;
+constexpr int64_t GROUP = 2;
+constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t STRIDE = DEPTH + 16;
 constexpr int MIN_WIDENED_TILES = 4;  // with so many it pays to turn a piece of a panel into float32 once
 
@@ -29,15 +30,23 @@ struct Output {
     bool begins, ends;  // whether the piece of k is the first, the last one
 };
 
+// Weights that will be needed after these, fetched from memory one line at a time while the processor computes: the first
+// tile of a panel would wait for them, and the others leave the memory idle.
+struct Ahead {
+    const char* line;
+    int64_t step;  // bytes: of a line, or 0
+};
+
 template <int ROWS, typename W>
-void multiply_tile(const float* x, const W* panel, int64_t depth, const Output& out) {
+void multiply_tile(const float* x, const W* panel, int64_t depth, const Output& out, Ahead ahead) {
     Vec acc[ROWS][2];
     const auto count = [&](int half) { return std::min(WIDTH, out.columns - half * WIDTH); };
     const auto at = [&](int row, int half) { return out.y + row * out.stride + half * WIDTH; };
     for (int row = 0; row < ROWS; row++)
         for (int half = 0; half < 2; half++)
             acc[row][half] = out.begins ? Vec{} : load_up_to(at(row, half), count(half));
-    for (int64_t i = 0; i < depth; i++, panel += PANEL) {
+    for (int64_t i = 0; i < depth; i++, panel += PANEL, ahead.line += ahead.step) {
+        __builtin_prefetch(ahead.line, 0, 2);
         const Vec w0 = load(panel), w1 = load(panel + WIDTH);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
@@ -60,10 +69,10 @@ void multiply_tile(const float* x, const W* panel, int64_t depth, const Output& 
 }
 
 template <int ROWS, typename W>
-void multiply_tile_of(int rows, const float* x, const W* panel, int64_t depth, const Output& out) {
+void multiply_tile_of(int rows, const float* x, const W* panel, int64_t depth, const Output& out, Ahead ahead) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) multiply_tile<ROWS>(x, panel, depth, out);
-        else multiply_tile_of<ROWS - 1>(rows, x, panel, depth, out);
+        if (rows == ROWS) multiply_tile<ROWS>(x, panel, depth, out, ahead);
+        else multiply_tile_of<ROWS - 1>(rows, x, panel, depth, out, ahead);
     }
 }
 
@@ -104,9 +113,14 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
                         const Output out{y + row * n + column, n, int(std::min<int64_t>(PANEL, n - column)),
                                          scale ? scale + column : nullptr, bias ? bias + column : nullptr,
                                          piece == 0, piece == num_pieces - 1};
+                        // The tiles of a panel fetch one part each of the panel after the next ones.
+                        const int64_t part = tile * depth * LINE;
+                        const bool fetches = num_tiles > 1 && panel + GROUP < last && part < depth * PANEL * int64_t(sizeof(W));
+                        const Ahead ahead = fetches ? Ahead{(const char*)weights(panel + GROUP) + part, LINE}
+                                                    : Ahead{(const char*)from, 0};
                         const float* wide = &buffer[(panel - group) * DEPTH * PANEL];
-                        if (widened) multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, wide, depth, out);
-                        else multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, weights(panel), depth, out);
+                        if (widened) multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, wide, depth, out, ahead);
+                        else multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, weights(panel), depth, out, ahead);
                     }
                 }
             }
