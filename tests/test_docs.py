@@ -26,7 +26,7 @@ OTHER_FLAGS = {
     "--rm", "--gpus", "--user", "--build-arg", "--build",  # docker
     "--check",  # docs/generate.py
     "--url", "--concurrency",  # servd run-batch
-    "--num-prompts", "--input-len", "--output-len",  # servd bench
+    "--num-prompts", "--input-len", "--output-len", "--out",  # servd bench
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
     "--parts",  # bench_gpu
 }  # fmt: skip

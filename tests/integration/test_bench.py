@@ -16,8 +16,9 @@ aiohttp = pytest.importorskip("aiohttp", reason="servd[bench] is not installed")
 from aiohttp import web  # noqa: E402
 
 from servd import plugins  # noqa: E402
-from servd.bench import _data, _load, _report  # noqa: E402
+from servd.bench import _data, _load, _report, report  # noqa: E402
 from servd.errors import ServdError  # noqa: E402
+from tests.parity.families import CASES, make_checkpoint  # noqa: E402
 
 FIRST, GAP, TOKENS = 0.06, 0.02, 5  # seconds, seconds, tokens
 
@@ -125,7 +126,7 @@ def commands() -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", plugins.names("servd.bench"))
+@pytest.mark.parametrize("name", [name for name in plugins.names("servd.bench") if name != "report"])
 def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     options = commands()[name]
     if name == "serve":
@@ -151,3 +152,34 @@ def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
             assert figures["batch_ms"]["mean"] == pytest.approx(5 * figures["ms_per_output_step"]["mean"])
         case "compare":
             assert figures["a"]["2"]["output_tokens"] == figures["b"]["2"]["output_tokens"]
+
+
+def test_report_measures_the_parts_that_are_asked_for(tmp_path: Path):
+    folder, out = make_checkpoint(tmp_path / "model", "gpt2", CASES["gpt2"]["tied"]), tmp_path / "page.md"
+    command = [sys.executable, "-m", "servd", "bench", "report", "--out", str(out), "--parts", "ceilings", "weights"]
+    result = subprocess.run([*command, "--", str(folder)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "GB/s" in out.read_text()
+    assert "## The server" not in out.read_text()
+    result = subprocess.run([*command, "--", "no-such-folder"], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "Not measured: weights: no-such-folder is not a folder" in out.read_text()
+
+
+def test_report_compares_with_what_the_machine_allows():
+    """10 GB/s read 20 M float32 in 8 ms; 8 prompts of 512 tokens over 10 M elements are 81.92 GFLOP."""
+    facts = {
+        "threads": 2,
+        "bandwidth": 10e9,
+        "matrix_rate": 200e9,
+        "elements": 20_000_000,
+        "layer_elements": 10_000_000,
+    }
+    times = {"float32_1": 16.0, "float32_8": 20.0, "float32_32": 40.0, "float32_long": 90.0, "float32_prompts": 819.2}
+    summary = {"output_tokens_per_s": 30.0, "ttft_ms": {"mean": 50.0}}
+    other = {"output_tokens_per_s": 20.0, "ttft_ms": {"mean": 200.0}}
+    compared = {"a": {"8": summary}, "b": {"8": other}}
+    text = report.page(facts | times | {"compared": compared, "failed": ["server: no port"]})
+    assert "| float32 | 16.0 | 50 % | 20.0 | 40.0 | 90 | 100 (50 %) |" in text
+    assert "| 8 | 30 | 20 | 1.50 | 50 | 200 | 0.25 |" in text
+    assert "Not measured: server: no port" in text
