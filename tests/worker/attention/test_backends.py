@@ -81,6 +81,19 @@ def test_the_cache_may_be_narrower(name: str, device: str, kv_dtype: torch.dtype
     torch.testing.assert_close(rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("block_size", [48, 80])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_blocks_of_any_size(name: str, block_size: int):
+    """Also of one that fits no piece of the context in which a kernel works."""
+    spec = AttentionSpec(4, 2, 16, block_size, None, torch.float32, torch.float32, torch.device("cpu"))
+    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    if (reason := backend_class.supports(spec)) is not None:
+        pytest.skip(f"{name}: {reason}")
+    rows = Rows(spec, [(300, 1), (1100, 5), (0, 260)])
+    torch.testing.assert_close(rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0)
+
+
 def test_auto_knows_every_backend():
     assert sorted({name for names in PREFERENCE.values() for name in names}) == BACKENDS
 

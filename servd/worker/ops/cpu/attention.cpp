@@ -13,6 +13,7 @@ namespace {
 constexpr int KEYS = 256;  // a piece of the context, scored and summed up before the next one
 constexpr int64_t SPLIT_KEYS = 1024;  // a longer context is cut here, whatever the batch; the parts are joined in order
 constexpr int MAX_TILE = 8;  // queries that share the reading of a key
+constexpr int64_t MIN_TILES = 64;  // a row with fewer has its parts divided over the threads; of more, they would fill memory
 constexpr int MAX_HEAD_DIM = 256;
 
 struct Attention {
@@ -112,9 +113,10 @@ void attend_keys(const Attention& a, Tile& tile, const int32_t* blocks, int64_t 
             if (shrink != 1.0f)
                 for (int64_t d = 0; d < a.head_dim; d += WIDTH) store(&tile.sums[row][d], load(&tile.sums[row][d]) * shrink);
         }
-        for (int j = 0; j < count; j += int(a.block_size)) {
-            const C* at = values + blocks[(start + j) / a.block_size] * a.kv_heads * head_size;
-            const int size = std::min<int>(int(a.block_size), count - j);
+        for (int j = 0, size = 0; j < count; j += size) {
+            const int64_t offset = (start + j) % a.block_size;  // not 0 where blocks do not fill a piece
+            const C* at = values + blocks[(start + j) / a.block_size] * a.kv_heads * head_size + offset * a.head_dim;
+            size = int(std::min<int64_t>(a.block_size - offset, count - j));
             int row = 0;
             for (; row + 4 <= tile.count; row += 4) gather<4>(a, tile, row, at, scores, j, size);
             for (; row < tile.count; row++) gather<1>(a, tile, row, at, scores, j, size);
@@ -122,22 +124,64 @@ void attend_keys(const Attention& a, Tile& tile, const int32_t* blocks, int64_t 
     }
 }
 
-// One unit of work: a tile of queries of one sequence and one kv head, over one part of the context.
+// One unit of work: a tile of queries of one sequence and one kv head, over some parts of the context.
 struct Task {
-    int32_t row, kv_head, query, part;
+    int32_t row, kv_head, query, part, num_parts;
 };
+
+// A query's sums over the parts of its context [parts][head_dim + 2] become its result.
+void join(const float* states, int64_t parts, int64_t head_dim, float* out) {
+    const int64_t state_size = head_dim + 2;
+    float peak = -INFINITY, total = 0;
+    for (int64_t part = 0; part < parts; part++) peak = std::max(peak, states[part * state_size + head_dim]);
+    memset(out, 0, head_dim * 4);
+    for (int64_t part = 0; part < parts; part++, states += state_size) {
+        const float factor = expf(states[head_dim] - peak);
+        if (factor == 0) continue;  // the part was not seen
+        total += states[head_dim + 1] * factor;
+        for (int64_t d = 0; d < head_dim; d += WIDTH) store(out + d, load(out + d) + load(states + d) * factor);
+    }
+    for (int64_t d = 0; d < head_dim; d += WIDTH) store(out + d, load(out + d) / total);
+}
+
+// Works on a tile whose queries and counts are set, and hands on sums, peak and total of each query and part.
+template <typename C, typename StateOf>
+void attend_parts(const Attention& a, Tile& tile, const int32_t* blocks, const Task& task, StateOf state_of) {
+    const int64_t first_key = *std::min_element(tile.first, tile.first + tile.count);
+    const int64_t last_key = *std::max_element(tile.last, tile.last + tile.count);
+    for (int64_t part = task.part; part < task.part + task.num_parts; part++) {
+        for (int i = 0; i < tile.count; i++) {
+            tile.peak[i] = -INFINITY;
+            tile.total[i] = 0;
+            memset(tile.sums[i], 0, a.head_dim * 4);
+        }
+        // Pieces begin at multiples of KEYS, so that a key is in the same piece for every query of the sequence.
+        const int64_t begin = part * SPLIT_KEYS;
+        const int64_t from = std::max(begin, first_key / KEYS * KEYS), to = std::min(begin + SPLIT_KEYS, last_key);
+        if (from < to) attend_keys<C>(a, tile, blocks, task.kv_head, from, to);
+        for (int i = 0; i < tile.count; i++) {
+            float* state = state_of(i, part);
+            memcpy(state, tile.sums[i], a.head_dim * 4);
+            state[a.head_dim] = tile.peak[i];
+            state[a.head_dim + 1] = tile.total[i];
+        }
+    }
+}
 
 template <typename C>
 void attend(const Attention& a, const int64_t* query_lens, const int64_t* seq_lens, int64_t num_rows, float* out) {
     const int64_t group = a.num_heads / a.kv_heads;  // query heads that share a kv head
     const int64_t tile_size = group >= MAX_TILE ? MAX_TILE : MAX_TILE / group * group;
+    const int64_t state_size = a.head_dim + 2;  // sums, peak, total
     // Cut where the sequence is cut, from its beginning.
     auto parts_of = [&](int64_t row) { return (seq_lens[row] + SPLIT_KEYS - 1) / SPLIT_KEYS; };
     auto tiles_in = [&](int64_t row) { return (query_lens[row] * group + tile_size - 1) / tile_size; };
-    int64_t num_tasks = 0, num_states = 0;
+    auto is_split = [&](int64_t row) { return parts_of(row) > 1 && a.kv_heads * tiles_in(row) < MIN_TILES; };
+    int64_t num_tasks = 0, num_states = 0, most_parts = 0;
     for (int64_t row = 0; row < num_rows; row++) {
-        num_tasks += a.kv_heads * tiles_in(row) * parts_of(row);
-        if (parts_of(row) > 1) num_states += query_lens[row] * a.num_heads * parts_of(row);
+        num_tasks += a.kv_heads * tiles_in(row) * (is_split(row) ? parts_of(row) : 1);
+        if (is_split(row)) num_states += query_lens[row] * a.num_heads * parts_of(row);
+        else most_parts = std::max(most_parts, parts_of(row));
     }
     std::unique_ptr<Task[]> tasks(new Task[num_tasks]);
     std::unique_ptr<int64_t[]> tokens(new int64_t[num_rows]), states(new int64_t[num_rows]);
@@ -146,73 +190,45 @@ void attend(const Attention& a, const int64_t* query_lens, const int64_t* seq_le
         tokens[row] = token;
         states[row] = state;
         token += query_lens[row];
-        const int64_t parts = parts_of(row);
-        if (parts > 1) state += query_lens[row] * a.num_heads * parts;
+        if (is_split(row)) state += query_lens[row] * a.num_heads * parts_of(row);
+        const int64_t num_parts = is_split(row) ? 1 : parts_of(row);
         for (int64_t head = 0; head < a.kv_heads; head++)
             for (int64_t query = 0; query < query_lens[row] * group; query += tile_size)
-                for (int64_t part = 0; part < parts; part++)
-                    tasks[task++] = {int32_t(row), int32_t(head), int32_t(query), int32_t(part)};
+                for (int64_t part = 0; part < parts_of(row); part += num_parts)
+                    tasks[task++] = {int32_t(row), int32_t(head), int32_t(query), int32_t(part), int32_t(num_parts)};
     }
-    const int64_t state_size = a.head_dim + 2;  // sums, peak, total
-    std::unique_ptr<float[]> partial(new float[num_states * state_size]);
+    std::unique_ptr<float[]> shared(new float[num_states * state_size]);
 
 #pragma omp parallel
     {
         Tile tile;
+        std::unique_ptr<float[]> own(new float[most_parts * MAX_TILE * state_size]);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t t = 0; t < num_tasks; t++) {
-            const auto [row, kv_head, query, part] = tasks[t];
-            const int64_t parts = parts_of(row), before = seq_lens[row] - query_lens[row];
-            const int64_t last_query = std::min(query + tile_size, query_lens[row] * group);
-            const int64_t begin = part * SPLIT_KEYS;
-            int64_t first_key = INT64_MAX, last_key = 0;
-            tile.count = int(last_query - query);
+            const Task& task = tasks[t];
+            const int64_t row = task.row, parts = parts_of(row), before = seq_lens[row] - query_lens[row];
+            tile.count = int(std::min(tile_size, query_lens[row] * group - task.query));
+            int64_t places[MAX_TILE];  // of the tile's queries in the step: token * num_heads + head
             for (int i = 0; i < tile.count; i++) {
-                const int64_t position = (query + i) / group, head = kv_head * group + (query + i) % group;
+                const int64_t position = (task.query + i) / group, head = task.kv_head * group + (task.query + i) % group;
+                places[i] = (tokens[row] + position) * a.num_heads + head;
                 tile.q[i] = a.q + (tokens[row] + position) * a.q_stride + head * a.head_dim;
                 tile.last[i] = before + position + 1;
                 tile.first[i] = a.window > 0 ? std::max<int64_t>(0, tile.last[i] - a.window) : 0;
-                tile.peak[i] = -INFINITY;
-                tile.total[i] = 0;
-                memset(tile.sums[i], 0, a.head_dim * 4);
-                first_key = std::min(first_key, tile.first[i]);
-                last_key = std::max(last_key, tile.last[i]);
             }
-            // Pieces begin at multiples of KEYS, so that a key is in the same piece for every query of the sequence.
-            const int64_t from = std::max(begin, first_key / KEYS * KEYS), to = std::min(begin + SPLIT_KEYS, last_key);
-            if (from < to) attend_keys<C>(a, tile, a.block_tables + row * a.max_blocks, kv_head, from, to);
-            for (int i = 0; i < tile.count; i++) {
-                const int64_t position = (query + i) / group, head = kv_head * group + (query + i) % group;
-                float* to_state = &partial[(states[row] + (position * a.num_heads + head) * parts + part) * state_size];
-                float* to_out = out + ((tokens[row] + position) * a.num_heads + head) * a.head_dim;
-                if (parts > 1) {
-                    memcpy(to_state, tile.sums[i], a.head_dim * 4);
-                    to_state[a.head_dim] = tile.peak[i];
-                    to_state[a.head_dim + 1] = tile.total[i];
-                } else {
-                    const float factor = 1.0f / tile.total[i];
-                    for (int64_t d = 0; d < a.head_dim; d += WIDTH) store(to_out + d, load(&tile.sums[i][d]) * factor);
-                }
-            }
+            const int64_t first_place = tokens[row] * a.num_heads;
+            attend_parts<C>(a, tile, a.block_tables + row * a.max_blocks, task, [&](int i, int64_t part) {
+                return is_split(row) ? shared.get() + (states[row] + (places[i] - first_place) * parts + part) * state_size
+                                     : own.get() + (i * parts + part) * state_size;
+            });
+            for (int i = 0; i < tile.count && !is_split(row); i++)
+                join(own.get() + i * parts * state_size, parts, a.head_dim, out + places[i] * a.head_dim);
         }
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < num_rows; row++) {
-            const int64_t parts = parts_of(row);
-            for (int64_t query = 0; parts > 1 && query < query_lens[row] * a.num_heads; query++) {
-                const float* from = &partial[(states[row] + query * parts) * state_size];
-                float* to_out = out + (tokens[row] * a.num_heads + query) * a.head_dim;
-                float peak = -INFINITY, total = 0;
-                for (int64_t part = 0; part < parts; part++) peak = std::max(peak, from[part * state_size + a.head_dim]);
-                memset(to_out, 0, a.head_dim * 4);
-                for (int64_t part = 0; part < parts; part++, from += state_size) {
-                    const float factor = expf(from[a.head_dim] - peak);
-                    if (factor == 0) continue;  // the part was not seen
-                    total += from[a.head_dim + 1] * factor;
-                    for (int64_t d = 0; d < a.head_dim; d += WIDTH) store(to_out + d, load(to_out + d) + load(from + d) * factor);
-                }
-                for (int64_t d = 0; d < a.head_dim; d += WIDTH) store(to_out + d, load(to_out + d) / total);
-            }
-        }
+        for (int64_t row = 0; row < num_rows; row++)
+            for (int64_t query = 0; is_split(row) && query < query_lens[row] * a.num_heads; query++)
+                join(shared.get() + (states[row] + query * parts_of(row)) * state_size, parts_of(row), a.head_dim,
+                     out + (tokens[row] * a.num_heads + query) * a.head_dim);
     }
 }
 
