@@ -123,8 +123,8 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
     """See `Ops.activate`."""
     if not _fits(x):
         return reference.activate(x, name)
-    out = torch.empty_like(x)
-    _lib().servd_activate(x.data_ptr(), 1, x.numel(), FUNCTIONS[name], 0, out.data_ptr())
+    out, size = torch.empty_like(x), x.shape[-1]
+    _lib().servd_activate(x.data_ptr(), x.numel() // size, size, FUNCTIONS[name], 0, out.data_ptr())
     return out
 
 

@@ -7,8 +7,10 @@ import torch
 
 from servd.worker.ops import native
 from servd.worker.ops.native import PackedMatrix
+from servd.worker.sample.ops import native as sampling
 
-SHAPES = [(33, 20), (1, 1), (64, 768), (100, 1024), (50, 2500)]  # [out, in]: whole panels and not, one piece and more
+# [out, in]: whole panels and not, one piece and more, nothing to add up.
+SHAPES = [(33, 20), (1, 1), (64, 768), (100, 1024), (50, 2500), (5, 0)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 MANY = 131  # rows: several tiles, the last ones lower
 
@@ -47,7 +49,7 @@ def test_products_and_rows_equal_float64(shape: tuple[int, int], dtype: torch.dt
     bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(0))
     index = torch.tensor([0, shape[0] - 1, shape[0] // 2])
     torch.testing.assert_close(packed.rows(index), exact[index].float(), rtol=1e-6, atol=0)
-    for num_rows in (1, 2, 13, 14, 15, 40, MANY):
+    for num_rows in (0, 1, 2, 13, 14, 15, 40, MANY):
         x = inputs(num_rows, shape[1])
         terms = x.double().abs() @ exact.abs().T
         for b in (None, bias):
@@ -66,6 +68,25 @@ def test_a_row_has_the_same_bits_alone_and_among_others(shape: tuple[int, int], 
     for num_rows in (1, 3, 16, 40):
         first = MANY // 2
         assert torch.equal(packed.multiply(x[first : first + num_rows], None), together[first : first + num_rows])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_number_of_16_bits_is_widened_exactly(dtype: torch.dtype):
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).unsqueeze(1)
+    widened = PackedMatrix(numbers).rows(torch.arange(len(numbers)))
+    torch.testing.assert_close(widened, numbers.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_nan_stays_nan():
+    """A limit that replaces it would make plausible numbers of a broken model's."""
+    x = torch.linspace(-5, 5, 70).unsqueeze(0)
+    x[0, [3, 69]] = torch.nan
+    for name in native.FUNCTIONS:
+        assert torch.equal(native.activate(x, name).isnan(), x.isnan()), name
+    log_totals, _ = sampling.score(x, torch.tensor([0]))
+    assert log_totals.isnan().all()
 
 
 @pytest.mark.usefixtures("kernels")

@@ -82,7 +82,7 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
     const int64_t num_panels = (n + PANEL - 1) / PANEL, num_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const auto first_row = [=](int64_t tile) { return rows * tile / num_tiles; };  // tiles of nearly equal height
     const bool widened = sizeof(W) < 4 && num_tiles >= MIN_WIDENED_TILES;
-    const int64_t num_pieces = (k + DEPTH - 1) / DEPTH;
+    const int64_t num_pieces = std::max<int64_t>(1, (k + DEPTH - 1) / DEPTH);  // of k = 0 too: the bias remains
     std::unique_ptr<float[]> copy(rows > 1 ? new float[num_pieces * rows * STRIDE] : nullptr);  // [pieces][rows][STRIDE]
 #pragma omp parallel
     {
@@ -118,7 +118,7 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
                         const bool fetches = num_tiles > 1 && panel + GROUP < last && part < depth * PANEL * int64_t(sizeof(W));
                         const Ahead ahead = fetches ? Ahead{(const char*)weights(panel + GROUP) + part, LINE}
                                                     : Ahead{(const char*)from, 0};
-                        const float* wide = &buffer[(panel - group) * DEPTH * PANEL];
+                        const float* wide = buffer.get() + (widened ? (panel - group) * DEPTH * PANEL : 0);
                         if (widened) multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, wide, depth, out, ahead);
                         else multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, weights(panel), depth, out, ahead);
                     }

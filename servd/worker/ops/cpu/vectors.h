@@ -45,10 +45,13 @@ inline float widen(BFloat16 x) {
 inline float widen(Float16 x) {
 #if defined(__F16C__)
     return _cvtsh_ss(x.bits);
-#else
-    _Float16 half;
-    memcpy(&half, &x.bits, 2);
-    return float(half);
+#else  // by hand: not every C++ compiler has a type for it
+    uint32_t bits = uint32_t(x.bits & 0x7fff) << 13;
+    float result;
+    memcpy(&result, &bits, 4);
+    if ((x.bits & 0x7c00) == 0x7c00) result = bits & 0x7fffff ? NAN : INFINITY;
+    else result *= 0x1p112f;  // the exponents differ by so much; what is subnormal here becomes normal
+    return x.bits & 0x8000 ? -result : result;
 #endif
 }
 inline float widen(int8_t x) { return float(x); }
@@ -62,9 +65,18 @@ inline void narrow(float x, BFloat16* to) {  // to nearest, ties to even
 inline void narrow(float x, Float16* to) {
 #if defined(__F16C__)
     to->bits = _cvtss_sh(x, 0);
-#else
-    _Float16 half = _Float16(x);
-    memcpy(&to->bits, &half, 2);
+#else  // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) to->bits = uint16_t(sign | 0x7e00);
+    else if (size >= 0x477ff000) to->bits = uint16_t(sign | 0x7c00);  // 65520 and more
+    else if (size >= 0x38800000) to->bits = uint16_t(sign | ((size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13));
+    else {  // subnormal: the sum with 0.5 is rounded where it must be
+        const float shifted = fabsf(x) + 0.5f;
+        memcpy(&bits, &shifted, 4);
+        to->bits = uint16_t(sign | (bits - 0x3f000000));
+    }
 #endif
 }
 
@@ -103,8 +115,8 @@ inline Vec load(const int8_t* p) {
 }
 
 inline Vec select(IntVec condition, Vec a, Vec b) { return (Vec)((condition & (IntVec)a) | (~condition & (IntVec)b)); }
-inline Vec at_most(Vec x, float limit) { return select(x < limit, x, splat(limit)); }
-inline Vec at_least(Vec x, float limit) { return select(x > limit, x, splat(limit)); }
+inline Vec at_most(Vec x, float limit) { return select(x > limit, splat(limit), x); }  // NaN stays
+inline Vec at_least(Vec x, float limit) { return select(x < limit, splat(limit), x); }
 
 inline float sum(Vec x) {
     float total = 0;
@@ -112,7 +124,7 @@ inline float sum(Vec x) {
     return total;
 }
 
-// e^x within 2 units in the last place: 2^n times a polynomial on [-ln(2)/2, ln(2)/2]; 0 below -87.3.
+// e^x within 2 units in the last place: 2^n times a polynomial on [-ln(2)/2, ln(2)/2]; 0 below -87.3, NaN of NaN.
 inline Vec exp_of(Vec x) {
     const IntVec tiny = x < -87.3f;
     x = at_least(at_most(x, 88.7f), -87.3f);
