@@ -44,6 +44,9 @@ class ResponseStore:
         self.num_bytes = 0
         self._stored: OrderedDict[str, Stored] = OrderedDict()  # least recently used first
 
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._stored
+
     def put(self, stored: Stored) -> None:
         """Keep a response, or its new state, and forget the ones that were not used for longest."""
         self.pop(stored.response.id)

@@ -463,6 +463,25 @@ async def test_a_background_response_that_is_cancelled_or_forgotten_before_it_be
         assert served.async_llm.num_unfinished == 0
 
 
+async def test_a_background_response_counts_with_its_events_when_it_is_cancelled():
+    async with serve(listen=True) as served:
+        store = served.app.state.context.responses
+        body = {"input": "hi", "background": True, "stream": True, "max_output_tokens": 2000}
+        async with served.http.stream("POST", URL, json=body) as answer:
+            num_bytes = 0
+            async for piece in answer.aiter_bytes():
+                num_bytes += len(piece)
+                if num_bytes > 10_000:
+                    served.engine.may_step.clear()
+                    break
+        [name] = store._stored
+        assert store.num_bytes < 2_000
+        assert (await served.http.post(f"{URL}/{name}/cancel")).json()["status"] == "cancelled"
+        assert store.num_bytes > num_bytes
+        assert (await served.http.delete(f"{URL}/{name}")).status_code == 200
+        assert store.num_bytes == 0
+
+
 async def events_of(stream) -> list[Any]:
     """All events that the openai client sees."""
     return [event async for event in stream]

@@ -63,7 +63,7 @@ async def create_response(request: Request) -> HTTPResponse:
         log.append(encode([event]))
     request.state.traced.remove(response_id)  # its timeline is longer than the request
     task = asyncio.create_task(_run_detached(turn, request, log))
-    task.add_done_callback(partial(_end_detached, turn, log, context.async_llm.tracer))
+    task.add_done_callback(partial(_end_detached, turn, log, store, context.async_llm.tracer))
     keep(task)
     if body.stream:
         return _stream(request, log, 0, ignored_header(body))
@@ -185,11 +185,15 @@ async def _run_detached(turn: ResponseTurn, request: Request, log: EventLog) -> 
         log.append(encode(turn.fail(error_reply(error, request.state.request_id))))
 
 
-def _end_detached(turn: ResponseTurn, log: EventLog, tracer: Tracer, task: asyncio.Task[None]) -> None:
+def _end_detached(
+    turn: ResponseTurn, log: EventLog, store: ResponseStore, tracer: Tracer, task: asyncio.Task[None]
+) -> None:
     """What follows in any case, also if the task was cancelled before it began."""
     if task.cancelled():
         turn.answer.status = "cancelled"
     log.close()
+    if turn.answer.id in store:  # not forgotten meanwhile
+        turn.keep()  # with all its bytes, which count in the store
     tracer.finish(turn.answer.id)
 
 
