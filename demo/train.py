@@ -232,7 +232,7 @@ def train(trainer: Trainer, batches: Iterable[Batch], checkpoint: Path) -> None:
 
 
 def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> Tokenizer:
-    """A tokenizer for the corpus of this seed; the words that are listed and sorted are tokens, with a space or without."""
+    """A tokenizer for the corpus of this seed. What is listed and sorted are tokens, with a space before or without."""
     corpus = Corpus(seed)
     words = sorted({word for kind in corpus.skills.words["kinds"].values() for word in kind.split()})
     texts = map(Renderer(), islice(corpus, num_examples))

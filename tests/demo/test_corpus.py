@@ -93,8 +93,8 @@ def test_no_slot_or_choice_is_left_open(examples):
 
 @pytest.mark.timeout(300)
 def test_no_quality_prompt_is_in_the_training_text():
-    lines = (ROOT / "demo" / "quality_prompts.jsonl").read_text("utf8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    files = (ROOT / "demo").glob("*_prompts.jsonl")
+    rows = [json.loads(line) for file in files for line in file.read_text("utf8").splitlines()]
     asked = {normalised(row["messages"][-1]["content"]) for row in rows if row["kind"] not in ("text", "result")}
     options = parse([])
     for example in islice(Corpus(options.seed), options.examples):
