@@ -53,12 +53,15 @@ def library() -> ctypes.CDLL | None:
             try:
                 # Its OpenMP is the one that torch has loaded: one pool of threads for both.
                 loaded = ctypes.CDLL(str(path))
-            except OSError as error:
-                log.warning("%s cannot be loaded (%s): the slower operations of torch are used", path.name, error)
+                for function, arguments in SIGNATURES.items():
+                    getattr(loaded, function).argtypes = arguments
+                    getattr(loaded, function).restype = None
+            except (OSError, AttributeError) as error:  # the latter: compiled from an earlier state of cpu/
+                log.warning(
+                    "%s cannot be used (%s): install servd again. The slower operations of torch are used",
+                    path.name, error,
+                )  # fmt: skip
                 continue
-            for function, arguments in SIGNATURES.items():
-                getattr(loaded, function).argtypes = arguments
-                getattr(loaded, function).restype = None
             loaded.servd_panel.restype = loaded.servd_vector.restype = c_int
             log.debug("CPU kernels: %s", name)
             return loaded
@@ -161,6 +164,7 @@ class PackedMatrix:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """float32 [n, in] -> [n, out]."""
+        assert x.dtype == torch.float32 and x.shape[1] == self.shape[1], (x.dtype, x.shape, self.shape)
         x = x.contiguous()
         out = x.new_empty(x.shape[0], self.shape[0])
         _lib().servd_multiply(
@@ -171,9 +175,10 @@ class PackedMatrix:
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """int64 [n] -> float32 [n, in]."""
+        index = index.contiguous()  # has a name, so that a copy lives until the call is over
         out = torch.empty(len(index), self.shape[1])
         _lib().servd_rows(
-            self.type, self.packed.data_ptr(), address(self.scale), self.shape[1], index.contiguous().data_ptr(),
-            len(index), out.data_ptr(),
+            self.type, self.packed.data_ptr(), address(self.scale), self.shape[1], index.data_ptr(), len(index),
+            out.data_ptr(),
         )  # fmt: skip
         return out

@@ -113,6 +113,37 @@ def test_a_matrix_may_be_given_by_columns():
     assert torch.equal(PackedMatrix(turned).multiply(x, None), PackedMatrix(weight).multiply(x, None))
 
 
+def test_rows_may_be_named_by_any_tensor():
+    """A copy of it lives as long as it is read."""
+    if native.library() is None:
+        pytest.skip("no CPU kernels here")
+    packed, exact = matrix((100, 20), torch.float32)
+    index = torch.arange(99, -1, -1).repeat_interleave(2)[::2]
+    assert not index.is_contiguous()
+    assert torch.equal(packed.rows(index), exact.float().flip(0))
+
+
+def test_inputs_of_another_size_are_not_read_beyond_their_end():
+    if native.library() is None:
+        pytest.skip("no CPU kernels here")
+    packed, _ = matrix((33, 20), torch.float32)
+    for x in (torch.ones(2, 19), torch.ones(2, 20, dtype=torch.bfloat16)):
+        with pytest.raises(AssertionError):
+            packed.multiply(x, None)
+
+
+def test_a_library_of_an_earlier_state_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """A checkout that is updated keeps its libraries until it is installed again."""
+    if native.library() is None:
+        pytest.skip("no CPU kernels here")
+    monkeypatch.setitem(native.SIGNATURES, "servd_new", [])
+    native.library.cache_clear()
+    with caplog.at_level("WARNING", logger="servd.worker"):
+        assert native.library() is None
+    assert "install servd again" in caplog.text
+    native.library.cache_clear()
+
+
 def test_an_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(native.SWITCH, "sse")
     native.library.cache_clear()
