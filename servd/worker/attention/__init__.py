@@ -12,8 +12,9 @@ from servd.worker.attention._base import AttentionSpec, Backend
 log = logging.getLogger("servd.worker")
 
 # For "auto", by type of the device: the fastest first. On CUDA not measured yet; FlashAttention 3 is tuned by hand for
-# the one chip that it runs on, the Triton kernels read the cache in place, and torch_sdpa copies what it reads.
-PREFERENCE = {"cuda": ("varlen", "triton", "torch_sdpa"), "cpu": ("native", "torch_sdpa")}
+# the one chip that it runs on, the Triton kernels read the cache in place, FlashInfer is without graphs, and torch_sdpa
+# copies what it reads.
+PREFERENCE = {"cuda": ("varlen", "triton", "flashinfer", "torch_sdpa"), "cpu": ("native", "torch_sdpa")}
 
 
 def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:

@@ -102,6 +102,6 @@ def test_a_backend_that_cannot_run_says_why():
     spec = AttentionSpec(4, 4, 32, 16, None, torch.float32, torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match="--attention-backend varlen: needs CUDA, not cpu"):
         make_backend("varlen", spec)
-    with pytest.raises(ConfigError, match="there are: native, torch_sdpa, triton, varlen"):
+    with pytest.raises(ConfigError, match="there are: flashinfer, native, torch_sdpa, triton, varlen"):
         make_backend("nonsense", spec)
     assert make_backend("auto", spec)[0] == ("native" if library() else "torch_sdpa")

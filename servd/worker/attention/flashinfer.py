@@ -1,0 +1,95 @@
+"""Attention by FlashInfer (https://docs.flashinfer.ai), planned once a step; CUDA only, extra `servd[flashinfer]`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.attention._base import Backend as AttentionBackend
+from servd.worker.device import upload
+
+HEAD_DIMS = (64, 128, 256)
+WORKSPACE_BYTES = 256 << 20  # for partial results of split rows; 128 MiB, as recommended, are too few for 64 heads
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The rest of a step is in the wrapper's plan."""
+
+    slot_mapping: torch.Tensor
+
+
+class Backend(AttentionBackend[Metadata]):
+    """One kernel call per layer for the whole mixed batch: a decode row is a prompt of one token.
+
+    Not for graphs: a plan depends on the lengths of the rows and is made by the host, so a captured one holds for its
+    own step only.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        self.wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self.plan_copied = torch.cuda.Event() if spec.device.type == "cuda" else None
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Needs the package, an Ampere GPU or later, a 16-bit type and a usual head_dim."""
+        if spec.device.type != "cuda":
+            return f"needs CUDA, not {spec.device.type}"
+        if (capability := torch.cuda.get_device_capability(spec.device)) < (8, 0):
+            return f"needs compute capability 8.0 (Ampere) or later, not {capability[0]}.{capability[1]}"
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            return f"needs float16 or bfloat16, not {spec.dtype}"
+        if spec.kv_dtype != spec.dtype:
+            return f"needs a cache of {spec.dtype}, not {spec.kv_dtype}"
+        if spec.head_dim not in HEAD_DIMS:
+            return f"needs a head_dim of {', '.join(map(str, HEAD_DIMS))}, not {spec.head_dim}"
+        if importlib.util.find_spec("flashinfer") is None:
+            return "needs the package flashinfer-python: pip install 'servd[flashinfer]'"
+        return None
+
+    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+        """Give the step's rows and pages to the planner, which works on the host."""
+        spec = self.spec
+        num_pages = -(-batch.seq_lens // spec.block_size)
+        page_starts = _starts(num_pages)
+        rows = np.repeat(np.arange(len(num_pages)), num_pages)
+        columns = np.arange(page_starts[-1]) - np.repeat(page_starts[:-1], num_pages)
+        entries = upload(rows * batch.block_tables.shape[1] + columns, spec.device)
+        if self.plan_copied is not None:
+            # The planner's results leave by pinned memory, which the next call overwrites: with two steps in flight
+            # the copy of the last ones may not have begun.
+            self.plan_copied.synchronize()
+        self.wrapper.plan(
+            torch.from_numpy(_starts(batch.query_lens)),
+            torch.from_numpy(page_starts),
+            batch.block_tables.flatten()[entries],
+            torch.from_numpy(((batch.seq_lens - 1) % spec.block_size + 1).astype(np.int32)),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.block_size,
+            causal=True,
+            sm_scale=1.0,  # layers may differ in theirs: see `attend`
+            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            q_data_type=spec.dtype,
+            kv_data_type=spec.kv_dtype,
+        )
+        if self.plan_copied is not None:
+            self.plan_copied.record(torch.cuda.current_stream(spec.device))
+        return Metadata(batch.slot_mapping)
+
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+        """One kernel over all rows; the factor on the scores goes in as one on the keys."""
+        return self.wrapper.run(q.contiguous(), (kv_cache[0], kv_cache[1]), k_scale=scale)
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """int32 [n + 1]: where each of n runs begins, and where the last one ends."""
+    return np.concatenate(([0], counts.cumsum())).astype(np.int32)
