@@ -2,8 +2,8 @@
 
 `demo/quality_prompts.jsonl` was written apart from the training text, which was widened where the model failed on them;
 `demo/fresh_prompts.jsonl` by somebody who had not read the training text, when it was finished. Each prompt has a kind,
-and `KINDS` has the rule by which an answer of that kind passes. Whatever the kind, an answer must end by itself and must
-not loop. `pytest tests/demo/test_quality.py -s` shows the scores and the answers that failed.
+and `KINDS` has the rule by which an answer of that kind passes. Whatever the kind, an answer must end by itself and
+must not loop. `pytest tests/demo/test_quality.py -s` shows the scores and the answers that failed.
 """
 
 import json

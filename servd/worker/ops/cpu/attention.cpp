@@ -84,6 +84,7 @@ void attend_keys(const Attention& a, Tile& tile, const int32_t* blocks, int64_t 
             const int64_t key = start + j;
             const C* at = keys + blocks[key / a.block_size] * a.kv_heads * head_size + key % a.block_size;
             int row = 0;
+            for (; row + 8 <= tile.count; row += 8) score<8>(a, tile, row, at, scores, j);
             for (; row + 4 <= tile.count; row += 4) score<4>(a, tile, row, at, scores, j);
             for (; row < tile.count; row++) score<1>(a, tile, row, at, scores, j);
         }
@@ -118,6 +119,7 @@ void attend_keys(const Attention& a, Tile& tile, const int32_t* blocks, int64_t 
             const C* at = values + blocks[(start + j) / a.block_size] * a.kv_heads * head_size + offset * a.head_dim;
             size = int(std::min<int64_t>(a.block_size - offset, count - j));
             int row = 0;
+            for (; row + 8 <= tile.count; row += 8) gather<8>(a, tile, row, at, scores, j, size);
             for (; row + 4 <= tile.count; row += 4) gather<4>(a, tile, row, at, scores, j, size);
             for (; row < tile.count; row++) gather<1>(a, tile, row, at, scores, j, size);
         }
