@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +19,7 @@ from servd.errors import ModelNotFound, UnsupportedModel
 from servd.hf import ModelSpec, weight_files
 from servd.worker.layers._matrix import Form, Matrix
 from servd.worker.layers._weight import Weight
-from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 from servd.worker.staging import Staging
@@ -27,6 +29,8 @@ log = logging.getLogger("servd.worker")
 MODELS = "servd.worker.models"
 QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
+# Of a calibrated checkpoint, beside the projections or below one of them.
+KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
 
 class Model(Protocol):
@@ -47,6 +51,10 @@ class Model(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """Every weight once; tied ones under their first name."""
+        ...
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        """Every layer, by its name."""
         ...
 
 
@@ -87,17 +95,19 @@ def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -
         UnsupportedModel: a tensor that the model does not know, or one of another shape.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
+    attentions = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
     is_on_cuda = any(weight.is_cuda for weight in weights.values())
     copy = Staging() if is_on_cuda else torch.Tensor.copy_
     files = weight_files(folder)
     done, total = 0, sum(file.stat().st_size for file in files)
     for name, tensor in _tensors(files):
-        target, part = _target(model, weights, name)
-        if target is not None:
-            try:
-                target.load(tensor, part, copy)
-            except ValueError as error:
-                raise UnsupportedModel(f"{folder}: tensor {name} has {error}") from None
+        try:
+            if not _load_kv_scale(model, attentions, name, tensor):
+                target, part = _target(model, weights, name)
+                if target is not None:
+                    target.load(tensor, part, copy)
+        except ValueError as error:
+            raise UnsupportedModel(f"{folder}: tensor {name} has {error}") from None
         done += tensor.nbytes
         progress(min(done / total, 1.0))
     missing = [name for name, weight in weights.items() if weight.missing]
@@ -113,6 +123,27 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ModelNotFound(f"{path} cannot be read: {error}") from None
+
+
+def _load_kv_scale(model: Model, attentions: dict[str, Attention], name: str, tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a scale of an attention layer's keys or values, which then has it.
+
+    Raises:
+        ValueError: it is not one positive number.
+    """
+    if not (found := KV_SCALE.fullmatch(name)):
+        return False
+    layer = f"{found[1]}.attention"
+    attention = attentions.get(layer) or attentions.get(model.base_prefix + layer)
+    if attention is None:
+        return False
+    if tensor.numel() != 1:
+        raise ValueError(f"shape {list(tensor.shape)}, expected one number: only scales of whole layers are supported")
+    scale = tensor.item()
+    if not 0 < scale < math.inf:
+        raise ValueError(f"the value {scale}, expected a positive number")
+    attention.kv_scales[found[2]] = scale
+    return True
 
 
 def _target(model: Model, weights: dict[str, Weight], name: str) -> tuple[Weight | None, int | None]:

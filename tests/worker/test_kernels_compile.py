@@ -16,7 +16,7 @@ NO_PENALTIES = {"bitmask_ptr": None, "slots_ptr": None, "counts_ptr": None, "fac
 # Llama 3 8B: 32 heads, 8 of keys and values, of 128 numbers each.
 SPLITS = {"HEAD_DIM": 128, "WINDOW": None, "TILE_KEYS": 64, "SPLIT_QUERIES": 4, "MIN_SPLIT": 512, "MAX_SPLITS": 16}
 TILES = {"GROUP": 4, "KV_HEADS": 8, "BLOCK_SIZE": 16, "DECODE_LINES": 16, "PREFILL_LINES": 64, "HAS_TILES": True}
-ATTENTION = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i32 *i32 *i32 i32:16 i32 i32 i32 i32 i32 fp32 fp32"
+ATTENTION = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i32 *i32 *i32 i32:16 i32 i32 i32 i32 i32 fp32"
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
 KERNELS = [
     (f"{OPS}.paged_attention.attention_kernel", ATTENTION, SPLITS | TILES, 4),
@@ -24,9 +24,9 @@ KERNELS = [
      SPLITS | TILES | {"HAS_TILES": False, "WINDOW": 4096}, 4),
     (f"{OPS}.paged_attention.merge_kernel", "*fp32 *fp32 *bf16 *i32 *i32 i32 i32", SPLITS, 1),
     (f"{OPS}.rotary.rotate_and_store_kernel",
-     "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 *bf16 i32 i32:16 i32:16 i32:16 fp32 fp32", ROTARY, 4),
+     "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 *bf16 i32 i32:16 i32:16 i32:16", ROTARY, 4),
     (f"{OPS}.rotary.rotate_and_store_kernel",
-     "*bf16 *bf16 *bf16 *bf16 *fp8e4nv *fp8e4nv *i64 i32 i32:16 i32:16 i32:16 fp32 fp32",
+     "*bf16 *bf16 *bf16 *bf16 *fp8e4nv *fp8e4nv *i64 i32 i32:16 i32:16 i32:16",
      ROTARY | {"cos_ptr": None, "sin_ptr": None}, 4),
     (f"{OPS}.norm.norm_kernel", "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 fp32",
      {"ROWS": 1, "BLOCK": 4096}, 8),

@@ -90,6 +90,8 @@ class Backend(ABC, Generic[Metadata]):
     ) -> torch.Tensor:
         """Turn queries and keys by their positions, and store keys and values at their slots.
 
+        Numbers beyond the range of a cache of float8_e4m3fn become its largest.
+
         Args:
             q: [num_tokens, num_heads, head_dim].
             k: [num_tokens, num_kv_heads, head_dim].
@@ -103,6 +105,9 @@ class Backend(ABC, Generic[Metadata]):
         """
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
+        if kv_cache.dtype == torch.float8_e4m3fn:
+            largest = torch.finfo(kv_cache.dtype).max
+            k, v = k.clamp(-largest, largest), v.clamp(-largest, largest)
         cache = kv_cache.view(2, -1, *k.shape[1:])
         cache[0, metadata.slot_mapping] = k.to(cache.dtype)
         cache[1, metadata.slot_mapping] = v.to(cache.dtype)

@@ -39,7 +39,6 @@ class Backend(AttentionBackend[Metadata]):
 
         self.paged_attention, self.rotary = paged_attention, rotary
         self.group = spec.num_heads // spec.num_kv_heads
-        self.kv_scales = (1.0, 1.0)  # what keys and values are divided by in the cache
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -81,7 +80,7 @@ class Backend(AttentionBackend[Metadata]):
         rotation: Rotation | None,
     ) -> torch.Tensor:
         """One kernel for all of it."""
-        return self.rotary.rotate_and_store(q, k, v, kv_cache, metadata.slot_mapping, rotation, self.kv_scales)
+        return self.rotary.rotate_and_store(q, k, v, kv_cache, metadata.slot_mapping, rotation)
 
     def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
         """One kernel over all rows, and one that merges what was split."""
@@ -95,5 +94,4 @@ class Backend(AttentionBackend[Metadata]):
             metadata.plan,
             scale,
             self.spec.sliding_window,
-            self.kv_scales,
         )

@@ -81,6 +81,22 @@ def test_the_cache_may_be_narrower(name: str, device: str, kv_dtype: torch.dtype
     torch.testing.assert_close(rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_numbers_that_an_8_bit_cache_cannot_hold_become_its_largest(name: str, device: str):
+    spec = AttentionSpec(1, 1, 16, 16, None, torch.float32, torch.float8_e4m3fn, torch.device(device))
+    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    if (reason := backend_class.supports(spec)) is not None:
+        pytest.skip(f"{name}: {reason}")
+    rows, backend = Rows(spec, [(0, 2)]), backend_class(spec)
+    metadata = backend.build_metadata(batch := rows.batch(rows.computed, rows.seq_lens))
+    k = torch.tensor([[[1000.0] * 8 + [-3.0] * 8], [[-449.0] * 16]], device=device)
+    cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks), dtype=spec.kv_dtype, device=device)
+    backend.write(k, k, -k, cache, metadata, None)
+    stored = cache.view(2, -1, 16)[:, batch.slot_mapping].float()
+    assert torch.equal(stored, torch.stack([k, -k]).flatten(2).clamp(-448, 448))
+
+
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("block_size", [48, 80])
 @pytest.mark.parametrize("name", BACKENDS)

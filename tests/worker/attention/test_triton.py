@@ -90,14 +90,6 @@ def test_a_plan_of_upper_bounds_serves_every_decode_step(spec):
     assert torch.equal(exact.run(bounded), exact.run(backend))
 
 
-@pytest.mark.usefixtures("short_splits")
-def test_an_fp8_cache_may_have_scales(spec):
-    rows = Rows(dataclasses.replace(spec, kv_dtype=torch.float8_e4m3fn), [(79, 1), (0, 9)])
-    backend = Backend(rows.spec)
-    backend.kv_scales = (0.5, 0.25)
-    torch.testing.assert_close(rows.run(backend).double(), rows.expected(), atol=1e-5, rtol=0)
-
-
 def test_writing_leaves_everything_else_alone(spec):
     rows, backend = Rows(spec, [(0, 5), (0, 3)], rotary=True), Backend(spec)
     batch = rows.batch(rows.computed, rows.seq_lens)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from servd.errors import ConfigError
+from servd.errors import ConfigError, UnsupportedModel
 from servd.worker.quantization.fp8 import quantize
 from tests.worker.driver import Driver, config_for
 
@@ -71,3 +73,70 @@ def test_outputs_are_close_to_those_without(tiny_llama: Path, device: torch.devi
         assert driver.logits[slot][1].isfinite().all()
     divergence = torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="sum")
     assert 0 < divergence < 3e-2
+
+
+FACTOR = 2.0**14  # keys and values of tiny models are about 1: beyond what e4m3 can hold
+
+
+@pytest.fixture
+def with_tensors(tiny_llama: Path, tmp_path: Path):
+    """Makes a checkpoint of changed tensors."""
+
+    def make(change) -> Path:
+        folder = tmp_path / "changed"
+        shutil.copytree(tiny_llama, folder, dirs_exist_ok=True)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+def grow(tensors: dict[str, torch.Tensor]) -> None:
+    """The same model with keys and values FACTOR times as large."""
+    for name, tensor in tensors.items():
+        if "k_proj" in name or "v_proj" in name:
+            tensor *= FACTOR
+        if "q_proj" in name or "o_proj" in name:
+            tensor /= FACTOR
+
+
+def logits_of(folder: Path, kv_cache_dtype: str) -> torch.Tensor:
+    """Of a prompt and of a step of one token."""
+    config = config_for(folder, kv_cache_dtype=kv_cache_dtype, block_size=16, attention_backend="torch_sdpa")
+    driver = Driver(config)
+    slot = driver.add([5, 17, 99, 200, 31, 8, 44, 3])
+    driver.generate([slot], 2)
+    return torch.stack(driver.logits[slot])
+
+
+@pytest.mark.parametrize("names", ["{}_scale", "{0}_proj.{0}_scale", "attn.{}_scale"])
+def test_scales_of_a_calibrated_checkpoint_are_used(tiny_llama: Path, with_tensors, names: str):
+    def calibrated(tensors: dict[str, torch.Tensor]) -> None:
+        grow(tensors)
+        for layer in [name.removesuffix("q_proj.weight") for name in tensors if name.endswith("q_proj.weight")]:
+            tensors |= {layer + names.format(part): torch.tensor([FACTOR]) for part in "kv"}
+
+    # Powers of two: every number in the cache is the same.
+    torch.testing.assert_close(logits_of(with_tensors(calibrated), "fp8"), logits_of(tiny_llama, "fp8"))
+    assert not torch.allclose(logits_of(with_tensors(grow), "fp8"), logits_of(tiny_llama, "fp8"), atol=0.1)
+
+
+def test_scales_are_of_no_effect_on_a_wider_cache(tiny_llama: Path, with_tensors):
+    folder = with_tensors(lambda tensors: tensors.update({"model.layers.0.self_attn.v_scale": torch.tensor(0.3)}))
+    assert torch.equal(logits_of(folder, "auto"), logits_of(tiny_llama, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("model.layers.0.self_attn.k_scale", [0.5, 0.5], r"k_scale has shape \[2\], expected one number"),
+        ("model.layers.0.self_attn.k_scale", [0.0], "has the value 0.0, expected a positive number"),
+        ("model.layers.0.mlp.k_scale", [0.5], "a tensor 'model.layers.0.mlp.k_scale'"),
+    ],
+)
+def test_other_scales_are_refused(with_tensors, name: str, value: list[float], reason: str):
+    folder = with_tensors(lambda tensors: tensors.update({name: torch.tensor(value)}))
+    with pytest.raises(UnsupportedModel, match=reason):
+        logits_of(folder, "fp8")

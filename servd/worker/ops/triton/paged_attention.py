@@ -103,7 +103,6 @@ def paged_attention(
     plan: Plan,
     scale: float,
     window: int | None,
-    kv_scales: tuple[float, float],
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each row over the row's keys and values in the cache.
 
@@ -117,7 +116,6 @@ def paged_attention(
         plan: of this step.
         scale: factor on the scores.
         window: a token sees itself and the window - 1 tokens before; None: all before.
-        kv_scales: factors on the cache's keys and values.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous.
@@ -138,7 +136,7 @@ def paged_attention(
     attention_kernel[plan.num_tiles + num_rows * plan.max_splits, num_kv_heads](
         q, kv_cache[0], kv_cache[1], out, partials, lses, block_tables, query_start_loc, seq_lens,
         q.stride(0), block_tables.stride(0), num_rows, plan.num_tiles, plan.max_queries, plan.max_splits,
-        scale * math.log2(math.e) * kv_scales[0], kv_scales[1],
+        scale * math.log2(math.e),
         **sizes, GROUP=group, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HAS_TILES=plan.num_tiles > 0,
         DECODE_LINES=_lines_of(DECODE_LINES, group), PREFILL_LINES=_lines_of(PREFILL_LINES, group),
         num_warps=tuned.num_warps, num_stages=tuned.num_stages,
@@ -163,7 +161,7 @@ def _lines_of(least: int, group: int) -> int:
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "num_tiles", "max_queries", "max_splits"])
 def attention_kernel(
     q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    q_stride, table_stride, num_rows, num_tiles, max_queries, max_splits, score_scale, value_scale,
+    q_stride, table_stride, num_rows, num_tiles, max_queries, max_splits, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_TILES: tl.constexpr,
@@ -178,14 +176,14 @@ def attention_kernel(
         if program < num_tiles:
             _prefill_tile(
                 q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-                q_stride, table_stride, num_rows, num_tiles - 1 - program, score_scale, value_scale,
+                q_stride, table_stride, num_rows, num_tiles - 1 - program, score_scale,
                 HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, GROUP, KV_HEADS, BLOCK_SIZE, PREFILL_LINES,
             )  # fmt: skip
     if program >= num_tiles:
         row, split = (program - num_tiles) // max_splits, (program - num_tiles) % max_splits
         _decode_split(
             q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-            q_stride, table_stride, row, split, max_queries, max_splits, score_scale, value_scale,
+            q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
             HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, MIN_SPLIT, MAX_SPLITS,
             GROUP, KV_HEADS, BLOCK_SIZE, DECODE_LINES,
         )  # fmt: skip
@@ -194,7 +192,7 @@ def attention_kernel(
 @triton.jit
 def _prefill_tile(
     q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    q_stride, table_stride, num_rows, tile, score_scale, value_scale,
+    q_stride, table_stride, num_rows, tile, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr, SPLIT_QUERIES: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
@@ -213,13 +211,13 @@ def _prefill_tile(
             HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, LINES,
         )  # fmt: skip
         at = (start + query) * (KV_HEADS * GROUP) + head
-        _store(out_ptr, at, valid, result * value_scale, HEAD_DIM)
+        _store(out_ptr, at, valid, result, HEAD_DIM)
 
 
 @triton.jit
 def _decode_split(
     q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    q_stride, table_stride, row, split, max_queries, max_splits, score_scale, value_scale,
+    q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr,
@@ -238,10 +236,10 @@ def _decode_split(
         )  # fmt: skip
         if num_splits == 1:
             at = (start + query) * (KV_HEADS * GROUP) + head
-            _store(out_ptr, at, valid, result * value_scale, HEAD_DIM)
+            _store(out_ptr, at, valid, result, HEAD_DIM)
         else:
             at = ((row * max_queries + query) * (KV_HEADS * GROUP) + head) * max_splits + split
-            _store(partial_ptr, at, valid, result * value_scale, HEAD_DIM)
+            _store(partial_ptr, at, valid, result, HEAD_DIM)
             tl.store(lse_ptr + at, lse, mask=valid)
 
 

@@ -19,7 +19,6 @@ def rotate_and_store(
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     rotation: Rotation | None,
-    scales: tuple[float, float],
 ) -> torch.Tensor:
     """Turn q and k by their positions, and store k and v at their slots, in one kernel.
 
@@ -27,10 +26,10 @@ def rotate_and_store(
         q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart, as slices of qkv are.
         k: [num_tokens, num_kv_heads, head_dim].
         v: like k.
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of any floating type.
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of any floating type; numbers beyond the range
+            of float8_e4m3fn become its largest.
         slot_mapping: int64 [num_tokens]: block * block_size + offset; negative: the token is not stored.
         rotation: cos and sin, [num_tokens, head_dim / 2] each, or None.
-        scales: of keys and values, which are divided by them before they are stored.
 
     Returns:
         The turned queries, contiguous; q itself without a rotation.
@@ -44,7 +43,7 @@ def rotate_and_store(
     grid = (triton.cdiv(num_tokens * num_heads, rows), 2 if rotation is None else 3)
     rotate_and_store_kernel[grid](
         q, k, v, turned, kv_cache[0], kv_cache[1], slot_mapping, cos, sin,
-        num_tokens, q.stride(0), k.stride(0), v.stride(0), *scales,
+        num_tokens, q.stride(0), k.stride(0), v.stride(0),
         num_heads, k.shape[1], head_dim, rows,
     )  # fmt: skip
     return turned
@@ -53,7 +52,7 @@ def rotate_and_store(
 @triton.jit(do_not_specialize=["num_tokens"])
 def rotate_and_store_kernel(
     q_ptr, k_ptr, v_ptr, turned_ptr, key_ptr, value_ptr, slots_ptr, cos_ptr, sin_ptr,
-    num_tokens, q_stride, k_stride, v_stride, key_scale, value_scale,
+    num_tokens, q_stride, k_stride, v_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program per ROWS heads of q, k or v, counted through all tokens."""
@@ -65,14 +64,14 @@ def rotate_and_store_kernel(
         # Pointers of two types cannot be one variable: the cache may be narrower than k and v.
         if tensor == 0:
             from_ptr = k_ptr + token * k_stride + head * HEAD_DIM
-            _turn(from_ptr, key_ptr + to, cos_ptr, sin_ptr, token, slot >= 0, key_scale, HEAD_DIM)
+            _turn(from_ptr, key_ptr + to, cos_ptr, sin_ptr, token, slot >= 0, HEAD_DIM)
         else:
             from_ptr = v_ptr + token * v_stride + head * HEAD_DIM
-            _turn(from_ptr, value_ptr + to, None, None, token, slot >= 0, value_scale, HEAD_DIM)
+            _turn(from_ptr, value_ptr + to, None, None, token, slot >= 0, HEAD_DIM)
     else:
         token, head = _heads(HEADS, ROWS)
         from_ptr, to_ptr = q_ptr + token * q_stride + head * HEAD_DIM, turned_ptr + (token * HEADS + head) * HEAD_DIM
-        _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, token < num_tokens, 1.0, HEAD_DIM)
+        _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, token < num_tokens, HEAD_DIM)
 
 
 @triton.jit
@@ -83,8 +82,8 @@ def _heads(HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, valid, scale, HEAD_DIM: tl.constexpr):
-    """Copy the heads at `from_ptr` [ROWS, 1], the pairs (i, i + HEAD_DIM / 2) turned, and all divided by `scale`."""
+def _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, valid, HEAD_DIM: tl.constexpr):
+    """Copy the heads at `from_ptr` [ROWS, 1], the pairs (i, i + HEAD_DIM / 2) turned."""
     HALF: tl.constexpr = HEAD_DIM // 2
     pair = tl.arange(0, HALF)[None, :]
     first = tl.load(from_ptr + pair, mask=valid, other=0.0).to(tl.float32)
@@ -93,5 +92,7 @@ def _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, valid, scale, HEAD_DIM: tl.
         cos = tl.load(cos_ptr + token * HALF + pair, mask=valid, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + token * HALF + pair, mask=valid, other=0.0).to(tl.float32)
         first, second = first * cos - second * sin, second * cos + first * sin
-    tl.store(to_ptr + pair, (first / scale).to(to_ptr.dtype.element_ty), mask=valid)
-    tl.store(to_ptr + HALF + pair, (second / scale).to(to_ptr.dtype.element_ty), mask=valid)
+    if to_ptr.dtype.element_ty == tl.float8e4nv:
+        first, second = tl.clamp(first, -448.0, 448.0), tl.clamp(second, -448.0, 448.0)
+    tl.store(to_ptr + pair, first.to(to_ptr.dtype.element_ty), mask=valid)
+    tl.store(to_ptr + HALF + pair, second.to(to_ptr.dtype.element_ty), mask=valid)
