@@ -18,7 +18,7 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \
-	docs bench bench-gpu docker clean
+	docs bench bench-cpu bench-gpu docker clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ docs: $(VENV)/.dev ## Write the generated parts of docs/
 
 bench: $(VENV)/.dev ## Measure offline generation of MODEL
 	$(BIN)/python bench.py $(MODEL) $(ARGS)
+
+bench-cpu: $(VENV)/.dev ## Measure this CPU and servd with MODEL, a folder; writes docs/benchmarks.md
+	$(BIN)/python bench_cpu.py $(MODEL) --out docs/benchmarks.md $(ARGS)
 
 bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks-gpu.md
 	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m bench_gpu $(ARGS); \

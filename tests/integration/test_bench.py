@@ -15,11 +15,13 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp", reason="servd[bench] is not installed")
 from aiohttp import web  # noqa: E402
 
+import bench_cpu  # noqa: E402
 from servd import plugins  # noqa: E402
-from servd.bench import _data, _load, _report, report  # noqa: E402
+from servd.bench import _data, _load, _report  # noqa: E402
 from servd.errors import ServdError  # noqa: E402
 from tests.parity.families import CASES, make_checkpoint  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 FIRST, GAP, TOKENS = 0.06, 0.02, 5  # seconds, seconds, tokens
 
 
@@ -126,7 +128,7 @@ def commands() -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in plugins.names("servd.bench") if name != "report"])
+@pytest.mark.parametrize("name", plugins.names("servd.bench"))
 def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     options = commands()[name]
     if name == "serve":
@@ -156,7 +158,7 @@ def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
 
 def test_report_measures_the_parts_that_are_asked_for(tmp_path: Path):
     folder, out = make_checkpoint(tmp_path / "model", "gpt2", CASES["gpt2"]["tied"]), tmp_path / "page.md"
-    command = [sys.executable, "-m", "servd", "bench", "report", "--out", str(out), "--parts", "ceilings", "weights"]
+    command = [sys.executable, ROOT / "bench_cpu.py", "--out", str(out), "--parts", "ceilings", "weights"]
     result = subprocess.run([*command, "--", str(folder)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "GB/s" in out.read_text()
@@ -179,7 +181,7 @@ def test_report_compares_with_what_the_machine_allows():
     summary = {"output_tokens_per_s": 30.0, "ttft_ms": {"mean": 50.0}}
     other = {"output_tokens_per_s": 20.0, "ttft_ms": {"mean": 200.0}}
     compared = {"a": {"8": summary}, "b": {"8": other}}
-    text = report.page(facts | times | {"compared": compared, "failed": ["server: no port"]})
+    text = bench_cpu.page(facts | times | {"compared": compared, "failed": ["server: no port"]})
     assert "| float32 | 16.0 | 50 % | 20.0 | 40.0 | 90 | 100 (50 %) |" in text
     assert "| 8 | 30 | 20 | 1.50 | 50 | 200 | 0.25 |" in text
     assert "Not measured: server: no port" in text

@@ -1,4 +1,4 @@
-"""`servd bench report MODEL`: what a CPU allows and what servd reaches, written as a page like docs/benchmarks.md."""
+"""What a CPU allows and what servd reaches, as a page: `python bench_cpu.py MODEL --out docs/benchmarks.md`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch  # noqa: TID253
+import torch
 from safetensors import safe_open
 
 import servd
@@ -34,19 +34,21 @@ PARTS = ["ceilings", "weights", *FORMS, "server", "peer"]
 Facts = dict[str, Any]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="a folder with safetensors")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these only [all]")
     parser.add_argument("--port", type=int, default=8766, metavar="N", help="for servers [%(default)s]")
     parser.add_argument("--peer", default=None, metavar="COMMAND", help="starts another server to compare with")
     parser.add_argument("--peer-url", default=None, metavar="URL", help="where it listens")
+    return parser.parse_args()
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main() -> int:
     """Measure part after part, and write the page after each, so that nothing is lost if one fails."""
-    facts: Facts = {}
+    arguments, facts = parse(), Facts()
     parts: dict[str, Callable[[], Facts]] = {"ceilings": ceilings, "weights": lambda: weights(arguments.model)}
     for form, options in FORMS.items():
         parts[form] = lambda form=form, options=options: decoding(arguments.model, form, options)
@@ -171,7 +173,7 @@ def page(facts: Facts) -> str:
     """Markdown of whatever was measured."""
     lines = [
         "# Benchmarks on a CPU", "",
-        "Written by `servd bench report`. Shared machines are noisy: ratios within this page say more than its times.",
+        "Written by `make bench-cpu` (`bench_cpu.py`). Shared machines are noisy: ratios say more than times.",
     ]  # fmt: skip
     lines += [f"\nservd {servd.__version__}, torch {torch.__version__}, {platform.machine()}, {_cpu()}."]
     if "bandwidth" in facts:
@@ -227,3 +229,7 @@ def _cpu() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return "an unknown CPU"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
