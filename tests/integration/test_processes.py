@@ -210,7 +210,6 @@ def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         cases = {
-            r"demo model": [],
             r"there is no folder": ["./does-not-exist"],
             r"has no config.json": [str(tmp_path / "empty")],
             r"'unheard_of' is not supported; servd has: .*llama": [str(tmp_path)],

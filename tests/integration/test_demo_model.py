@@ -1,0 +1,49 @@
+"""`servd serve` without a model: the demo model in the package shows the features with real text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from tests.integration.conftest import Server
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather for a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def test_every_feature_with_real_text(start: Callable[..., Server]):
+    server = start("--device", "cpu")
+
+    def message(text: str, **fields: Any) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).raise_for_status().json()
+        return reply["choices"][0]["message"]
+
+    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "demo"
+    assert "8000" in message("On which port does servd listen?")["content"]
+
+    sum_with_thoughts = message("What is 48 + 36?", chat_template_kwargs={"enable_thinking": True})
+    assert "84" in sum_with_thoughts["content"]
+    assert sum_with_thoughts["reasoning"]
+
+    [call] = message("What is the weather in Paris?", tools=[WEATHER])["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+
+    person = message("JSON for Anna, 31, from Oslo. Use name, age and city.", response_format={"type": "json_object"})
+    assert json.loads(person["content"]) == {"name": "Anna", "age": 31, "city": "Oslo"}
+
+    chat = [sys.executable, "-m", "servd", "chat", "--url", server.url, "--temperature", "0"]
+    result = subprocess.run(chat, input="What is servd?\n", capture_output=True, text=True, timeout=30)
+    assert "language models" in result.stdout
