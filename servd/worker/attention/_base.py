@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -64,6 +66,7 @@ class Backend(ABC, Generic[Metadata]):
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+        self.fused_write = fused_write(spec)
 
     @classmethod
     @abstractmethod
@@ -103,6 +106,8 @@ class Backend(ABC, Generic[Metadata]):
         Returns:
             The queries to attend with, like q.
         """
+        if self.fused_write is not None:
+            return self.fused_write(q, k, v, kv_cache, metadata.slot_mapping, rotation)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if kv_cache.dtype == torch.float8_e4m3fn:
@@ -126,3 +131,12 @@ class Backend(ABC, Generic[Metadata]):
         Returns:
             [num_tokens, num_heads, head_dim], contiguous.
         """
+
+
+def fused_write(spec: AttentionSpec) -> Callable[..., torch.Tensor] | None:
+    """`rotate_and_store` of ops/triton, which reads and writes every number once; None where it cannot run."""
+    if spec.device.type != "cuda" or spec.head_dim & (spec.head_dim - 1) or find_spec("triton") is None:
+        return None
+    from servd.worker.ops.triton.rotary import rotate_and_store
+
+    return rotate_and_store

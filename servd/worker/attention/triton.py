@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from servd.worker.attention._base import AttentionBatch, AttentionSpec
 from servd.worker.attention._base import Backend as AttentionBackend
-from servd.worker.layers.rotary import Rotation
+
+if TYPE_CHECKING:
+    from servd.worker.ops.triton.paged_attention import Plan
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The step's batch, and the sizes of its grids (a `paged_attention.Plan`)."""
+    """The step's batch, and the sizes of its grids."""
 
     batch: AttentionBatch
-    plan: object
+    plan: Plan
 
     @property
     def slot_mapping(self) -> torch.Tensor:
@@ -37,7 +40,8 @@ class Backend(AttentionBackend[Metadata]):
         # Only here: the modules need triton, and `supports` must be able to say that there is none.
         from servd.worker.ops.triton import paged_attention, rotary
 
-        self.paged_attention, self.rotary = paged_attention, rotary
+        self.paged_attention = paged_attention
+        self.fused_write = rotary.rotate_and_store  # in the interpreter too
         self.group = spec.num_heads // spec.num_kv_heads
 
     @classmethod
@@ -69,18 +73,6 @@ class Backend(AttentionBackend[Metadata]):
         """The kernels read the batch's own tensors."""
         window = self.spec.sliding_window
         return Metadata(batch, self.paged_attention.plan(batch.query_lens, batch.seq_lens, self.group, window))
-
-    def write(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Metadata,
-        rotation: Rotation | None,
-    ) -> torch.Tensor:
-        """One kernel for all of it."""
-        return self.rotary.rotate_and_store(q, k, v, kv_cache, metadata.slot_mapping, rotation)
 
     def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
         """One kernel over all rows, and one that merges what was split."""

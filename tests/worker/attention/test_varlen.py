@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from servd.worker.attention import PREFERENCE, make_backend, varlen
-from servd.worker.attention._base import AttentionSpec
+from servd.worker.attention._base import AttentionSpec, fused_write
 from tests.worker.attention.paged import Rows, dense
 
 SPEC = AttentionSpec(4, 2, 16, 16, None, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
@@ -44,6 +44,18 @@ def test_it_says_what_torch_documents(backend_class: type[varlen.Backend], windo
     spec = AttentionSpec(4, 2, 16, 16, window, torch.float32, torch.float32, torch.device("cpu"))
     rows = Rows(spec, [(40, 1), (0, 23), (33, 9)], rotary=True)
     torch.testing.assert_close(rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0)
+
+
+def test_keys_and_values_are_written_by_one_kernel(backend_class: type[varlen.Backend]):
+    """On a GPU; here in the interpreter."""
+    pytest.importorskip("triton")
+    spec = AttentionSpec(4, 2, 16, 16, None, torch.float32, torch.float32, torch.device("cpu"))
+    backend, rows = backend_class(spec), Rows(spec, [(40, 1), (0, 23)], rotary=True)
+    assert backend.fused_write is None
+    backend.fused_write = fused_write(AttentionSpec(**vars(spec) | {"device": torch.device("cuda")}))
+    assert backend.fused_write is not None
+    torch.testing.assert_close(rows.run(backend).double(), rows.expected(), atol=1e-5, rtol=0)
+    assert fused_write(AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda"), "head_dim": 80})) is None
 
 
 def test_the_stand_in_has_the_parameters_of_torch():
