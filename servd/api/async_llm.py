@@ -371,6 +371,14 @@ class AsyncLLM:
             self.metrics.success[FinishReason.ABORT].inc(len(engine_ids))
 
     def _receive(self) -> None:
+        try:
+            self._take_messages()
+        except Exception:
+            # What was received with it is lost, and nobody may wait for it.
+            log.exception("messages of the engine could not be taken")
+            self.fail("the API server could not take an answer of the engine; its log says why")
+
+    def _take_messages(self) -> None:
         for message in self.client.drain():
             match message:
                 case EngineCoreOutputs():

@@ -225,6 +225,21 @@ async def test_a_dead_engine_ends_every_request(llm):
     assert llm.num_unfinished == 0 and not llm.is_ready
 
 
+async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served(llm, monkeypatch):
+    """What was received together with the message that could not be taken will not come again."""
+    tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.output_processor, "process", lambda outputs: 1 / 0)
+        llm.client.answer("lost", request_id="a")
+        for task in tasks:
+            with pytest.raises(EngineDead, match="its log says why"):
+                await asyncio.wait_for(task, 5)
+    assert sorted(llm.client.aborted()) == ["a", "b"]
+    later = await start(llm, prepare(llm, "c"))
+    llm.client.answer("fine", FinishReason.LENGTH, "c")
+    assert (await later)[0].text == "fine"
+
+
 async def test_text_before_the_death_is_delivered(llm):
     stream = llm.generate(prepare(llm))
     first = asyncio.ensure_future(anext(stream))
