@@ -15,7 +15,7 @@ from bench_gpu import report
 from servd.resolve import look_at_machine
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"ceilings": 60, "gpt2": 90, "qwen3": 90, "llama": 180, "rival": 150}  # seconds
+LIMITS = {"ceilings": 60, "attention": 60, "gpt2": 90, "qwen3": 90, "llama": 180, "rival": 150}  # seconds
 
 
 def command_of(name: str, arguments: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench_gpu import ceilings, shapes
+from bench_gpu import attention, ceilings, shapes
 from bench_gpu.engine import Bench, decode, prompt_seconds
 from servd.worker.device import name_of
 
@@ -22,6 +22,12 @@ def measure_ceilings(device: str, is_tiny: bool, emit: Emit) -> None:
     """The machine."""
     emit(device=name_of(torch.device(device)), torch=torch.__version__)
     emit(**ceilings.measure(torch.device(device), is_tiny))
+
+
+def measure_attention(device: str, is_tiny: bool, emit: Emit) -> None:
+    """The backends; on them `auto` depends."""
+    for name, result in attention.measure(torch.device(device), is_tiny):
+        emit(**{f"attention_{name}": result})
 
 
 def measure_llama(device: str, is_tiny: bool, emit: Emit) -> None:
@@ -130,6 +136,7 @@ def _finished(manager: Any, num_requests: int, deadline: float) -> tuple[int, in
 
 PARTS: dict[str, Callable[[str, bool, Emit], None]] = {
     "ceilings": measure_ceilings,
+    "attention": measure_attention,
     "gpt2": measure_gpt2,
     "qwen3": measure_qwen3,
     "llama": measure_llama,

@@ -111,9 +111,27 @@ def document(facts: Facts, missing: dict[str, str]) -> str:
         f"| {what} | {show(facts[name] * factor) if name in facts else ''} | {unit} |"
         for name, what, factor, unit in DETAILS
     ]
+    lines += _attention(facts)
     if "kernels" in facts:
         lines += ["", "## Where a decode step's time goes", "",
                   "8B shapes, batch 256, about 1k tokens of context:", "", "| kernel | share |",
                   "|---|---|"]  # fmt: skip
         lines += [f"| `{name}` | {100 * share:.1f} % |" for name, share in facts["kernels"]]
     return "\n".join(lines) + "\n"
+
+
+def _attention(facts: Facts) -> list[str]:
+    """Time of each backend by workload, and which could not run."""
+    found = {key.removeprefix("attention_"): value for key, value in facts.items() if key.startswith("attention_")}
+    times = {name: value for name, value in found.items() if not isinstance(value, str)}
+    lines = []
+    if times:
+        workloads = next(iter(times.values()))
+        lines += ["", "## Attention backends", "",
+                  "One layer of 8B shapes, milliseconds on the device. `PREFERENCE` in `servd/worker/attention/__init__.py`,",
+                  "the order in which `auto` tries them, is to follow this table.", "",
+                  f"| | {' | '.join(times)} |", "|---" * (len(times) + 1) + "|"]  # fmt: skip
+        for workload in workloads:
+            lines.append(f"| {workload} | {' | '.join(show(1000 * each[workload]) for each in times.values())} |")
+    reasons = [f"- `{name}` was not measured: {reason}." for name, reason in found.items() if name not in times]
+    return lines + ["", *reasons] if reasons else lines

@@ -23,7 +23,7 @@ def facts() -> dict:
     from bench_gpu import parts
 
     found: dict = {}
-    for name in ("ceilings", "gpt2", "qwen3", "llama"):
+    for name in ("ceilings", "attention", "gpt2", "qwen3", "llama"):
         parts.PARTS[name]("cpu", True, lambda **facts: found.update(facts))
     return found
 
@@ -40,6 +40,16 @@ def test_all_facts_but_those_of_a_gpu_are_found(facts: dict):
     assert wanted - facts.keys() == {"llama_kernel_step", "rival_rate", "rival_done"}
     # A tiny Llama: an embedding and a head of 128 x 32, and in its one layer 7,168 weights and three norms.
     assert facts["llama_weight_bytes"] == 4 * (128 * 32 + 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64 + 3 * 32)
+
+
+def test_attention_backends_are_compared(facts: dict):
+    measured = {"native": {"decode": 0.0015, "prompt": 2.0}, "torch_sdpa": {"decode": 0.003, "prompt": 1.0}}
+    page = report.document({f"attention_{name}": value for name, value in measured.items()}
+                           | {"attention_varlen": "needs CUDA, not cpu"}, {})  # fmt: skip
+    assert "| | native | torch_sdpa |\n|---|---|---|\n| decode | 1.5 | 3 |\n| prompt | 2,000 | 1,000 |\n" in page
+    assert "- `varlen` was not measured: needs CUDA, not cpu." in page
+    assert all(seconds > 0 for seconds in facts["attention_torch_sdpa"].values())
+    assert len(facts["attention_torch_sdpa"]) == 4
 
 
 def test_ratios_are_taken_against_the_ceilings():
