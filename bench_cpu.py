@@ -42,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these only [all]")
     parser.add_argument("--port", type=int, default=8766, metavar="N", help="for servers [%(default)s]")
     parser.add_argument("--peer", default=None, metavar="COMMAND", help="starts another server to compare with")
+    parser.add_argument("--peer-name", default="another server", metavar="NAME", help="what the page calls it")
     parser.add_argument("--peer-url", default=None, metavar="URL", help="where it listens")
     return parser.parse_args()
 
@@ -54,7 +55,7 @@ def main() -> int:
         parts[form] = lambda form=form, options=options: decoding(arguments.model, form, options)
     parts["server"] = lambda: server(arguments.model, arguments.port)
     if arguments.peer:
-        parts["peer"] = lambda: peer(arguments.model, arguments.port, arguments.peer, arguments.peer_url)
+        parts["peer"] = lambda: peer(arguments)
     for name, measure in parts.items():
         if name not in arguments.parts:
             continue
@@ -140,14 +141,14 @@ def server(model: str, port: int) -> Facts:
     }  # fmt: skip
 
 
-def peer(model: str, port: int, command: str, url: str) -> Facts:
+def peer(arguments: argparse.Namespace) -> Facts:
     """The figures of `servd bench compare`, 64 tokens in and out."""
-    ours = f"{sys.executable} -m servd serve {model} --served-model-name model --dtype float32 --port {port}"
+    serve = f"{arguments.model} --served-model-name model --dtype float32 --port {arguments.port}"
     result = _bench(
-        "compare", "--a", ours, "--a-url", f"http://127.0.0.1:{port}", "--b", command, "--b-url", url,
-        "--num-prompts", "96", "--timeout", "900",
+        "compare", "--a", f"{sys.executable} -m servd serve {serve}", "--a-url", f"http://127.0.0.1:{arguments.port}",
+        "--b", arguments.peer, "--b-url", arguments.peer_url, "--num-prompts", "96", "--timeout", "900",
     )  # fmt: skip
-    return {"compared": result}
+    return {"peer_name": arguments.peer_name, "compared": result}
 
 
 def _latency(model: str, options: list[str], batch: int, num_in: int, num_out: int) -> float:
@@ -203,13 +204,13 @@ def page(facts: Facts) -> str:
                   f"| memory of all processes, KV cache of 512 MiB | {facts['memory'] / 1e6:.0f} MB |",
                   f"| all processes at rest | {100 * facts['idle']:.2f} % of a core |"]  # fmt: skip
     if "compared" in facts:
-        lines += _comparison(facts["compared"])
+        lines += _comparison(facts["peer_name"], facts["compared"])
     lines += [f"\nNot measured: {failure}" for failure in facts.get("failed", [])]
     return "\n".join(lines) + "\n"
 
 
-def _comparison(result: Any) -> list[str]:
-    lines = ["", "## Beside another server", "",
+def _comparison(name: str, result: Any) -> list[str]:
+    lines = ["", f"## Beside {name}", "",
              "64 tokens in and out, float32, the same load on both in turn.", "",
              "| requests at once | output tok/s: servd | other | ratio | mean TTFT, ms: servd | other | ratio |",
              "|---" * 7 + "|"]  # fmt: skip

@@ -181,7 +181,7 @@ def test_report_compares_with_what_the_machine_allows():
     summary = {"output_tokens_per_s": 30.0, "ttft_ms": {"mean": 50.0}}
     other = {"output_tokens_per_s": 20.0, "ttft_ms": {"mean": 200.0}}
     compared = {"a": {"8": summary}, "b": {"8": other}}
-    text = bench_cpu.page(facts | times | {"compared": compared, "failed": ["server: no port"]})
+    text = bench_cpu.page(facts | times | {"peer_name": "x", "compared": compared, "failed": ["server: no port"]})
     assert "| float32 | 16.0 | 50 % | 20.0 | 40.0 | 90 | 100 (50 %) |" in text
     assert "| 8 | 30 | 20 | 1.50 | 50 | 200 | 0.25 |" in text
     assert "Not measured: server: no port" in text
