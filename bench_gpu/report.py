@@ -128,8 +128,8 @@ def _attention(facts: Facts) -> list[str]:
     if times:
         workloads = next(iter(times.values()))
         lines += ["", "## Attention backends", "",
-                  "One layer of 8B shapes, milliseconds on the device. `PREFERENCE` in `servd/worker/attention/__init__.py`,",
-                  "the order in which `auto` tries them, is to follow this table.", "",
+                  "One layer of 8B shapes, milliseconds on the device. The order in which `auto` tries them is",
+                  "to follow this table: `PREFERENCE` in `servd/worker/attention/__init__.py`.", "",
                   f"| | {' | '.join(times)} |", "|---" * (len(times) + 1) + "|"]  # fmt: skip
         for workload in workloads:
             lines.append(f"| {workload} | {' | '.join(show(1000 * each[workload]) for each in times.values())} |")

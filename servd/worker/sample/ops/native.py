@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops.native import library
+from servd.worker.sample.ops.reference import verify as verify
 from servd.worker.sample.penalties import Penalized
 
 
