@@ -17,8 +17,6 @@ from servd.api.chat_template import ChatTemplate
 from servd.hf import read_spec
 
 MODEL = Path(__file__).parents[2] / "servd" / "demo_model"
-if not MODEL.exists():
-    pytest.skip("the demo model is not trained yet: python -m demo.train", allow_module_level=True)
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
