@@ -32,6 +32,7 @@ KERNELS = [
      {"ROWS": 1, "BLOCK": 4096}, 8),
     (f"{OPS}.norm.norm_kernel", "*fp16 *fp16 *fp16 *fp16 i32 i32 i32 i32 i32 fp32",
      {"residual_ptr": None, "bias_ptr": None, "ROWS": 8, "BLOCK": 128}, 4),
+    (f"{OPS}.round_rows.round_rows_kernel", "*bf16 *fp8e4nv *fp32 i32 i32:16", {"BLOCK": 16384}, 16),
     (f"{OPS}.activation.activate_kernel", "*bf16 *bf16 i32", {"NAME": "gelu", "BLOCK": 1024}, 4),
     (f"{OPS}.activation.gate_kernel", "*bf16 *bf16 i32", {"NAME": "silu", "BLOCK": 1024}, 4),
     (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32", LOGITS, 8),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from servd.errors import ConfigError, UnsupportedModel
-from servd.worker.quantization.fp8 import quantize
+from servd.worker.quantization.fp8 import quantize, round_rows
 from tests.worker.driver import Driver, config_for
 
 ROUNDING = 2.0**-4  # of a number of e4m3, at most
@@ -44,6 +44,28 @@ def test_tokens_do_not_share_a_scale(device: torch.device):
     assert form is not None
     alone = form.multiply(x[:1], None)
     assert torch.equal(form.multiply(torch.cat([x[:1], 1000 * x[1:]]), None)[:1], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(0, 16), (1, 16), (7, 100), (3, 2100)], ids=str)
+def test_the_kernel_rounds_as_torch_does(shape: tuple[int, int], dtype: torch.dtype, device: torch.device):
+    pytest.importorskip("triton")
+    from servd.worker.ops.triton.round_rows import round_rows as fused
+
+    numbers = torch.randn(shape[0], shape[1] + 5, generator=torch.Generator().manual_seed(2))
+    x = (numbers * 10.0 ** torch.arange(shape[0])[:, None]).to(device, dtype)[:, :-5]  # rows are apart
+    if len(x):
+        x[0] = 0
+    rounded, scale = round_rows(x)
+    got, got_scale = fused(x)
+    assert got.shape == rounded.shape and got.dtype == rounded.dtype and torch.equal(got_scale, scale)
+    got, rounded = got.float(), rounded.float()
+    certain = torch.ones_like(rounded, dtype=torch.bool)
+    if device.type == "cpu":  # the interpreter does not carry into the exponent, and cuts off below 2**-6
+        certain = (rounded.abs().frexp().mantissa != 0.5) & (rounded.abs() > 2.0**-6)
+        certain |= x == 0
+    assert torch.equal(got[certain], rounded[certain])
+    assert certain.sum() >= 0.8 * certain.numel()
 
 
 def test_sizes_that_cannot_be_multiplied_are_left_as_they_are():
