@@ -30,8 +30,12 @@ install: $(VENV)/.dev ## Create .venv with servd and the tools for development
 serve: $(VENV)/.serve ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
 	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.dev ## Run all tests but the slow ones and those that need a GPU
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.dev ## Run the tests: those of the API beside all others, or with ARGS what it says
+	@export OMP_NUM_THREADS=1; \
+	if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m pytest $(ARGS); fi; \
+	log=$$(mktemp); $(BIN)/python -m pytest tests/api >$$log 2>&1 & api=$$!; \
+	$(BIN)/python -m pytest --ignore=tests/api; others=$$?; \
+	wait $$api; api=$$?; cat $$log; rm -f $$log; exit $$((api | others))
 
 test-unit: $(VENV)/.dev ## Run the tests that start no server
 	$(BIN)/python -m pytest --ignore=tests/integration $(ARGS)
