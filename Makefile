@@ -16,6 +16,9 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 	tests/worker/test_staging.py tests/worker/test_graph_runner.py tests/worker/test_memory.py \
 	tests/worker/test_gpu_model_runner.py tests/parity/test_gpu.py
 
+# About as long as all other tests take.
+HALF = tests/api tests/core tests/demo tests/parity
+
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \
 	docs bench bench-cpu bench-gpu docker clean
@@ -30,12 +33,12 @@ install: $(VENV)/.dev ## Create .venv with servd and the tools for development
 serve: $(VENV)/.serve ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
 	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.dev ## Run the tests: those of the API beside all others, or with ARGS what it says
+test: $(VENV)/.dev ## Run the tests in two processes, or with ARGS what it says
 	@export OMP_NUM_THREADS=1; \
 	if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m pytest $(ARGS); fi; \
-	log=$$(mktemp); $(BIN)/python -m pytest tests/api >$$log 2>&1 & api=$$!; \
-	$(BIN)/python -m pytest --ignore=tests/api; others=$$?; \
-	wait $$api; api=$$?; cat $$log; rm -f $$log; exit $$((api | others))
+	log=$$(mktemp); $(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; \
+	$(BIN)/python -m pytest $(HALF:%=--ignore=%); others=$$?; \
+	wait $$half; half=$$?; cat $$log; rm -f $$log; exit $$((half | others))
 
 test-unit: $(VENV)/.dev ## Run the tests that start no server
 	$(BIN)/python -m pytest --ignore=tests/integration $(ARGS)
