@@ -34,8 +34,7 @@ serve: $(VENV)/.serve ## Serve MODEL (a Hugging Face id or a folder) on HOST:POR
 	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.dev ## Run the tests in two processes, or with ARGS what it says
-	@export OMP_NUM_THREADS=1; \
-	if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m pytest $(ARGS); fi; \
+	@if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m pytest $(ARGS); fi; \
 	log=$$(mktemp); $(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; \
 	$(BIN)/python -m pytest $(HALF:%=--ignore=%); others=$$?; \
 	wait $$half; half=$$?; cat $$log; rm -f $$log; exit $$((half | others))

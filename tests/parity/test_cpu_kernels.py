@@ -6,12 +6,14 @@ The other parity tests have blocks of four tokens, which the compiled attention 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from servd.worker.ops import native
 from tests.parity.families import CASES, greedy, logits_of
+from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
 
 SWITCHES = [*native.CAPABILITIES, "off"]
@@ -26,14 +28,8 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(params=SWITCHES)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Each of the libraries, or none, whatever would be chosen here."""
-    monkeypatch.setenv(native.SWITCH, request.param)
-    native.library.cache_clear()
-    if native.library() is None and request.param != "off":
-        pytest.skip(f"no {request.param} kernels for this CPU, or servd was installed without a compiler")
-    yield request.param
-    native.library.cache_clear()
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    yield from forced(request.param, monkeypatch)
 
 
 def prompts(*lengths: int) -> list[list[int]]:

@@ -42,13 +42,7 @@ def _parameters():
             yield pytest.param(name, torch.device(device), dtype, *case, marks=marks, id=label)
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Whatever torch allocates is filled with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")

@@ -13,7 +13,7 @@ from servd.worker.attention.triton import Backend
 from tests.worker.attention.paged import Rows
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic")  # see `poisoned`
+pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.filterwarnings("ignore:.*deterministic")]
 
 FLOAT32_SPEC = AttentionSpec(4, 2, 16, 16, None, torch.float32, torch.float32, torch.device("cpu"))
 
@@ -24,14 +24,6 @@ def spec(request) -> AttentionSpec:
     if (reason := Backend.supports(spec)) is not None:
         pytest.skip(reason)
     return spec
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Whatever torch allocates is filled with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

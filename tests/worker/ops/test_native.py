@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from servd.worker.ops import native
 from servd.worker.ops.native import PackedMatrix
 from servd.worker.sample.ops import native as sampling
+from tests.worker.cpu_kernels import forced
 
 # [out, in]: whole panels and not, one piece and more, nothing to add up.
 SHAPES = [(33, 20), (1, 1), (64, 768), (100, 1024), (50, 2500), (5, 0)]
@@ -16,14 +19,8 @@ MANY = 131  # rows: several tiles, the last ones lower
 
 
 @pytest.fixture(params=native.CAPABILITIES)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Each of the libraries, whatever would be chosen here."""
-    monkeypatch.setenv(native.SWITCH, request.param)
-    native.library.cache_clear()
-    if native.library() is None:
-        pytest.skip(f"no {request.param} kernels for this CPU, or servd was installed without a compiler")
-    yield request.param
-    native.library.cache_clear()
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    yield from forced(request.param, monkeypatch)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype) -> tuple[PackedMatrix, torch.Tensor]:

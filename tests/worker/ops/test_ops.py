@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import pkgutil
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,33 +24,13 @@ pytestmark = [
     # Interpreted kernels compute exp(-x) on the way to a sigmoid, and numpy tells when that is infinite.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp"),
     pytest.mark.filterwarnings("ignore:.*deterministic"),  # see `poisoned`
+    pytest.mark.usefixtures("poisoned"),
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
 @pytest.fixture(params=MODULES)
-def module(request: pytest.FixtureRequest, device: torch.device) -> ops.Ops:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    if request.param == "triton" and (device.type == "cpu") != interpreted:
-        pytest.skip(f"triton on {device.type} with TRITON_INTERPRET={int(interpreted)}")
-    if request.param == "native" and device.type != "cpu":
-        pytest.skip("native is for CPUs")
-    return importlib.import_module(f"servd.worker.ops.{request.param}")
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Whatever torch allocates is filled with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+def module(request: pytest.FixtureRequest, load_module: Callable[[str, str], Any]) -> ops.Ops:
+    return load_module("servd.worker.ops", request.param)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 3.0) -> torch.Tensor:

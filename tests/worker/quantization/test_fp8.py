@@ -16,11 +16,6 @@ from tests.worker.driver import Driver, config_for
 ROUNDING = 2.0**-4  # of a number of e4m3, at most
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
 def test_products_are_exact_but_for_the_rounding_of_both_factors(device: torch.device):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 64, generator=generator).to(device, torch.bfloat16)

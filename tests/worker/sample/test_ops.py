@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from servd.worker.ops import native as kernels
 from servd.worker.sample import ops
 from servd.worker.sample.ops import reference
 from servd.worker.sample.penalties import IN_PROMPT, Penalized
@@ -20,34 +20,13 @@ from servd.worker.sample.weights import MAX_VOCAB_SIZE, WEIGHT_ONE
 MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 SHAPES = [(1, 7), (3, 100), (2, 5000)]  # the last one is more than one block of a kernel
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic")  # see `poisoned`
+pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.filterwarnings("ignore:.*deterministic")]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
 @pytest.fixture(params=MODULES)
-def module(request: pytest.FixtureRequest, device: torch.device) -> ops.SamplingOps:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    if request.param == "triton" and (device.type == "cpu") != interpreted:
-        pytest.skip(f"triton on {device.type} with TRITON_INTERPRET={int(interpreted)}")
-    if request.param == "native" and (device.type != "cpu" or kernels.library() is None):
-        pytest.skip("native is for CPUs, and for servd installed with a compiler")
-    return importlib.import_module(f"servd.worker.sample.ops.{request.param}")
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Whatever torch allocates is filled with NaN, or the greatest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+def module(request: pytest.FixtureRequest, load_module: Callable[[str, str], Any]) -> ops.SamplingOps:
+    return load_module("servd.worker.sample.ops", request.param)
 
 
 def between_nans(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

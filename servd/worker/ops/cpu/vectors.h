@@ -80,15 +80,19 @@ inline void narrow(float x, Float16* to) {
 #endif
 }
 
+template <typename T>
+inline Vec widen_each(const T* p) {
+    Vec x;
+    for (int i = 0; i < WIDTH; i++) x[i] = widen(p[i]);
+    return x;
+}
 inline Vec load(const BFloat16* p) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(__AVX2__)
     return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 #else
-    Vec x;
-    for (int i = 0; i < WIDTH; i++) x[i] = widen(p[i]);
-    return x;
+    return widen_each(p);
 #endif
 }
 inline Vec load(const Float16* p) {
@@ -97,9 +101,7 @@ inline Vec load(const Float16* p) {
 #elif defined(__F16C__)
     return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
-    Vec x;
-    for (int i = 0; i < WIDTH; i++) x[i] = widen(p[i]);
-    return x;
+    return widen_each(p);
 #endif
 }
 inline Vec load(const int8_t* p) {
@@ -108,9 +110,7 @@ inline Vec load(const int8_t* p) {
 #elif defined(__AVX2__)
     return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 #else
-    Vec x;
-    for (int i = 0; i < WIDTH; i++) x[i] = widen(p[i]);
-    return x;
+    return widen_each(p);
 #endif
 }
 

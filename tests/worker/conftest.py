@@ -1,0 +1,44 @@
+"""What tests of kernels share: devices, memory full of NaN, and the modules of operations that can run here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from servd.worker.ops import native
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Whatever torch allocates is filled with NaN, or the greatest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def load_module(device: torch.device) -> Callable[[str, str], Any]:
+    """(package, name) -> a module of operations; skips the test where it cannot run on the device."""
+
+    def load(package: str, name: str) -> Any:
+        if name == "triton":
+            pytest.importorskip("triton")
+            interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+            if (device.type == "cpu") != interpreted:
+                pytest.skip(f"triton on {device.type} with TRITON_INTERPRET={int(interpreted)}")
+        if name == "native" and (device.type != "cpu" or native.library() is None):
+            pytest.skip("native is for CPUs, and for servd installed with a compiler")
+        return importlib.import_module(f"{package}.{name}")
+
+    return load

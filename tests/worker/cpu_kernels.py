@@ -1,0 +1,20 @@
+"""Chooses the CPU kernels of a test, whatever servd would take here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from servd.worker.ops import native
+
+
+def forced(switch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The body of a fixture: with SERVD_CPU_KERNELS=switch; skips where there are no such kernels."""
+    monkeypatch.setenv(native.SWITCH, switch)
+    native.library.cache_clear()
+    if native.library() is None and switch != "off":
+        native.library.cache_clear()
+        pytest.skip(f"no {switch} kernels for this CPU, or servd was installed without a compiler")
+    yield switch
+    native.library.cache_clear()
