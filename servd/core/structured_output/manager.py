@@ -192,8 +192,11 @@ class GrammarManager:
         self._held[id(output)] = grammar
 
     def _forget(self, grammar: Grammar | None) -> None:
+        """New requests have it compiled anew. Those that wait to run do so too, unless all would wait for it for long."""
         for key in [key for key, other in self._grammars.items() if other is grammar]:
             del self._grammars[key]
+        if grammar is None or grammar.seconds > RENEWAL_LIMIT:
+            return
         for output_id in [output_id for output_id, other in self._held.items() if other is grammar]:
             del self._held[output_id]
 
@@ -216,7 +219,8 @@ class GrammarManager:
         return compiled.grammar
 
     def _grammar_of(self, output: StructuredOutput) -> Grammar | None:
-        return self._held.get(id(output)) or self._find((output.kind, output.value))
+        """The newest one: others may have used up the states of the one that was held for the output."""
+        return self._find((output.kind, output.value)) or self._held.get(id(output))
 
     def _find(self, key: Key) -> Grammar | None:
         if key in self._grammars:

@@ -6,6 +6,7 @@ import json
 import queue
 import re
 import string
+import threading
 from typing import Any
 
 import llguidance
@@ -233,9 +234,20 @@ def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(monke
 
 
 def test_a_grammar_that_compiles_for_long_is_not_compiled_again_while_all_wait(monkeypatch):
+    """Neither for outputs in the making nor for requests that wait; for those that come later, in a thread."""
     monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=200))
     monkeypatch.setattr(manager, "RENEWAL_LIMIT", 0.0)
-    log = Driver(make_engine(max_num_seqs=3), *branching(16), make_request("free", [1])).run()
+    compile_one, threads = manager.GrammarManager._compile, []
+
+    def spy(self, output):
+        threads.append(threading.current_thread())
+        return compile_one(self, output)
+
+    monkeypatch.setattr(manager.GrammarManager, "_compile", spy)
+    engine = make_engine(max_num_seqs=3)
+    log = Driver(engine, *branching(16), make_request("free", [1])).run()
+    assert re.fullmatch(BRANCHES, text(Driver(engine, *branching(1)).run(), "r0"))
+    assert len(threads) == 2 and threading.main_thread() not in threads
     ends = [last(log, f"r{i}") for i in range(16)]
     assert {end.finish_reason for end in ends} == {FinishReason.STOP, FinishReason.ERROR}
     assert all("too many states" in end.error for end in ends if end.error)
