@@ -192,7 +192,7 @@ class GrammarManager:
         self._held[id(output)] = grammar
 
     def _forget(self, grammar: Grammar | None) -> None:
-        """New requests have it compiled anew. Those that wait to run do so too, unless all would wait for it for long."""
+        """New requests have it compiled anew; so do those that wait to run, if that does not stop the step loop."""
         for key in [key for key, other in self._grammars.items() if other is grammar]:
             del self._grammars[key]
         if grammar is None or grammar.seconds > RENEWAL_LIMIT:
