@@ -76,7 +76,7 @@ class AsyncLLM:
     Attributes:
         status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's state as last reported.
-        num_unfinished: requests of clients whose answers are in the making.
+        num_unfinished: requests of clients whose answers are in the making, or whose structured output is checked.
 
     Args:
         config: resolved.
@@ -151,6 +151,7 @@ class AsyncLLM:
 
         Raises:
             InvalidRequest: see `Processor.process`.
+            Overloaded: see `GrammarChecker.check`; and, for a structured output that is new, `check_capacity`.
         """
         process = partial(
             self.processor.process,
@@ -168,7 +169,12 @@ class AsyncLLM:
         if output is None or self.processor.grammars.knows(output):
             prepared = await self._run(len(prompt) if isinstance(prompt, str) else 0, process)
         else:  # it may take seconds, and must not keep long prompts waiting
-            prepared = await asyncio.get_running_loop().run_in_executor(self._grammar_threads, process)
+            self.check_capacity()
+            self.num_unfinished += 1
+            try:
+                prepared = await asyncio.get_running_loop().run_in_executor(self._grammar_threads, process)
+            finally:
+                self.num_unfinished -= 1
         self.tracer.mark(request_id, "tokenised")
         return prepared
 
@@ -190,6 +196,7 @@ class AsyncLLM:
 
         Raises:
             InvalidRequest: see `Processor.render_chat`, `Processor.process` and `MessageFormat.reply`.
+            Overloaded: see `prepare`.
         """
         tools = tool_use.tools if tool_use else None
         prompt = await self.render_chat(

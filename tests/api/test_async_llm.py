@@ -31,7 +31,7 @@ from servd.messages import (
 )
 from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput
-from servd.params import SamplingParams
+from servd.params import SamplingParams, StructuredOutput
 from servd.tracing import Mark, Tracer, now_ns
 
 READY = EngineReady(WorkerReady("cpu", "float32", "none", 8, 0, 0), max_model_len=1000, block_size=16)
@@ -326,6 +326,28 @@ async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
         assert len(prepared.prompt_token_ids) == size
     assert threads[0] == "MainThread" and threads[1].startswith("prepare")
     assert await llm.encode("hi") == [104, 105]
+
+
+async def test_requests_whose_grammars_are_checked_count_as_unfinished(llm, monkeypatch):
+    """There may be as many of them as of others; a server that drains waits for them, too."""
+    go_on = threading.Event()
+    monkeypatch.setattr(llm.processor.grammars, "check", lambda output: go_on.wait(30))
+
+    def checked(number: int) -> asyncio.Task:
+        params = SamplingParams(structured_output=StructuredOutput("regex", f"[a-z]{{{number}}}"))
+        return asyncio.create_task(llm.prepare(f"r{number}", "prompt", params))
+
+    tasks = [checked(number) for number in range(4)]
+    await settle()
+    with pytest.raises(Overloaded, match="3 requests are unfinished, the limit is 3"):
+        tasks[3].result()
+    assert llm.num_unfinished == 3
+    tasks[0].cancel()
+    await settle()
+    assert llm.num_unfinished == 2
+    go_on.set()
+    await asyncio.gather(*tasks[1:3])
+    assert llm.num_unfinished == 0
 
 
 async def test_messages_that_arrived_before_the_start_are_read(llm):
