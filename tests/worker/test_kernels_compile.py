@@ -11,7 +11,8 @@ import pytest
 
 # Kernel, types of what is not constant (":16": a multiple of 16, as all pointers are), constants, warps.
 OPS, SAMPLE = "servd.worker.ops.triton", "servd.worker.sample.ops.triton"
-LOGITS = {"COUNT_BITS": 2**30 - 1, "LAST": 2**31 - 1, "BLOCK": 4096}
+LOGITS = {"COUNT_BITS": 2**30 - 1, "LAST": 2**31 - 1, "ENTRIES": 256, "BLOCK": 4096}
+NO_BIAS = {"starts_ptr": None, "ids_ptr": None, "biases_ptr": None}
 NO_PENALTIES = {"bitmask_ptr": None, "slots_ptr": None, "counts_ptr": None, "factors_ptr": None}
 # Llama 3 8B: 32 heads, 8 of keys and values, of 128 numbers each.
 SPLITS = {"HEAD_DIM": 128, "WINDOW": None, "TILE_KEYS": 64, "SPLIT_QUERIES": 4, "MIN_SPLIT": 512, "MAX_SPLITS": 16}
@@ -35,8 +36,8 @@ KERNELS = [
     (f"{OPS}.round_rows.round_rows_kernel", "*bf16 *fp8e4nv *fp32 i32 i32:16", {"BLOCK": 16384}, 16),
     (f"{OPS}.activation.activate_kernel", "*bf16 *bf16 i32", {"NAME": "gelu", "BLOCK": 1024}, 4),
     (f"{OPS}.activation.gate_kernel", "*bf16 *bf16 i32", {"NAME": "silu", "BLOCK": 1024}, 4),
-    (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32", LOGITS, 8),
-    (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i64 i32 i32 i32", {**NO_PENALTIES, **LOGITS}, 8),
+    (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i64 *i64 *fp32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32", LOGITS, 8),
+    (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i64 i32 i32 i32", NO_BIAS | NO_PENALTIES | LOGITS, 8),
     (f"{SAMPLE}.to_weights.to_weights_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32", {"ONE": 2.0**44, "BLOCK": 4096}, 8),
     (f"{SAMPLE}.narrow.narrow_kernel", "*fp32 *fp32 *i64 *fp64 *i32 *fp32 i32",
      {"ONE": 171 << 23, "UNIT": 127 << 23, "CAPACITY": 2048, "BLOCK": 4096}, 16),

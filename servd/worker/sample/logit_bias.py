@@ -1,77 +1,48 @@
-"""Steps that name single tokens: logit_bias, and min_tokens (no end before so many outputs)."""
+"""logit_bias: added to the logits of the tokens that it names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step, upload
+from servd.worker.sample.batch import Batch, Feature, SlotParameter, SlotRequest, upload
 
 
-class LogitBias(Step):
-    """logit_bias: added to the logits of the named tokens."""
+@dataclass(frozen=True, slots=True)
+class Biased:
+    """What to add to single logits of a step; the entries of row r are those from starts[r] to starts[r + 1]."""
+
+    starts: Tensor  # [n + 1] int64
+    token_ids: Tensor  # [entries] int64, distinct within a row
+    biases: Tensor  # [entries] float32, finite
+
+
+class LogitBias(SlotParameter):
+    """Keeps the entries of each slot."""
 
     features = Feature.LOGIT_BIAS
 
     def __init__(self, device: torch.device) -> None:
-        self.tokens = SlotTokens(device)
-        self.biases: dict[int, Tensor] = {}  # slot -> [tokens named] float32
+        self.device = device
+        self.token_ids: dict[int, Tensor] = {}  # slot -> [entries] int64
+        self.biases: dict[int, Tensor] = {}  # slot -> [entries] float32
 
     def add(self, request: SlotRequest) -> Feature:
         bias = request.params.logit_bias
         if not bias:
             return Feature(0)
-        self.tokens.set(request.slot, list(bias))
-        self.biases[request.slot] = upload(np.array(list(bias.values()), dtype=np.float32), self.tokens.device)
+        self.token_ids[request.slot] = upload(np.array(list(bias), dtype=np.int64), self.device)
+        self.biases[request.slot] = upload(np.array(list(bias.values()), dtype=np.float32), self.device)
         return self.features
 
-    def apply(self, logits: Tensor, batch: Batch, /) -> None:
-        _, part = batch.subset(self.features)
-        biases = torch.cat([self.biases[slot] for slot in part.host_slots.tolist()])
-        entries = self.tokens.entries(batch, self.features)
-        logits[entries] += biases
-
-
-class MinTokens(Step):
-    """min_tokens: end-of-sequence and stop tokens are impossible before so many outputs."""
-
-    features = Feature.MIN_TOKENS
-
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.tokens = SlotTokens(device)
-        self.first_end = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # position from which it may end
-
-    def add(self, request: SlotRequest) -> Feature:
-        ends = sorted({*request.eos_token_ids, *request.params.stop_token_ids})
-        if not request.params.min_tokens or not ends:
-            return Feature(0)
-        self.tokens.set(request.slot, ends)
-        self.first_end[request.slot] = len(request.prompt_token_ids) + request.params.min_tokens
-        return self.features
-
-    def apply(self, logits: Tensor, batch: Batch, /) -> None:
-        rows, columns = self.tokens.entries(batch, self.features)
-        too_early = (batch.positions < self.first_end[batch.slots])[rows]
-        logits[rows, columns] = logits[rows, columns].masked_fill_(too_early, float("-inf"))
-
-
-class SlotTokens:
-    """A list of distinct token ids per slot, kept on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.token_ids: dict[int, Tensor] = {}  # slot -> [tokens named] int64
-
-    def set(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Replace the list of a slot."""
-        self.token_ids[slot] = upload(np.array(token_ids, dtype=np.int64), self.device)
-
-    def entries(self, batch: Batch, feature: Feature) -> tuple[Tensor, Tensor]:
-        """Row and column, each [tokens named in all], of every token named by a row that uses the feature."""
-        host_rows = np.flatnonzero(batch.features & int(feature))
-        per_row = [self.token_ids[slot] for slot in batch.host_slots[host_rows].tolist()]
-        rows = np.repeat(host_rows, [len(token_ids) for token_ids in per_row])
-        return upload(rows, self.device), torch.cat(per_row)
+    def of(self, batch: Batch) -> Biased:
+        """The entries of the rows that have any."""
+        uses = (batch.features & int(self.features)) != 0
+        slots = batch.host_slots[uses].tolist()
+        counts = np.zeros(len(uses) + 1, dtype=np.int64)
+        counts[1:][uses] = [len(self.token_ids[slot]) for slot in slots]
+        token_ids, biases = (torch.cat([kept[slot] for slot in slots]) for kept in (self.token_ids, self.biases))
+        return Biased(upload(counts.cumsum(), self.device), token_ids, biases)

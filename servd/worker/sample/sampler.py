@@ -5,7 +5,7 @@
     output = sampler(logits, slots, host_slots, positions, bitmask)                # overwrites the logits
     sampler.remove(slot)
 
-Order, equal in effect to vLLM's: log-probabilities of the raw logits; logit_bias, min_tokens, bad_words;
+Order, equal in effect to vLLM's: log-probabilities of the raw logits; min_tokens, bad_words; logit_bias;
 allowed_token_ids, grammar bitmask; penalties; thinking_token_budget; temperature; min-p; top-k and top-p; draw. Which
 features a step needs is known on the host, and nothing on the device is waited for. A token depends only on its row's
 logits, parameters, earlier tokens, seed and position, never on the rest of the batch.
@@ -26,8 +26,9 @@ from servd.worker.sample import ops
 from servd.worker.sample.allowed_tokens import AllowedTokens
 from servd.worker.sample.bad_words import BadWords
 from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step
-from servd.worker.sample.logit_bias import LogitBias, MinTokens
+from servd.worker.sample.logit_bias import LogitBias
 from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
+from servd.worker.sample.min_tokens import MinTokens
 from servd.worker.sample.narrowing import Narrowing
 from servd.worker.sample.penalties import Penalties
 from servd.worker.sample.thinking_budget import ThinkingBudget
@@ -64,7 +65,8 @@ class Sampler:
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ops = ops.for_device(device)
         self.bad_words = BadWords(max_num_seqs, device)
-        self.steps: list[Step] = [LogitBias(device), MinTokens(max_num_seqs, device), self.bad_words]
+        self.steps: list[Step] = [MinTokens(max_num_seqs, device), self.bad_words]
+        self.logit_bias = LogitBias(device)
         self.allowed_tokens = AllowedTokens(vocab_size, max_num_seqs, device)
         self.penalties = Penalties(vocab_size, max_num_seqs, device)
         self.thinking_budget = ThinkingBudget(max_num_seqs, device)
@@ -89,7 +91,7 @@ class Sampler:
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
         features = Feature(0)
-        for parameter in (*self.steps, self.allowed_tokens, self.penalties, self.thinking_budget):
+        for parameter in (*self.steps, self.logit_bias, self.allowed_tokens, self.penalties, self.thinking_budget):
             features |= parameter.add(request)
         if not params.is_greedy:
             features |= Feature.RANDOM
@@ -132,13 +134,14 @@ class Sampler:
         for step in self.steps:
             if batch.uses(step.features):
                 step.apply(logits, batch)
+        biased = self.logit_bias.of(batch) if batch.uses(Feature.LOGIT_BIAS) else None
         if batch.uses(Feature.ALLOWED_TOKENS):
             bitmask = self.allowed_tokens.restrict(bitmask, batch)
         penalized = self.penalties.of(batch) if batch.uses(Feature.PENALTIES) else None
-        token_ids = self.ops.shift(logits, bitmask, penalized)
+        token_ids = self.ops.shift(logits, biased, bitmask, penalized)
         if batch.uses(Feature.THINKING_BUDGET):
             self.thinking_budget.apply(logits, batch)
-            token_ids = self.ops.shift(logits, None, None)
+            token_ids = self.ops.shift(logits)
         if batch.uses(Feature.RANDOM):
             self._sample(logits, token_ids, batch)
         if batch.uses(Feature.PENALTIES):

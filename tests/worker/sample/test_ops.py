@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from servd.worker.sample import ops
+from servd.worker.sample.logit_bias import Biased
 from servd.worker.sample.ops import reference
 from servd.worker.sample.penalties import IN_PROMPT, Penalized
 from servd.worker.sample.rejection import verify_drafts
@@ -51,15 +52,33 @@ def random_weights(shape: tuple[int, int], device: torch.device, scale: float) -
 # ---- shift ----
 
 
+def random_biases(shape: tuple[int, int], seed: int, device: torch.device) -> tuple[Biased, np.ndarray]:
+    """For all rows but the last one, if there are several: on an eighth of the tokens, shuffled; and as a matrix."""
+    n, vocab = shape
+    rng = np.random.default_rng(seed)
+    named = [rng.permutation(vocab)[: vocab // 8 + 1 if row < max(n - 1, 1) else 0] for row in range(n)]
+    dense = np.zeros(shape, dtype=np.float32)
+    for row, token_ids in enumerate(named):
+        dense[row, token_ids] = rng.uniform(-100, 100, len(token_ids))
+    starts = np.cumsum([0, *map(len, named)])
+    values = np.concatenate([dense[row, token_ids] for row, token_ids in enumerate(named)])
+    tensors = [torch.from_numpy(array).to(device) for array in (starts, np.concatenate(named), values)]
+    return Biased(*tensors), dense
+
+
 @each_shape
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "bitmask"])
 @pytest.mark.parametrize("rows", [None, "some", "all"])
-def test_shift_equals_float64(module: ops.SamplingOps, shape, masked: bool, rows: str | None, device: torch.device):
+def test_shift_equals_float64(module, shape, has_bias: bool, masked: bool, rows: str | None, device: torch.device):
     n, vocab = shape
     rng = np.random.default_rng(vocab)
     logits = random_logits(shape, device)
     exact = logits.double().cpu().numpy()
-    bitmask = penalized = None
+    biased = bitmask = penalized = None
+    if has_bias:
+        biased, dense = random_biases(shape, vocab, device)
+        exact = exact + dense
     if masked:
         allowed = rng.random((n, -(-vocab // 32) * 32)) < 0.5
         allowed[:, vocab // 2] = True
@@ -79,7 +98,7 @@ def test_shift_equals_float64(module: ops.SamplingOps, shape, masked: bool, rows
         counts = torch.from_numpy((outputs + IN_PROMPT * prompt).astype(np.int32)).to(device)
         index = slice(None) if rows == "all" else torch.from_numpy(penalized_rows).to(device)
         penalized = Penalized(index, torch.from_numpy(slots).to(device), counts, torch.from_numpy(factors).to(device))
-    best = module.shift(logits, bitmask, penalized)
+    best = module.shift(logits, biased, bitmask, penalized)
     np.testing.assert_allclose(logits.cpu().numpy(), exact, rtol=1e-5, atol=1e-5)
     assert best.tolist() == logits.argmax(-1).tolist()
 
@@ -94,7 +113,7 @@ def test_the_best_token_is_the_first_nan_or_the_first_maximum(module: ops.Sampli
         [1.0, inf, nan, nan],
         [1.0, inf, inf, 7.0],
     ]
-    assert module.shift(torch.tensor(rows, device=device), None, None).tolist() == [1, 0, 2, 0, 2, 1]
+    assert module.shift(torch.tensor(rows, device=device)).tolist() == [1, 0, 2, 0, 2, 1]
 
 
 # ---- weights ----

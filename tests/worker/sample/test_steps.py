@@ -17,7 +17,8 @@ from transformers.generation.logits_process import (
 from servd.params import SamplingParams
 from servd.worker.sample.allowed_tokens import AllowedTokens
 from servd.worker.sample.batch import Batch, Feature, SlotParameter, SlotRequest
-from servd.worker.sample.logit_bias import LogitBias, MinTokens
+from servd.worker.sample.logit_bias import LogitBias
+from servd.worker.sample.min_tokens import MinTokens
 from servd.worker.sample.narrowing import Narrowing
 from servd.worker.sample.ops import reference
 from servd.worker.sample.penalties import Penalties
@@ -43,9 +44,11 @@ def apply(parameter: SlotParameter, scores: torch.Tensor, requests: list[SlotReq
         return scores
     match parameter:
         case AllowedTokens():
-            reference.shift(scores, parameter.restrict(None, batch), None)
+            reference.shift(scores, bitmask=parameter.restrict(None, batch))
+        case LogitBias():
+            reference.shift(scores, biased=parameter.of(batch))
         case Penalties():
-            reference.shift(scores, None, parameter.of(batch))
+            reference.shift(scores, penalized=parameter.of(batch))
         case _:
             parameter.apply(scores, batch)
     return scores

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops import native as kernels
+from servd.worker.sample.logit_bias import Biased
 from servd.worker.sample.ops import native, reference
 from servd.worker.sample.penalties import Penalized
 
@@ -21,8 +22,14 @@ class SamplingOps(Protocol):
     finite logit have undefined weights, and any valid token is drawn from them.
     """
 
-    def shift(self, logits: Tensor, bitmask: Tensor | None, penalized: Penalized | None) -> Tensor:
-        """Forbid what the bitmask [n, ceil(vocab / 32)] int32 does not allow, then penalize, in place.
+    def shift(
+        self,
+        logits: Tensor,
+        biased: Biased | None = None,
+        bitmask: Tensor | None = None,
+        penalized: Penalized | None = None,
+    ) -> Tensor:
+        """Add biases, forbid what the bitmask [n, ceil(vocab / 32)] int32 does not allow, penalize; in place.
 
         Returns:
             [n] int64, the most probable token of each row: the first one that is NaN, or else the first maximum.

@@ -6,12 +6,21 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops.native import library
+from servd.worker.sample.logit_bias import Biased
+from servd.worker.sample.ops.reference import add_biases
 from servd.worker.sample.ops.reference import verify as verify
 from servd.worker.sample.penalties import Penalized
 
 
-def shift(logits: Tensor, bitmask: Tensor | None, penalized: Penalized | None) -> Tensor:
+def shift(
+    logits: Tensor,
+    biased: Biased | None = None,
+    bitmask: Tensor | None = None,
+    penalized: Penalized | None = None,
+) -> Tensor:
     """See `SamplingOps.shift`."""
+    if biased is not None:
+        add_biases(logits, biased)
     best = torch.empty(len(logits), dtype=torch.int64)
     slots = counts = factors = None
     if penalized is not None:

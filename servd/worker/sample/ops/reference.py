@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.sample.bitmask import apply_bitmask
+from servd.worker.sample.logit_bias import Biased
 from servd.worker.sample.penalties import IN_PROMPT, Penalized
 from servd.worker.sample.uniform import uniform
 from servd.worker.sample.weights import WEIGHT_ONE
@@ -14,13 +15,28 @@ MAX_SORTED = 256  # a top-k up to this size is found faster by torch.topk than b
 DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the 31 bits that a float32 without sign has
 
 
-def shift(logits: Tensor, bitmask: Tensor | None, penalized: Penalized | None) -> Tensor:
+def shift(
+    logits: Tensor,
+    biased: Biased | None = None,
+    bitmask: Tensor | None = None,
+    penalized: Penalized | None = None,
+) -> Tensor:
     """See `SamplingOps.shift`."""
+    if biased is not None:
+        add_biases(logits, biased)
     if bitmask is not None:
         apply_bitmask(logits, bitmask)
     if penalized is not None:
         logits[penalized.rows] = _penalize(logits[penalized.rows], penalized)
     return logits.argmax(dim=-1)
+
+
+def add_biases(logits: Tensor, biased: Biased) -> None:
+    """To logits [n, vocab], in place."""
+    num_entries = len(biased.token_ids)  # given, so that the device is not asked for it
+    rows = torch.arange(len(logits), device=logits.device)
+    rows = rows.repeat_interleave(biased.starts.diff(), output_size=num_entries)
+    logits[rows, biased.token_ids] += biased.biases
 
 
 def _penalize(logits: Tensor, penalized: Penalized) -> Tensor:

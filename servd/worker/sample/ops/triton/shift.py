@@ -1,4 +1,4 @@
-"""Bitmask, penalties and argmax in one pass over the logits."""
+"""Biases, bitmask, penalties and argmax in one pass over the logits."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -8,22 +8,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from servd.worker.sample.logit_bias import Biased
 from servd.worker.sample.penalties import IN_PROMPT, Penalized
 
 BLOCK = 4096
+ENTRIES = 256
 LAST = 2**31 - 1
 
 
 @triton.jit
 def shift_kernel(
-    logits_ptr, bitmask_ptr, slots_ptr, counts_ptr, factors_ptr, best_ptr, vocab, row_stride, words,
-    COUNT_BITS: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, starts_ptr, ids_ptr, biases_ptr, bitmask_ptr, slots_ptr, counts_ptr, factors_ptr, best_ptr, vocab,
+    row_stride, words,
+    COUNT_BITS: tl.constexpr, LAST: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row and BLOCK tokens; finds the best of them. `slots` is negative in rows without penalties."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     valid = token < vocab
     logit_at = logits_ptr + row * row_stride + token
+    if starts_ptr is not None:
+        end = tl.load(starts_ptr + row + 1)
+        for first in range(tl.load(starts_ptr + row), end, ENTRIES):
+            entry = first + tl.arange(0, ENTRIES)
+            named = tl.load(ids_ptr + entry, mask=entry < end, other=-1)
+            is_here = (named >= block * BLOCK) & (named < (block + 1) * BLOCK)
+            named_at = logits_ptr + row * row_stride + named
+            bias = tl.load(biases_ptr + entry, mask=is_here, other=0.0)
+            tl.store(named_at, tl.load(named_at, mask=is_here, other=0.0) + bias, mask=is_here)
+        tl.debug_barrier()  # other threads of this program load what was stored
     x = tl.load(logit_at, mask=valid, other=float("-inf"))
     if bitmask_ptr is not None:
         word = tl.load(bitmask_ptr + row * words + token // 32, mask=valid, other=0)
@@ -49,10 +62,17 @@ def shift_kernel(
     tl.store(best_ptr + row * tl.num_programs(1) + block, tl.max(best, axis=0))
 
 
-def shift(logits: Tensor, bitmask: Tensor | None, penalized: Penalized | None) -> Tensor:
+def shift(
+    logits: Tensor,
+    biased: Biased | None = None,
+    bitmask: Tensor | None = None,
+    penalized: Penalized | None = None,
+) -> Tensor:
     """See `SamplingOps.shift`."""
     num_rows, vocab = logits.shape
-    slots = counts = factors = None
+    starts = token_ids = biases = slots = counts = factors = None
+    if biased is not None:
+        starts, token_ids, biases = biased.starts, biased.token_ids, biased.biases
     if penalized is not None:
         slots = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
         slots[penalized.rows] = penalized.slots
@@ -60,7 +80,7 @@ def shift(logits: Tensor, bitmask: Tensor | None, penalized: Penalized | None) -
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
     words = 0 if bitmask is None else bitmask.shape[1]
     shift_kernel[best.shape](
-        logits, bitmask, slots, counts, factors, best, vocab, logits.stride(0), words,
-        IN_PROMPT - 1, LAST, BLOCK, num_warps=8,
+        logits, starts, token_ids, biases, bitmask, slots, counts, factors, best, vocab, logits.stride(0), words,
+        IN_PROMPT - 1, LAST, ENTRIES, BLOCK, num_warps=8,
     )  # fmt: skip
     return LAST - (best.amax(dim=-1) & 0xFFFFFFFF)
