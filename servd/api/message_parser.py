@@ -135,7 +135,7 @@ class ReplyFormat(msgspec.Struct, frozen=True):
     is_thinking: bool = False  # the reply begins inside the thoughts
     tool_parser: type[ToolParser] | None = None
     tool_use: ToolUse | None = None
-    visible_ids: frozenset[int] = frozenset()  # special tokens that the parsers need to see as text
+    visible_ids: frozenset[int] = frozenset()  # added tokens that the parsers need to see as text
     table: Mapping[int, bytes] = {}  # the bytes of tokens, as the detokenizer sees them
 
     @property
@@ -222,7 +222,7 @@ class MessageFormat:
         markers = [*(tool_parser.markers if tool_parser else ())]
         if reasoning_parser is not None:
             markers += [reasoning_parser.start_tag, reasoning_parser.end_tag]
-        visible_ids = frozenset(i for marker in markers if (i := self._special_id(marker)) is not None)
+        visible_ids = frozenset(i for marker in markers if (i := self._added_id(marker)) is not None)
         return ReplyFormat(
             structured_output,
             reasoning_parser,
@@ -263,16 +263,17 @@ class MessageFormat:
         tools = tool_use.forced or tool_use.tools
         try:
             grammar = calls_grammar(
-                parser.syntaxes, parser.arguments_grammar, tools, tool_use.parallel, self._special_id, content_schema
+                parser.syntaxes, parser.arguments_grammar, tools, tool_use.parallel, self._added_id, content_schema
             )
         except NotExpressible as reason:
             log.debug("tool calls are held to a JSON array: %s", reason)
             return None
         return grammar if len(grammar.encode()) <= MAX_BYTES else None
 
-    def _special_id(self, marker: str) -> int | None:
+    def _added_id(self, marker: str) -> int | None:
+        # All of them, special or not: those in angle brackets are special to llguidance, whatever the tokenizer says.
         token_id = self.tokenizer.token_id(marker)
-        return token_id if token_id in self.tokenizer.special_ids else None
+        return token_id if token_id in self.tokenizer.added_ids else None
 
     def _reasoning(self, prompt: str, continued: str) -> tuple[type[ThinkParser] | None, bool]:
         """The parser, if the reply can have thoughts; and whether it begins inside them."""

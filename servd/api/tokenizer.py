@@ -39,7 +39,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens(config)
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._added_ids = frozenset(added)
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder = backend.decoder.__getstate__().decode() if backend.decoder else ""
         self._is_byte_level = '"ByteLevel"' in decoder
@@ -169,7 +169,7 @@ class Tokenizer:
         if token is None:  # models pad their vocabulary beyond the tokenizer's
             return b""
         if self._is_byte_level:
-            is_text = token_id in self._added_ids or any(char not in _BYTE_OF_CHAR for char in token)
+            is_text = token_id in self.added_ids or any(char not in _BYTE_OF_CHAR for char in token)
             return token.encode() if is_text else bytes([_BYTE_OF_CHAR[char] for char in token])
         if self._has_byte_fallback and (match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
             return bytes.fromhex(match[1])

@@ -40,6 +40,8 @@ def test_every_feature_with_real_text(start: Callable[..., Server]):
     [call] = message("What is the weather in Paris?", tools=[WEATHER])["tool_calls"]
     assert call["function"]["name"] == "get_weather"
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    [call] = message("Hello!", tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)["tool_calls"]
+    assert json.loads(call["function"]["arguments"]).keys() == {"city"}
 
     person = message("JSON for Anna, 31, from Oslo. Use name, age and city.", response_format={"type": "json_object"})
     assert json.loads(person["content"]) == {"name": "Anna", "age": 31, "city": "Oslo"}

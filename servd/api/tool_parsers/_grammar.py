@@ -41,7 +41,7 @@ def calls_grammar(
     arguments_grammar: Callable[[str, dict[str, Any]], list[str]],
     tools: Sequence[dict[str, Any]],
     parallel: bool,
-    special_id: Callable[[str], int | None],
+    added_id: Callable[[str], int | None],
     content_schema: str | None = None,
 ) -> str:
     """The grammar of one or more calls of these tools (exactly one unless `parallel`).
@@ -51,7 +51,7 @@ def calls_grammar(
         arguments_grammar: see `ToolParser.arguments_grammar`.
         tools: in OpenAI's form.
         parallel: more than one call is allowed.
-        special_id: id of a marker that is a special token; None for plain text.
+        added_id: id of a marker that is an added token; None for plain text.
         content_schema: JSON schema, as text, of content that may come instead.
 
     Raises:
@@ -60,7 +60,7 @@ def calls_grammar(
 
     def literal(text: str) -> str:
         parts = [part for part in re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text) if part]
-        ids = [special_id(part) for part in parts]
+        ids = [added_id(part) for part in parts]
         return " ".join(quoted(part) if i is None else f"<[{i}]>" for part, i in zip(parts, ids, strict=True))
 
     functions = [tool["function"] for tool in tools]

@@ -16,7 +16,9 @@ from servd.api.message_parser import MessageFormat, ReplyFormat, ToolUse
 from servd.api.tokenizer import Tokenizer
 from servd.api.tool_parsers._forced import ForcedCallsParser
 from servd.api.tool_parsers._grammar import calls_grammar
-from servd.core.structured_output.grammar import Grammar, GrammarError
+from servd.config import Config
+from servd.core.structured_output.grammar import Grammar, GrammarError, load_vocabulary
+from servd.hf import find_model, read_spec
 from tests.api.tool_parsers.test_parsers import PACKAGE, PARSERS, read
 from tests.core.structured_output.driver import EOS, compile_grammar
 
@@ -215,3 +217,19 @@ def test_special_tokens_are_written_as_tokens():
     grammar = calls_grammar(parser.syntaxes, parser.arguments_grammar, [EXPRESSIBLE["nothing"]], True, ids.get)
     assert "｜" not in grammar and "\\uff5c" not in grammar
     assert all(f"<[{number}]>" in grammar for number in ids.values())
+
+
+def test_tags_that_are_tokens_without_being_special_are_written_as_tokens():
+    """Qwen's and the demo model's: llguidance takes all added tokens in angle brackets for special ones."""
+    folder = find_model("demo")
+    tokenizer, vocabulary = Tokenizer.load(str(folder)), load_vocabulary(Config(), read_spec(folder))
+    used = tool("f", {"city": CITY}, "city")
+    reply = MessageFormat(tokenizer, plugins.load(PACKAGE, "hermes", "Parser"), None).reply(
+        "", ToolUse([used], forced=[used], parallel=False)
+    )
+    assert reply.structured_output is not None
+    matcher = Grammar(reply.structured_output, vocabulary).matcher()
+    for token_id in tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {"city": "Rome"}}\n</tool_call>'):
+        assert is_allowed(matcher.bitmask(), token_id), tokenizer.token_string(token_id)
+        matcher.accept(token_id)
+    assert matcher.is_complete
