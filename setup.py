@@ -1,5 +1,6 @@
 """The CPU kernels, once per instruction set; everything else about the package is in pyproject.toml."""
 
+import hashlib
 import platform
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ FOLDER = Path("servd/worker/ops/cpu")
 # What a CPU has decides which one is loaded (servd/worker/ops/native.py).
 X86 = {"avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"], "avx2": ["-march=x86-64-v3"], "generic": []}
 VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
+SOURCES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
+# The name of a symbol tells what a library was compiled from: one of another state is not used (native.py).
+STATE = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
 
 
 class Build(build_ext):
@@ -31,9 +35,9 @@ setup(
         Extension(
             f"servd.worker.ops._{name}",
             sources=sorted(map(str, FOLDER.glob("*.cpp"))),
-            depends=[str(FOLDER / "vectors.h")],
+            depends=sorted(map(str, FOLDER.glob("*.h"))),
             extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", *flags],
-            extra_link_args=["-fopenmp"],
+            extra_link_args=["-fopenmp", f"-Wl,--defsym=servd_state_{STATE}=1"],
             optional=True,
         )
         for name, flags in VARIANTS.items()
