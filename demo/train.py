@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -152,11 +154,20 @@ class Trainer:
     """Model, optimizers and the place reached; what `save` writes, `load` brings back.
 
     Matrices are trained by Muon, which needs far fewer steps here, and the embedding and the norms by AdamW.
+
+    Args:
+        model: on `device`.
+        num_examples: that the updates will have seen at the end.
+        learning_rate: the highest.
+        device: computes.
+        origin: of the text and the options: one training does not go on from the checkpoint of another one.
     """
 
-    def __init__(self, model: Qwen3, num_examples: int, learning_rate: float, device: torch.device) -> None:
+    def __init__(
+        self, model: Qwen3, num_examples: int, learning_rate: float, device: torch.device, origin: str = ""
+    ) -> None:
         self.model, self.num_examples, self.device = model, num_examples, device
-        self.learning_rate = learning_rate
+        self.learning_rate, self.origin = learning_rate, origin
         self.step, self.examples, self.seconds = 0, 0, 0.0
         layers = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
         known = {id(parameter) for parameter in layers}
@@ -190,12 +201,19 @@ class Trainer:
         """Write a checkpoint; the old one stays until the new one is whole."""
         parts = [part.state_dict() for part in (self.model, *self.optimizers)]
         new = path.with_suffix(".new")
-        torch.save({"parts": parts, "place": (self.step, self.examples, self.seconds)}, new)
+        place = (self.step, self.examples, self.seconds)
+        torch.save({"origin": self.origin, "parts": parts, "place": place}, new)
         new.replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint.
+
+        Raises:
+            SystemExit: it is of another training.
+        """
         state = torch.load(path, map_location=self.device)
+        if state["origin"] != self.origin:
+            sys.exit(f"{path} is of another training (text or options have changed): remove it, or give another --work")
         for part, values in zip((self.model, *self.optimizers), state["parts"], strict=True):
             part.load_state_dict(values)
         self.step, self.examples, self.seconds = state["place"]
@@ -239,21 +257,28 @@ def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> To
     return train_tokenizer(chain(texts, ["\n".join([*words, *(f"- {word}" for word in words)])] * 200), vocab_size)
 
 
+def origin_of(args: argparse.Namespace) -> str:
+    """Equal for trainings by the same code, with the same text, options and order."""
+    parts = [repr((args.examples, args.seed, args.batch_tokens, args.learning_rate)).encode()]
+    parts += [path.read_bytes() for path in sorted(HERE.iterdir()) if path.suffix in (".py", ".toml", ".jinja")]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; its defaults are what the model in the repository was trained with."""
+    """The command line; its defaults are what the model in the repository was trained with, but for the threads."""
     parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face model folder.")
     parser.add_argument("--examples", type=int, default=76_000, help="conversations and texts to train on, each once")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU [%(default)s]")
     parser.add_argument("--work", type=Path, default=HERE / ".work", help="folder for the checkpoint")
     parser.add_argument("--out", type=Path, default=HERE.parent / "servd" / "demo_model")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Write the corpus, train, measure, export."""
+    """Train, export, measure."""
     args = parse()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -263,7 +288,7 @@ def main() -> None:
     tokenizer = make_tokenizer(args.seed, config.vocab_size)
     model = Qwen3(config).to(device)
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters on {device}", flush=True)
-    trainer = Trainer(model, args.examples, args.learning_rate, device)
+    trainer = Trainer(model, args.examples, args.learning_rate, device, origin_of(args))
     checkpoint = args.work / "checkpoint.pt"
     if checkpoint.exists():
         trainer.load(checkpoint)

@@ -11,7 +11,18 @@ from safetensors.torch import load_file
 from demo.corpus import Corpus
 from demo.model import ModelConfig, Qwen3
 from demo.tokenizer import END, Renderer
-from demo.train import Trainer, encode, evaluate, export, losses, make_batches, make_tokenizer, parse, steps
+from demo.train import (
+    Trainer,
+    encode,
+    evaluate,
+    export,
+    losses,
+    make_batches,
+    make_tokenizer,
+    origin_of,
+    parse,
+    steps,
+)
 
 TINY = ModelConfig(vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
@@ -124,6 +135,20 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(batches, tmp_path
     second.load(tmp_path / "checkpoint.pt")
     assert second.step == 3
     assert [second.update(batches[step]) for step in range(3, 6)] == expected[3:]
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path):
+    """Its weights would be exported with a tokenizer that they do not know."""
+    torch.manual_seed(0)
+    one, other = (Trainer(Qwen3(TINY), 4000, 2e-2, CPU, origin) for origin in ("text", "other text"))
+    one.save(tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit, match=r"checkpoint\.pt is of another training.*--work"):
+        other.load(tmp_path / "checkpoint.pt")
+
+
+def test_the_origin_of_a_training_is_its_text_and_its_options():
+    assert origin_of(parse([])) == origin_of(parse(["--threads", "9", "--out", "x", "--work", "y"]))
+    assert origin_of(parse([])) != origin_of(parse(["--seed", "4"]))
 
 
 def test_a_longer_training_begins_with_the_same_steps(tokenizer):
