@@ -34,8 +34,8 @@ setup(
     ext_modules=[
         Extension(
             f"servd.worker.ops._{name}",
-            sources=sorted(map(str, FOLDER.glob("*.cpp"))),
-            depends=sorted(map(str, FOLDER.glob("*.h"))),
+            sources=[str(path) for path in SOURCES if path.suffix == ".cpp"],
+            depends=["setup.py", *(str(path) for path in SOURCES if path.suffix == ".h")],
             extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", *flags],
             extra_link_args=["-fopenmp", f"-Wl,--defsym=servd_state_{STATE}=1"],
             optional=True,
