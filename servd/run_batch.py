@@ -127,7 +127,6 @@ class Batch:
     """Answers lines of the input that the output does not have yet, several at a time, in any order.
 
     Args:
-        target: the server.
         source: batch file, one request per line.
         results: gets one line per request; lines that are there and tell of no server failure are kept.
 
@@ -135,8 +134,7 @@ class Batch:
         ConfigError: a file cannot be read or written, or two lines have the same custom_id.
     """
 
-    def __init__(self, target: Target, source: Path, results: Path) -> None:
-        self.target = target
+    def __init__(self, source: Path, results: Path) -> None:
         self.num_failed = 0
         self.problem: OSError | None = None  # with the output file
         try:
@@ -149,14 +147,15 @@ class Batch:
             raise ConfigError(f"run-batch: {error}") from None
         self.waiting = iter(self.lines)
         self.lock = threading.Lock()
-        self.bar = tqdm(total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True)
 
-    def run(self, concurrency: int) -> int:
-        """Answer all lines; returns how many failed.
+    def run(self, target: Target, concurrency: int) -> int:
+        """Have a server answer all lines; returns how many failed.
 
         Raises:
             ConfigError: the output file cannot be written any further.
         """
+        self.target = target
+        self.bar = tqdm(total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True)
         threads = [threading.Thread(target=self.work, daemon=True) for _ in range(min(concurrency, len(self.lines)))]
         try:
             for thread in threads:
@@ -330,12 +329,13 @@ def run_batch(options: dict[str, Any], source: str, results: str, url: str | Non
     Raises:
         ConfigError: the server does not start, or a file cannot be read or written.
     """
+    batch = Batch(Path(source), Path(results))  # before a server is started in vain
     if url is not None:
         keys = options.get("api_key") or [os.environ.get("SERVD_API_KEY")]
-        num_failed = Batch(Target(url, keys[0]), Path(source), Path(results)).run(concurrency)
+        num_failed = batch.run(Target(url, keys[0]), concurrency)
     else:
         with own_server(options) as target:
-            num_failed = Batch(target, Path(source), Path(results)).run(concurrency)
+            num_failed = batch.run(target, concurrency)
     if num_failed:
         print(f"servd: {num_failed} requests failed; {results} says why", file=sys.stderr)
     return int(num_failed > 0)

@@ -50,7 +50,7 @@ def test_connections_that_died_are_opened_again(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(line, "abcd")), encoding="utf8")
     try:
-        assert Batch(Target(f"http://127.0.0.1:{server.server_port}"), source, results).run(1) == 0
+        assert Batch(source, results).run(Target(f"http://127.0.0.1:{server.server_port}"), 1) == 0
     finally:
         server.shutdown()
         server.server_close()
@@ -61,7 +61,7 @@ def test_connections_that_died_are_opened_again(tmp_path):
 def test_a_server_that_is_not_there_is_an_error_of_the_line(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(line("a"), encoding="utf8")
-    assert Batch(Target("http://127.0.0.1:1"), source, results).run(1) == 1
+    assert Batch(source, results).run(Target("http://127.0.0.1:1"), 1) == 1
     assert json.loads(results.read_text(encoding="utf8"))["error"]["code"] == "connection"
 
 
@@ -78,5 +78,11 @@ def test_ids_that_occur_twice_are_refused_with_their_lines(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(["{", line("a"), "", line("b"), "[]", line("a")]), encoding="utf8")
     with pytest.raises(ConfigError, match="lines 2 and 6 have the same custom_id 'a'"):
-        Batch(Target("http://127.0.0.1:1"), source, results)
+        Batch(source, results)
     assert not results.exists()
+
+
+def test_the_files_are_looked_at_before_a_server_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_batch, "own_server", lambda options: pytest.fail("a server was started"))
+    with pytest.raises(ConfigError, match="No such file"):
+        run_batch.run_batch({}, str(tmp_path / "none"), str(tmp_path / "out"), url=None, concurrency=1)

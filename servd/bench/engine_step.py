@@ -29,9 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     llm = _engine.make_llm(arguments)
     port = llm.engine.port
     assert isinstance(port, InProcess)
+    prompts = _data.make_prompts(arguments, more=1)
+    llm.generate(prompts.pop(0).content, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     clock = StepClock()
     clock.watch(port)
-    prompts = _data.make_prompts(arguments)
     for i, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=prompt.output_len, ignore_eos=True)
         llm.engine.add_request(str(i), prompt.content, params)

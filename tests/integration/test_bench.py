@@ -77,6 +77,11 @@ async def test_failures_are_counted_apart(slow_server: str):
         _report.summarise(records[1:], seconds)
 
 
+async def test_a_server_that_refuses_to_list_its_models_is_there(slow_server: str):
+    with pytest.raises(ServdError, match="/v1/models: HTTP 404"):
+        await _load.first_model(slow_server, None)
+
+
 async def test_request_rate_spreads_arrivals(slow_server: str):
     load = _load.Load(slow_server, "m", request_rate=50)
     records, _ = await _load.run(load, [_data.Prompt("hello", 1)] * 20, show_progress=False)
