@@ -60,7 +60,7 @@ def config_page() -> str:
 def config_row(option: msgspec.structs.FieldInfo, hint: object) -> str:
     """One line of a table."""
     kind, metas = plain(hint)
-    default = option.default if option.default is not msgspec.NODEFAULT else option.default_factory()  # type: ignore[operator]
+    default = option.default if option.default is not msgspec.NODEFAULT else option.default_factory()
     flag = option.name.replace("_", "-")
     match option.name, default:
         case "model", _:
@@ -99,7 +99,7 @@ def values(kind: object, metas: list[msgspec.Meta]) -> str:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
     if typing.get_origin(kind) is list:
         return "one or more texts"
-    words = {bool: "switch", int: "integer", float: "number", str: "text"}[kind]  # type: ignore[index]
+    words = {bool: "switch", int: "integer", float: "number", str: "text"}[kind]
     bound = {name: value for m in metas for name in ("ge", "gt", "le", "lt") if (value := getattr(m, name)) is not None}
     low = f"from {bound['ge']}" if "ge" in bound else f"above {bound['gt']}" if "gt" in bound else ""
     high = f"to {bound['le']}" if "le" in bound else f"below {bound['lt']}" if "lt" in bound else ""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-LEVELS = ("debug", "info", "warning", "error")
-
 
 def setup(process: str, level: str) -> None:
     """Log to stderr as `12:34:56.789 INFO  api-0  message`. Called once by each process at its start."""

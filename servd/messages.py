@@ -101,7 +101,6 @@ class EngineReady(Message, tag=True):
     worker: WorkerReady
     max_model_len: int
     block_size: int
-    startup_seconds: dict[str, float] = {}  # phase -> seconds
 
 
 class TokenLogprobs(Message):

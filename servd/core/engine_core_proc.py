@@ -123,7 +123,7 @@ class EngineCoreProc:
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         engine.grammars.on_compiled = self.inputs.put
         self.clock.enter("ready")
-        ready = EngineReady(worker, engine.scheduler.max_model_len, config.cache.block_size, self.clock.seconds)
+        ready = EngineReady(worker, engine.scheduler.max_model_len, config.cache.block_size)
         self.outputs.put((None, ready))
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items())
         logger.info("ready after %.1f s (%s)", sum(self.clock.seconds.values()), phases)
