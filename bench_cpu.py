@@ -44,7 +44,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer", default=None, metavar="COMMAND", help="starts another server to compare with")
     parser.add_argument("--peer-name", default="another server", metavar="NAME", help="what the page calls it")
     parser.add_argument("--peer-url", default=None, metavar="URL", help="where it listens")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if (arguments.peer is None) != (arguments.peer_url is None):
+        parser.error("--peer and --peer-url go together")
+    return arguments
 
 
 def main() -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch  # noqa: TID253
-import torch.nn.functional as F  # noqa: TID253
-from torch import Tensor, nn  # noqa: TID253
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 NUM_PAIRS = 4  # rotary pairs, the fastest ones, that tell the token before from others
 

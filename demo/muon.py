@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import torch  # noqa: TID253
-from torch import Tensor  # noqa: TID253
+import torch
+from torch import Tensor
 
 # Of the polynomial that takes singular values from (0, 1] to about 1 in five rounds, as published.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -15,11 +15,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: TID253
-import torch.nn.functional as F  # noqa: TID253
+import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor  # noqa: TID253
+from torch import Tensor
 from tqdm import tqdm
 
 from demo.corpus import Corpus

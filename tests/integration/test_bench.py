@@ -171,6 +171,8 @@ def test_report_measures_the_parts_that_are_asked_for(tmp_path: Path):
     result = subprocess.run([*command, "--", "no-such-folder"], capture_output=True, text=True)
     assert result.returncode == 1
     assert "Not measured: weights: no-such-folder is not a folder" in out.read_text()
+    result = subprocess.run([*command, "--peer", "serve", "--", str(folder)], capture_output=True, text=True)
+    assert result.returncode == 2 and "--peer and --peer-url go together" in result.stderr
 
 
 def test_report_compares_with_what_the_machine_allows():
