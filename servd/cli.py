@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -60,7 +61,7 @@ def bench(arguments: dict[str, Any]) -> int:
         module = importlib.import_module(f"servd.bench.{name}")
     except ModuleNotFoundError as error:
         raise ConfigError(f"servd bench {name} needs {error.name}: pip install 'servd[bench]'") from None
-    parser = argparse.ArgumentParser(prog=f"servd bench {name}", description=module.__doc__)
+    parser = Parser(prog=f"servd bench {name}", description=module.__doc__, formatter_class=wide)
     module.add_options(parser)
     return module.run(parser.parse_args(arguments["rest"]))
 
@@ -90,9 +91,27 @@ def load_options(arguments: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what an unknown flag may have meant."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing may be left over, so that the error comes from the command whose flags they would have been."""
+        parsed, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` says what there is"
+            self.error(f"unknown argument {unknown[0]}; {hint}")
+        return parsed, unknown
+
+
+def wide(prog: str) -> argparse.HelpFormatter:
+    """Help in two columns, with room for long flags."""
+    return argparse.HelpFormatter(prog, max_help_position=34, width=110)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="servd", description="An OpenAI-compatible serving daemon.")
+    parser = Parser(prog="servd", description="An OpenAI-compatible serving daemon.")
     parser.add_argument("--version", action="version", version=f"servd {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve_parser = commands.add_parser(
@@ -101,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
         usage="servd serve [MODEL] [OPTION ...]",
         allow_abbrev=False,  # a flag that is cut short today means another one tomorrow
         argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+        formatter_class=wide,
     )
     serve_parser.set_defaults(command=serve)
     add_config_options(serve_parser)
@@ -133,7 +152,7 @@ def add_batch_parser(commands: Any) -> None:
         "with the same files, it goes on where it stopped.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+        formatter_class=wide,
     )
     parser.set_defaults(command=run_batch)
     parser.add_argument("-i", dest="source", metavar="FILE", required=True, help="requests, one per line")
@@ -151,9 +170,11 @@ def add_client_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="any OpenAI-compatible server [%(default)s]")
     parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $SERVD_API_KEY")
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
-    parser.add_argument("--temperature", type=float, metavar="X")
-    parser.add_argument("--max-tokens", type=int, metavar="N")
-    parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="0 for the most probable tokens; default: the model's"
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer; default: the server's")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:

@@ -84,6 +84,24 @@ def test_a_wrong_command_line_is_exit_code_2(args, capsys):
     assert "usage: servd" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("args", "remedy"),
+    [
+        (["serve", "--prot", "8001"], "unknown argument --prot; did you mean --port?"),
+        (["serve", "--max-num-sequences=3"], "unknown argument --max-num-sequences=3; did you mean --max-num-seqs?"),
+        (["chat", "--sytem", "x"], "unknown argument --sytem; did you mean --system?"),
+        (["bench", "throughput", "--num-promts", "3"], "unknown argument --num-promts; did you mean --num-prompts?"),
+        (["serve", "a", "b"], "unknown argument b; `servd serve --help` says what there is"),
+    ],
+)
+def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, remedy, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(args)
+    assert end.value.code == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1].endswith(remedy) and len(shown) < 8
+
+
 def test_version(capsys):
     import servd
 

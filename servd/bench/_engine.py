@@ -12,6 +12,7 @@ from servd.llm import LLM
 
 def add_options(parser: argparse.ArgumentParser, batch: int, input_len: int, output_len: int) -> None:
     """A workload and every option of `servd serve`."""
+    parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     _data.add_options(parser, batch, input_len, output_len)
     parser.argument_default = argparse.SUPPRESS
     add_config_options(parser)
