@@ -390,32 +390,32 @@ async def test_what_has_no_effect_is_named(http):
     assert answer.json()["truncation"] == "disabled"
 
 
-async def test_an_engine_that_dies(listening_server: Served):
-    engine, http = listening_server.engine, listening_server.http
-    engine.step_seconds = 0.01
-    async with http.stream("POST", URL, json={"input": "hi", "stream": True}) as answer:
-        text = ""
+async def text_of_dying_engine(served: Served, sign: str, **fields: Any) -> str:
+    """A stream whose engine dies when the first piece with `sign` has come."""
+    text, is_dead = "", False
+    async with served.http.stream("POST", URL, json={"input": "hi", "stream": True, **fields}) as answer:
         async for piece in answer.aiter_text():
-            if "output_text.delta" in piece and "failed" not in text:
-                engine.tell(EngineDead("it is gone"))
+            if sign in piece and not is_dead:
+                served.engine.tell(EngineDead("it is gone"))
+                is_dead = True
             text += piece
-    last = named_events(text)[-1]
+    return text
+
+
+async def test_an_engine_that_dies(listening_server: Served):
+    listening_server.engine.step_seconds = 0.01
+    last = named_events(await text_of_dying_engine(listening_server, "output_text.delta"))[-1]
     TypeAdapter(ResponseStreamEvent).validate_python(last)
     assert last["type"] == "response.failed" and "it is gone" in last["response"]["error"]["message"]
     for stream in (False, True):
-        answer = await http.post(URL, json={"input": "hi", "stream": stream})
+        answer = await listening_server.http.post(URL, json={"input": "hi", "stream": stream})
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
 
 
 async def test_an_engine_that_dies_before_its_first_word():
     async with serve(listen=True, keep_alive=0.02) as served:
         served.engine.may_step.clear()
-        async with served.http.stream("POST", URL, json={"input": "hi", "stream": True}) as answer:
-            text = ""
-            async for piece in answer.aiter_text():
-                if not text:
-                    served.engine.tell(EngineDead("it is gone"))
-                text += piece
+        text = await text_of_dying_engine(served, "keep-alive")
     *comments, last = text.strip().split("\n\n")
     assert set(comments) == {": keep-alive"}
     event = named_events(last)[0]
@@ -529,16 +529,8 @@ async def test_a_background_response_is_streamed_again_and_from_the_middle(liste
 
 
 async def test_a_background_stream_of_an_engine_that_dies(listening_server: Served):
-    engine, http = listening_server.engine, listening_server.http
-    engine.may_step.clear()
-    body = {"input": "hi", "background": True, "stream": True}
-    async with http.stream("POST", URL, json=body) as answer:
-        text = ""
-        async for piece in answer.aiter_text():
-            if "response.queued" in piece and "queued" not in text:
-                engine.tell(EngineDead("it is gone"))
-            text += piece
-    last = named_events(text)[-1]
+    listening_server.engine.may_step.clear()
+    last = named_events(await text_of_dying_engine(listening_server, "response.queued", background=True))[-1]
     TypeAdapter(ResponseStreamEvent).validate_python(last)
     assert last["type"] == "response.failed" and last["sequence_number"] == 2
 

@@ -108,26 +108,26 @@ def start() -> Iterator[Callable[..., Server]]:
         server.stop()
 
 
-@pytest.fixture(scope="module")
-def fake_server() -> Iterator[Server]:
-    """A server with the fake executor, shared by the tests of a module that leave it as it was."""
-    server = Server("--executor", "fake")
+def shared(*args: str) -> Iterator[Server]:
+    """The body of a fixture of a wider scope."""
+    server = Server(*args)
     try:
         server.wait_ready()
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def fake_server() -> Iterator[Server]:
+    """A server with the fake executor, shared by the tests of a module that leave it as it was."""
+    yield from shared("--executor", "fake")
 
 
 @pytest.fixture(scope="module")
 def llama_server(tiny_llama: Path) -> Iterator[Server]:
     """A server with a small real model."""
-    server = Server(str(tiny_llama), "--device", "cpu", "--served-model-name", "tiny")
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()
+    yield from shared(str(tiny_llama), "--device", "cpu", "--served-model-name", "tiny")
 
 
 @pytest.fixture(scope="session")
