@@ -118,9 +118,9 @@ def test_compose_builds_the_images_that_exist():
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server that calls its fake model gpt2."""
+    """A server that calls its fake model demo."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "servd", "serve", "--executor", "fake", "--port", "0", "--served-model-name", "gpt2"],
+        [sys.executable, "-m", "servd", "serve", "--executor", "fake", "--port", "0", "--served-model-name", "demo"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
