@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
+import re
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,8 @@ from servd.worker.ops import reference
 
 log = logging.getLogger("servd.worker")
 
+FOLDER = Path(__file__).parent
+STAMP = re.compile(rb"servd_state_(\w{16})")  # of a library: what it was compiled from, see setup.py
 SWITCH = "SERVD_CPU_KERNELS"  # avx512, avx2, generic, or off; default: the best that this CPU has
 CAPABILITIES = {"avx512": ("AVX512",), "avx2": ("AVX2", "AVX512"), "generic": ()}  # of torch.backends.cpu
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -49,8 +53,10 @@ def library() -> ctypes.CDLL | None:
     for name, needed in CAPABILITIES.items():
         if (needed and capability not in needed) or wanted not in ("", name):
             continue
-        for path in Path(__file__).parent.glob(f"_{name}.*"):
+        for path in FOLDER.glob(f"_{name}.*"):
             try:
+                if _is_stale(path):
+                    raise OSError("its sources have changed since it was compiled")
                 # Its OpenMP is the one that torch has loaded: one pool of threads for both.
                 loaded = ctypes.CDLL(str(path))
                 for function, arguments in SIGNATURES.items():
@@ -66,6 +72,18 @@ def library() -> ctypes.CDLL | None:
             log.debug("CPU kernels: %s", name)
             return loaded
     return None
+
+
+def state() -> str | None:
+    """Of the sources, as setup.py computes it; None where there are none: in a wheel."""
+    sources = sorted(path for path in FOLDER.glob("cpu/*") if path.suffix in (".cpp", ".h"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16] if sources else None
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether a library is of another state than the sources beside it. Compiled by hand, it names none."""
+    stamp, now = STAMP.search(path.read_bytes()), state()
+    return stamp is not None and now is not None and stamp[1].decode() != now
 
 
 def _lib() -> ctypes.CDLL:

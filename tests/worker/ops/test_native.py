@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import runpy
+import shutil
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from tests.worker.cpu_kernels import forced
 # [out, in]: whole panels and not, one piece and more, nothing to add up.
 SHAPES = [(33, 20), (1, 1), (64, 768), (100, 1024), (50, 2500), (5, 0)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+ROOT = Path(__file__).parents[3]
 MANY = 131  # rows: several tiles, the last ones lower
 
 
@@ -101,6 +107,38 @@ def test_the_number_of_threads_changes_nothing():
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.usefixtures("kernels")
+def test_products_may_be_made_at_once():
+    """Only one of them gets the threads, and a thread that comes late must not work on what came after."""
+    packed = [matrix((500 + 32 * i, 300), torch.float32)[0] for i in range(4)]
+    x = inputs(40, 300)
+    expected = [p.multiply(x, None) for p in packed]
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)  # more than there are processors, perhaps: some are always late
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(lambda i: packed[i % 4].multiply(x, None), range(2000)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, expected[i % 4]) for i, result in enumerate(results))
+
+
+def test_a_forked_process_has_no_threads_and_computes_alone():
+    if native.library() is None:
+        pytest.skip("no CPU kernels here")
+    packed, _ = matrix((500, 300), torch.float32)
+    x, before = inputs(40, 300), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = packed.multiply(x, None)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(packed.multiply(x, None), expected) else 1)
+    finally:
+        torch.set_num_threads(before)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_matrix_may_be_given_by_columns():
     """GPT-2's checkpoints have them the other way round."""
     if native.library() is None:
@@ -139,6 +177,35 @@ def test_a_library_of_an_earlier_state_is_not_used(monkeypatch: pytest.MonkeyPat
         assert native.library() is None
     assert "install servd again" in caplog.text
     native.library.cache_clear()
+
+
+def test_a_library_of_other_sources_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """With the functions of old and other arguments it would read and write anywhere."""
+    if native.library() is None:
+        pytest.skip("no CPU kernels here")
+    shutil.copytree(native.FOLDER / "cpu", tmp_path / "cpu")
+    for path in native.FOLDER.glob("_*.so"):
+        (tmp_path / path.name).write_bytes(path.read_bytes() + f"servd_state_{native.state()}".encode())
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    native.library.cache_clear()
+    assert native.library() is not None
+    (tmp_path / "cpu" / "vectors.h").write_text("// something else")
+    native.library.cache_clear()
+    with caplog.at_level("WARNING", logger="servd.worker"):
+        assert native.library() is None
+    assert "its sources have changed since it was compiled): install servd again" in caplog.text
+    shutil.rmtree(tmp_path / "cpu")  # a wheel has none
+    native.library.cache_clear()
+    assert native.library() is not None
+    native.library.cache_clear()
+
+
+def test_setup_names_the_state_of_the_sources(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("setuptools.setup", lambda **options: None)
+    monkeypatch.chdir(ROOT)
+    assert runpy.run_path("setup.py")["STATE"] == native.state()
 
 
 def test_an_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch):
