@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
