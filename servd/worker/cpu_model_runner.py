@@ -1,14 +1,19 @@
-"""CPUModelRunner: main memory, and no copies to wait for."""
+"""CPUModelRunner: main memory, decode steps as programs, and no copies to wait for."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
 from servd.worker.device import available_memory
+from servd.worker.input_batch import InputBatch
 from servd.worker.model_runner import ModelRunner, StepPart
 from servd.worker.ops import native
+from servd.worker.program_runner import NotRecordable, ProgramRunner
+
+log = logging.getLogger("servd.worker")
 
 KV_CACHE_SHARE = 0.4  # of the available memory; a CPU's memory is not the server's alone
 MAX_KV_CACHE_BYTES = 4 << 30
@@ -16,6 +21,8 @@ MAX_KV_CACHE_BYTES = 4 << 30
 
 class CPUModelRunner(ModelRunner):
     """Steps on a CPU. Memory of the cache is committed by the system when it is first written."""
+
+    programs: ProgramRunner | None = None  # from allocate_kv_cache on, where they can be used
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -25,6 +32,22 @@ class CPUModelRunner(ModelRunner):
     def kv_cache_memory(self) -> int:
         """A share of what is available, divided over the ranks of this host."""
         return min(int(available_memory() * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // self.parallel.size
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Programs know its addresses."""
+        super().allocate_kv_cache(num_blocks)
+        if native.library() is not None and self.parallel.size == 1 and not self.config.model.enforce_eager:
+            self.programs = ProgramRunner(self.run, self.max_num_seqs, self.states.block_tables.tables.shape[1])
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Decode steps by programs, others call by call."""
+        if self.programs is not None and batch.is_decode:
+            try:
+                return self.programs(batch)
+            except NotRecordable as error:
+                log.info("decode steps run call by call: %s", error)
+                self.programs = None
+        return super().forward(batch)
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
         """Everything is there already."""

@@ -12,7 +12,6 @@ from servd.messages import GrammarBitmask, NewRequest, ScheduledRequest, Schedul
 from servd.params import MAX_LOGPROBS, SamplingParams
 from servd.worker.graph_runner import CudaRecorder, GraphRunner, Record
 from servd.worker.input_batch import InputBatch, decode_attention
-from servd.worker.layers.attention import ForwardContext
 from servd.worker.memory import CudaMeter, MemoryUse, Meter
 from servd.worker.model_runner import ModelRunner, StepPart
 
@@ -58,9 +57,8 @@ class GPUModelRunner(ModelRunner):
         return super().forward(batch)
 
     def _decode(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        metadata = self.backend.build_metadata(decode_attention(self.states, slots, positions))
-        ctx = ForwardContext(self.backend, metadata, self.kv_caches)
-        return self.model(self.states.token_ids[slots, positions].long(), positions, ctx)
+        attention = decode_attention(self.states, slots, positions)
+        return self.run(self.states.token_ids[slots, positions].long(), positions, attention)
 
     @torch.inference_mode()
     def _capture(self, graphs: GraphRunner, size: int) -> None:

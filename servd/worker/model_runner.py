@@ -20,7 +20,7 @@ from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, Schedu
 from servd.params import SamplingParams
 from servd.worker import kv_cache, weights
 from servd.worker.attention import make_backend
-from servd.worker.attention._base import AttentionSpec, Backend
+from servd.worker.attention._base import AttentionBatch, AttentionSpec, Backend
 from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
 from servd.worker.layers.attention import ForwardContext
@@ -209,8 +209,12 @@ class ModelRunner(ABC):
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] of a step."""
-        ctx = ForwardContext(self.backend, self.backend.build_metadata(batch.attention), self.kv_caches)
-        return self.model(batch.input_ids, batch.positions, ctx)
+        return self.run(batch.input_ids, batch.positions, batch.attention)
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden] of tokens, int64 [num_tokens] each."""
+        ctx = ForwardContext(self.backend, self.backend.build_metadata(attention), self.kv_caches)
+        return self.model(input_ids, positions, ctx)
 
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:

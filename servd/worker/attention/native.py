@@ -10,7 +10,7 @@ import torch
 from servd.worker.attention._base import AttentionBatch, AttentionSpec
 from servd.worker.attention._base import Backend as AttentionBackend
 from servd.worker.layers.rotary import Rotation
-from servd.worker.ops.native import TYPES, library
+from servd.worker.ops.native import TYPES, address, call, empty, library
 
 MAX_HEAD_DIM = 256
 VECTOR = 16  # elements of the widest vector: block size and head dimension are multiples of it
@@ -31,9 +31,6 @@ class Backend(AttentionBackend[Metadata]):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        lib = library()
-        assert lib is not None
-        self.lib = lib
         self.type = TYPES[spec.kv_dtype]
 
     @classmethod
@@ -73,10 +70,10 @@ class Backend(AttentionBackend[Metadata]):
         spec = self.spec
         q, k, v = (x if x.stride(2) == 1 and x.stride(1) == spec.head_dim else x.contiguous() for x in (q, k, v))
         cos, sin = rotation or (None, None)
-        turned = q if rotation is None else torch.empty(q.shape)
-        self.lib.servd_write(
-            self.type, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            turned.data_ptr(), None if cos is None else cos.data_ptr(), None if sin is None else sin.data_ptr(),
+        turned = q if rotation is None else empty(*q.shape)
+        call(
+            "servd_write", self.type, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+            turned.data_ptr(), address(cos), address(sin),
             kv_cache[0].data_ptr(), kv_cache[1].data_ptr(), metadata.slot_mapping.data_ptr(), len(q),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
         )  # fmt: skip
@@ -85,9 +82,9 @@ class Backend(AttentionBackend[Metadata]):
     def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
         """See ops/cpu/attention.cpp."""
         spec = self.spec
-        out = torch.empty(q.shape)
-        self.lib.servd_attend(
-            self.type, q.data_ptr(), q.stride(0), kv_cache[0].data_ptr(), kv_cache[1].data_ptr(),
+        out = empty(*q.shape)
+        call(
+            "servd_attend", self.type, q.data_ptr(), q.stride(0), kv_cache[0].data_ptr(), kv_cache[1].data_ptr(),
             metadata.block_tables.data_ptr(), metadata.block_tables.shape[1], metadata.query_lens.ctypes.data,
             metadata.seq_lens.ctypes.data, len(metadata.query_lens), spec.num_heads, spec.num_kv_heads, spec.head_dim,
             spec.block_size, spec.sliding_window or 0, scale, out.data_ptr(),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from servd.worker import ops
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers._weight import Weight
 from servd.worker.parallel import Parallel
@@ -17,10 +17,11 @@ class Embedding(nn.Module):
     def __init__(self, num_rows: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self.weight = Weight((num_rows, hidden_size), parallel)
+        self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
-        return F.embedding(index, self.weight)
+        return self.ops.embed(index, self.weight)
 
 
 class VocabEmbedding(nn.Module):

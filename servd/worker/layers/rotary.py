@@ -10,6 +10,7 @@ from torch import nn
 
 from servd.errors import UnsupportedModel
 from servd.hf import ModelSpec
+from servd.worker import ops
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a step's positions, each [num_tokens, head_dim / 2]."""
@@ -23,11 +24,11 @@ class Rotary(nn.Module):
         self.dtype = torch.get_default_dtype()
         inv_freq, self.magnitude = frequencies(rope_parameters(spec), spec)
         self.inv_freq = nn.Buffer(inv_freq, persistent=False)  # float32 [head_dim / 2]
+        self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """[num_tokens] -> cos and sin."""
-        angles = torch.outer(positions.float(), self.inv_freq)
-        return (angles.cos() * self.magnitude).to(self.dtype), (angles.sin() * self.magnitude).to(self.dtype)
+        return self.ops.rotation(positions, self.inv_freq, self.magnitude, self.dtype)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -82,7 +82,7 @@ class GPT2Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
-        x, residual = self.wte(input_ids) + self.wpe(positions), None
+        x, residual = self.wpe(positions), self.wte(input_ids)
         for layer in self.h:
             x, residual = layer(x, residual, ctx)
         return self.ln_f.add(x, residual)[0]

@@ -13,6 +13,16 @@ from servd.worker.ops import native, reference
 class Ops(Protocol):
     """What each module of this package has, for contiguous inputs; tests/worker/ops runs its contract over all."""
 
+    def embed(self, index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Rows `index` [num_tokens] of a table [num_rows, size]."""
+        ...
+
+    def rotation(
+        self, positions: torch.Tensor, inv_freq: torch.Tensor, magnitude: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of positions [num_tokens] times inv_freq float32 [size], times magnitude; [num_tokens, size]."""
+        ...
+
     def rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:

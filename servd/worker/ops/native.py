@@ -10,6 +10,7 @@ import re
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -34,8 +35,11 @@ SIGNATURES = {
     "servd_write": [c_int, *[c_void_p, c_int64] * 3, *[c_void_p] * 6, *[c_int64] * 5],
     "servd_attend": [c_int, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, *[c_int64] * 6, c_float,
                      c_void_p],
-    "servd_norm": [c_int, *[c_void_p] * 4, c_float, c_void_p, c_void_p, c_int64, c_int64],
+    "servd_norm": [c_int, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_float, c_void_p, c_void_p, c_int64, c_int64],
     "servd_activate": [c_void_p, c_int64, c_int64, c_int, c_int, c_void_p],
+    "servd_take": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
+    "servd_rotation": [c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_void_p],
+    "servd_run": [c_void_p, c_int64, c_int64],
     "servd_shift": [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_void_p],
     "servd_to_weights": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
     "servd_narrow": [*[c_void_p] * 4, c_int64, c_int64, c_void_p],
@@ -74,6 +78,33 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+class Recording(Protocol):
+    """What a forward pass calls, written down while it runs: see program_runner.py."""
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Memory for a float32 result."""
+        ...
+
+    def add(self, function: str, arguments: tuple[float | None, ...]) -> None:
+        """A call that is made now."""
+        ...
+
+
+recording: Recording | None = None  # of the step that runs now
+
+
+def call(function: str, *arguments: float | None) -> None:
+    """Call a function of the library; addresses are numbers, and None is a null pointer."""
+    getattr(_lib(), function)(*arguments)
+    if recording is not None:
+        recording.add(function, arguments)
+
+
+def empty(*shape: int) -> torch.Tensor:
+    """Memory for a float32 result of `call`."""
+    return torch.empty(shape) if recording is None else recording.empty(*shape)
+
+
 def state() -> str | None:
     """Of the sources, as setup.py computes it; None where there are none: in a wheel."""
     sources = sorted(path for path in FOLDER.glob("cpu/*") if path.suffix in (".cpp", ".h"))
@@ -104,12 +135,35 @@ def address(tensor: torch.Tensor | None) -> int | None:
 # ---- Ops ----
 
 
+def embed(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """See `Ops.embed`."""
+    if not _fits(table):
+        return reference.embed(index, table)
+    index, out = index.contiguous(), empty(len(index), table.shape[1])
+    call("servd_take", table.data_ptr(), table.shape[1], index.data_ptr(), len(index), out.data_ptr())
+    return out
+
+
+def rotation(
+    positions: torch.Tensor, inv_freq: torch.Tensor, magnitude: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.rotation`."""
+    if dtype != torch.float32:
+        return reference.rotation(positions, inv_freq, magnitude, dtype)
+    positions = positions.contiguous()
+    cos, sin = (empty(len(positions), len(inv_freq)) for _ in range(2))
+    call(
+        "servd_rotation", positions.data_ptr(), len(positions), inv_freq.data_ptr(), len(inv_freq), magnitude,
+        cos.data_ptr(), sin.data_ptr(),
+    )  # fmt: skip
+    return cos, sin
+
+
 def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.rms_norm`."""
-    x = x.contiguous()
-    if not _fits(x, residual, weight):
+    if not _fits(residual, weight) or x.dtype != torch.float32:
         return reference.rms_norm(x, residual, weight, eps)
     return _norm(0, x, residual, weight, None, eps)
 
@@ -118,8 +172,7 @@ def layer_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.layer_norm`."""
-    x = x.contiguous()
-    if not _fits(x, residual, weight, bias):
+    if not _fits(residual, weight, bias) or x.dtype != torch.float32:
         return reference.layer_norm(x, residual, weight, bias, eps)
     return _norm(1, x, residual, weight, bias, eps)
 
@@ -133,10 +186,15 @@ def _norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = x.shape[-1]
-    out = torch.empty_like(x)
-    sums = x if residual is None else torch.empty_like(x)
-    addresses = (x.data_ptr(), address(residual), weight.data_ptr(), address(bias))
-    _lib().servd_norm(centered, *addresses, eps, out.data_ptr(), sums.data_ptr(), x.numel() // size, size)
+    heads = x.dim() == 3 and x.stride()[1:] == (size, 1)  # of a slice of qkv: its tokens are apart
+    x = x if heads else x.contiguous()
+    per_stride, stride = (x.shape[1], x.stride(0)) if heads else (1, size)
+    out = empty(*x.shape)
+    sums = x if residual is None else empty(*x.shape)
+    call(
+        "servd_norm", centered, x.data_ptr(), per_stride, stride, address(residual), weight.data_ptr(), address(bias),
+        eps, out.data_ptr(), sums.data_ptr(), x.numel() // size, size,
+    )  # fmt: skip
     return out, sums
 
 
@@ -144,8 +202,8 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
     """See `Ops.activate`."""
     if not _fits(x):
         return reference.activate(x, name)
-    out, size = torch.empty_like(x), x.shape[-1]
-    _lib().servd_activate(x.data_ptr(), x.numel() // size, size, FUNCTIONS[name], 0, out.data_ptr())
+    out, size = empty(*x.shape), x.shape[-1]
+    call("servd_activate", x.data_ptr(), x.numel() // size, size, FUNCTIONS[name], 0, out.data_ptr())
     return out
 
 
@@ -153,8 +211,8 @@ def gate(x: torch.Tensor, name: str) -> torch.Tensor:
     """See `Ops.gate`."""
     if not _fits(x):
         return reference.gate(x, name)
-    out = x.new_empty(x.shape[0], x.shape[1] // 2)
-    _lib().servd_activate(x.data_ptr(), *out.shape, FUNCTIONS[name], 1, out.data_ptr())
+    out = empty(x.shape[0], x.shape[1] // 2)
+    call("servd_activate", x.data_ptr(), *out.shape, FUNCTIONS[name], 1, out.data_ptr())
     return out
 
 
@@ -184,19 +242,19 @@ class PackedMatrix:
         """float32 [n, in] -> [n, out]."""
         assert x.dtype == torch.float32 and x.shape[1] == self.shape[1], (x.dtype, x.shape, self.shape)
         x = x.contiguous()
-        out = x.new_empty(x.shape[0], self.shape[0])
-        _lib().servd_multiply(
-            self.type, x.data_ptr(), *x.shape, self.packed.data_ptr(), address(self.scale), address(bias),
-            out.data_ptr(), out.shape[1],
+        out = empty(x.shape[0], self.shape[0])
+        call(
+            "servd_multiply", self.type, x.data_ptr(), *x.shape, self.packed.data_ptr(), address(self.scale),
+            address(bias), out.data_ptr(), out.shape[1],
         )  # fmt: skip
         return out
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """int64 [n] -> float32 [n, in]."""
         index = index.contiguous()  # has a name, so that a copy lives until the call is over
-        out = torch.empty(len(index), self.shape[1])
-        _lib().servd_rows(
-            self.type, self.packed.data_ptr(), address(self.scale), self.shape[1], index.data_ptr(), len(index),
-            out.data_ptr(),
+        out = empty(len(index), self.shape[1])
+        call(
+            "servd_rows", self.type, self.packed.data_ptr(), address(self.scale), self.shape[1], index.data_ptr(),
+            len(index), out.data_ptr(),
         )  # fmt: skip
         return out

@@ -17,6 +17,19 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def embed(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """See `Ops.embed`."""
+    return F.embedding(index, table)
+
+
+def rotation(
+    positions: torch.Tensor, inv_freq: torch.Tensor, magnitude: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.rotation`."""
+    angles = torch.outer(positions.float(), inv_freq)
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+
+
 def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

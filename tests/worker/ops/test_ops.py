@@ -76,6 +76,25 @@ def test_rms_norm_of_the_heads_of_a_slice(module: ops.Ops, device: torch.device)
     check(module.rms_norm(keys, None, weight, 1e-6)[0], exact, torch.float32)
 
 
+@each_dtype
+def test_embed(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+    table = random((9, 20), dtype, device)
+    index = torch.tensor([8, 0, 3, 3], device=device)
+    assert torch.equal(module.embed(index, table), table[[8, 0, 3, 3]])
+    assert module.embed(index[:0], table).shape == (0, 20)
+
+
+@each_dtype
+def test_rotation(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+    """Angles are made in float32, as the models that were trained with them have them."""
+    positions = torch.tensor([[0, 1, 77], [5, 100_000, 3]], device=device).T[:, 1]
+    inv_freq = random((18,), torch.float32, device).abs()
+    angles = (positions[:, None].float() * inv_freq).double()
+    cos, sin = module.rotation(positions, inv_freq, 1.5, dtype)
+    check(cos, angles.cos() * 1.5, dtype)
+    check(sin, angles.sin() * 1.5, dtype)
+
+
 def exact_activation(x: torch.Tensor, name: str) -> torch.Tensor:
     """By the definitions, in float64."""
     x = x.double()

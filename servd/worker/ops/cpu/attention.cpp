@@ -4,8 +4,9 @@
 // a vector of keys holds one dimension of neighbouring tokens, so that scores need no sums across a vector.
 
 #include <memory>
-#include <omp.h>
 
+#include "kernels.h"
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -201,37 +202,33 @@ void attend(const Attention& a, const int64_t* query_lens, const int64_t* seq_le
     }
     std::unique_ptr<float[]> shared(new float[num_states * state_size]);
 
-#pragma omp parallel
-    {
+    parallel_for(num_tasks, std::max<int64_t>(1, num_tasks / 64), [&](int64_t t) {
         Tile tile;
         std::unique_ptr<float[]> own(new float[most_parts * MAX_TILE * state_size]);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t t = 0; t < num_tasks; t++) {
-            const Task& task = tasks[t];
-            const int64_t row = task.row, parts = parts_of(row), before = seq_lens[row] - query_lens[row];
-            tile.count = int(std::min(tile_size, query_lens[row] * group - task.query));
-            int64_t places[MAX_TILE];  // of the tile's queries in the step: token * num_heads + head
-            for (int i = 0; i < tile.count; i++) {
-                const int64_t position = (task.query + i) / group, head = task.kv_head * group + (task.query + i) % group;
-                places[i] = (tokens[row] + position) * a.num_heads + head;
-                tile.q[i] = a.q + (tokens[row] + position) * a.q_stride + head * a.head_dim;
-                tile.last[i] = before + position + 1;
-                tile.first[i] = a.window > 0 ? std::max<int64_t>(0, tile.last[i] - a.window) : 0;
-            }
-            const int64_t first_place = tokens[row] * a.num_heads;
-            attend_parts<C>(a, tile, a.block_tables + row * a.max_blocks, task, [&](int i, int64_t part) {
-                return is_split(row) ? shared.get() + (states[row] + (places[i] - first_place) * parts + part) * state_size
-                                     : own.get() + (i * parts + part) * state_size;
-            });
-            for (int i = 0; i < tile.count && !is_split(row); i++)
-                join(own.get() + i * parts * state_size, parts, a.head_dim, out + places[i] * a.head_dim);
+        const Task& task = tasks[t];
+        const int64_t row = task.row, parts = parts_of(row), before = seq_lens[row] - query_lens[row];
+        tile.count = int(std::min(tile_size, query_lens[row] * group - task.query));
+        int64_t places[MAX_TILE];  // of the tile's queries in the step: token * num_heads + head
+        for (int i = 0; i < tile.count; i++) {
+            const int64_t position = (task.query + i) / group, head = task.kv_head * group + (task.query + i) % group;
+            places[i] = (tokens[row] + position) * a.num_heads + head;
+            tile.q[i] = a.q + (tokens[row] + position) * a.q_stride + head * a.head_dim;
+            tile.last[i] = before + position + 1;
+            tile.first[i] = a.window > 0 ? std::max<int64_t>(0, tile.last[i] - a.window) : 0;
         }
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < num_rows; row++)
-            for (int64_t query = 0; is_split(row) && query < query_lens[row] * a.num_heads; query++)
-                join(shared.get() + (states[row] + query * parts_of(row)) * state_size, parts_of(row), a.head_dim,
-                     out + (tokens[row] * a.num_heads + query) * a.head_dim);
-    }
+        const int64_t first_place = tokens[row] * a.num_heads;
+        attend_parts<C>(a, tile, a.block_tables + row * a.max_blocks, task, [&](int i, int64_t part) {
+            return is_split(row) ? shared.get() + (states[row] + (places[i] - first_place) * parts + part) * state_size
+                                 : own.get() + (i * parts + part) * state_size;
+        });
+        for (int i = 0; i < tile.count && !is_split(row); i++)
+            join(own.get() + i * parts * state_size, parts, a.head_dim, out + places[i] * a.head_dim);
+    });
+    parallel_for(num_states > 0 ? num_rows : 0, 1, [&](int64_t row) {
+        for (int64_t query = 0; is_split(row) && query < query_lens[row] * a.num_heads; query++)
+            join(shared.get() + (states[row] + query * parts_of(row)) * state_size, parts_of(row), a.head_dim,
+                 out + (tokens[row] * a.num_heads + query) * a.head_dim);
+    });
 }
 
 // Rotates queries (into q_out) and keys, and writes keys and values to the cache.
@@ -240,8 +237,7 @@ void write(const float* q, int64_t q_stride, const float* k, int64_t k_stride, c
            const float* cos, const float* sin, C* keys, C* values, const int64_t* slots, int64_t num_tokens, int64_t num_heads,
            int64_t kv_heads, int64_t head_dim, int64_t block_size) {
     const int64_t half = head_dim / 2, head_size = head_dim * block_size;
-#pragma omp parallel for schedule(static) if (num_tokens > 1)
-    for (int64_t token = 0; token < num_tokens; token++) {
+    parallel_for(num_tokens, 1, [&](int64_t token) {
         const float* c = cos ? cos + token * half : nullptr;
         const float* s = sin ? sin + token * half : nullptr;
         if (c)
@@ -258,6 +254,9 @@ void write(const float* q, int64_t q_stride, const float* k, int64_t k_stride, c
             const float* from = k + token * k_stride + head * head_dim;
             C* key = keys + (block * kv_heads + head) * head_size + offset;
             C* value = values + (block * kv_heads + head) * head_size + offset * head_dim;
+            // Each number of a key goes to another line, none of them in the cache: the next head's are fetched meanwhile.
+            for (int64_t d = 0; d < head_dim && head + 1 < kv_heads; d++)
+                __builtin_prefetch(key + head_size + d * block_size, 1);
             for (int64_t d = 0; d < half; d++) {
                 const float first = c ? from[d] * c[d] - from[d + half] * s[d] : from[d];
                 const float second = c ? from[d + half] * c[d] + from[d] * s[d] : from[d + half];
@@ -266,7 +265,7 @@ void write(const float* q, int64_t q_stride, const float* k, int64_t k_stride, c
             }
             for (int64_t d = 0; d < head_dim; d++) narrow(v[token * v_stride + head * head_dim + d], value + d);
         }
-    }
+    });
 }
 
 }  // namespace

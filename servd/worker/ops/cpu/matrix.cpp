@@ -6,8 +6,9 @@
 // a multiple of 1024.
 
 #include <memory>
-#include <omp.h>
 
+#include "kernels.h"
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -84,55 +85,49 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
     const bool widened = sizeof(W) < 4 && num_tiles >= MIN_WIDENED_TILES;
     const int64_t num_pieces = std::max<int64_t>(1, (k + DEPTH - 1) / DEPTH);  // of k = 0 too: the bias remains
     std::unique_ptr<float[]> copy(rows > 1 ? new float[num_pieces * rows * STRIDE] : nullptr);  // [pieces][rows][STRIDE]
-#pragma omp parallel
-    {
-        if (rows > 1) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; row++)
-                for (int64_t piece = 0; piece < num_pieces; piece++)
-                    memcpy(&copy[(piece * rows + row) * STRIDE], x + row * k + piece * DEPTH,
-                           std::min(DEPTH, k - piece * DEPTH) * 4);
-        }
-        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const int64_t first = num_panels * thread / threads, last = num_panels * (thread + 1) / threads;
-        std::unique_ptr<float[]> buffer(widened ? new float[GROUP * DEPTH * PANEL] : nullptr);
+    if (rows > 1)
+        parallel_for(rows, std::max<int64_t>(1, 32768 / (k + 1)), [&](int64_t row) {
+            for (int64_t piece = 0; piece < num_pieces; piece++)
+                memcpy(&copy[(piece * rows + row) * STRIDE], x + row * k + piece * DEPTH,
+                       std::min(DEPTH, k - piece * DEPTH) * 4);
+        });
+    parallel_for((num_panels + GROUP - 1) / GROUP, 1, [&](int64_t group) {
+        const int64_t first = group * GROUP, last = std::min(first + GROUP, num_panels);
+        thread_local std::unique_ptr<float[]> buffer;
+        if (widened && !buffer) buffer.reset(new float[GROUP * DEPTH * PANEL]);
         for (int64_t piece = 0; piece < num_pieces; piece++) {
             const int64_t start = piece * DEPTH, depth = std::min(DEPTH, k - start);
             const float* from = rows > 1 ? &copy[piece * rows * STRIDE] : x + start;
             const auto weights = [=](int64_t panel) { return packed + (panel * k + start) * PANEL; };
-            for (int64_t group = first; group < last; group += GROUP) {
-                const int64_t end = std::min(group + GROUP, last);
-                for (int64_t panel = group; widened && panel < end; panel++)
-                    for (int64_t i = 0; i < depth * PANEL; i += WIDTH)
-                        store(&buffer[(panel - group) * DEPTH * PANEL + i], load(weights(panel) + i));
-                for (int64_t tile = 0; tile < num_tiles; tile++) {
-                    const int64_t row = first_row(tile);
-                    const int height = int(first_row(tile + 1) - row);
-                    for (int64_t panel = group; panel < end; panel++) {
-                        const int64_t column = panel * PANEL;
-                        const Output out{y + row * n + column, n, int(std::min<int64_t>(PANEL, n - column)),
-                                         scale ? scale + column : nullptr, bias ? bias + column : nullptr,
-                                         piece == 0, piece == num_pieces - 1};
-                        // The tiles of a panel fetch one part each of the panel after the next ones.
-                        const int64_t part = tile * depth * LINE;
-                        const bool fetches = num_tiles > 1 && panel + GROUP < last && part < depth * PANEL * int64_t(sizeof(W));
-                        const Ahead ahead = fetches ? Ahead{(const char*)weights(panel + GROUP) + part, LINE}
-                                                    : Ahead{(const char*)from, 0};
-                        const float* wide = buffer.get() + (widened ? (panel - group) * DEPTH * PANEL : 0);
-                        if (widened) multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, wide, depth, out, ahead);
-                        else multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, weights(panel), depth, out, ahead);
-                    }
+            for (int64_t panel = first; widened && panel < last; panel++)
+                for (int64_t i = 0; i < depth * PANEL; i += WIDTH)
+                    store(&buffer[(panel - first) * DEPTH * PANEL + i], load(weights(panel) + i));
+            for (int64_t tile = 0; tile < num_tiles; tile++) {
+                const int64_t row = first_row(tile);
+                const int height = int(first_row(tile + 1) - row);
+                for (int64_t panel = first; panel < last; panel++) {
+                    const int64_t column = panel * PANEL;
+                    const Output out{y + row * n + column, n, int(std::min<int64_t>(PANEL, n - column)),
+                                     scale ? scale + column : nullptr, bias ? bias + column : nullptr,
+                                     piece == 0, piece == num_pieces - 1};
+                    // The tiles of a panel fetch one part each of the panel after the next ones.
+                    const int64_t part = tile * depth * LINE;
+                    const bool fetches = num_tiles > 1 && panel + GROUP < num_panels && part < depth * PANEL * int64_t(sizeof(W));
+                    const Ahead ahead = fetches ? Ahead{(const char*)weights(panel + GROUP) + part, LINE}
+                                                : Ahead{(const char*)from, 0};
+                    const float* wide = widened ? &buffer[(panel - first) * DEPTH * PANEL] : nullptr;
+                    if (widened) multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, wide, depth, out, ahead);
+                    else multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, weights(panel), depth, out, ahead);
                 }
             }
         }
-    }
+    });
 }
 
 template <typename W>
 void pack(const W* weight, int64_t row_stride, int64_t column_stride, int64_t n, int64_t k, W* packed) {
     const int64_t num_panels = (n + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < num_panels; panel++) {
+    parallel_for(num_panels, 1, [&](int64_t panel) {
         W* to = packed + panel * k * PANEL;
         memset((void*)to, 0, k * PANEL * sizeof(W));
         const int columns = int(std::min<int64_t>(PANEL, n - panel * PANEL));
@@ -140,7 +135,7 @@ void pack(const W* weight, int64_t row_stride, int64_t column_stride, int64_t n,
         for (int64_t i = 0; i < k; i++)
             for (int column = 0; column < columns; column++)
                 to[i * PANEL + column] = from[column * row_stride + i * column_stride];
-    }
+    });
 }
 
 template <typename W>

@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -208,20 +209,18 @@ extern "C" {
 
 void servd_shift(float* logits, int64_t stride, const void* bitmask, int64_t words, const int64_t* slots,
                  const int32_t* counts, const float* factors, int64_t rows, int64_t vocab, int64_t* best) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
+    parallel_for(rows, 1, [&](int64_t row) {
         float* x = logits + row * stride;
         if (bitmask) forbid(x, (const uint32_t*)bitmask + row * words, vocab);
         if (slots && slots[row] >= 0) penalize(x, counts + slots[row] * vocab, factors + slots[row] * 3, vocab);
         best[row] = best_of(x, vocab);
-    }
+    });
 }
 
 void servd_to_weights(const float* logits, int64_t stride, const float* peaks, const float* temperatures, int64_t rows,
                       int64_t vocab, float* weights) {
     const int64_t full = vocab / WIDTH * WIDTH;
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
+    parallel_for(rows, 1, [&](int64_t row) {
         const float* x = logits + row * stride;
         float* to = weights + row * vocab;
         // At most 0 before the division, so no temperature can overflow it. No NaN, which has no integer.
@@ -232,31 +231,29 @@ void servd_to_weights(const float* logits, int64_t stride, const float* peaks, c
         for (int64_t i = 0; i < full; i += WIDTH) store(to + i, weigh(load(x + i)));
         const int rest = int(vocab - full);
         if (rest) store_first(to + full, weigh(load_first(x + full, rest)), rest);
-    }
+    });
 }
 
 void servd_narrow(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p, int64_t rows,
                   int64_t vocab, float* out) {
-#pragma omp parallel
-    {
+    parallel_for(rows, 1, [&](int64_t row) {
         std::unique_ptr<int32_t[]> found(new int32_t[vocab + 1]);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++)
-            out[row] = narrow_row(weights + row * vocab, lowest[row], top_k[row], top_p[row], vocab, found.get());
-    }
+        out[row] = narrow_row(weights + row * vocab, lowest[row], top_k[row], top_p[row], vocab, found.get());
+    });
 }
 
 void servd_draw(const float* weights, const float* lowest, const int64_t* seeds, const int64_t* positions, int64_t rows,
                 int64_t vocab, int64_t* out) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++)
+    parallel_for(rows, 1, [&](int64_t row) {
         out[row] = draw_row(weights + row * vocab, lowest[row], seeds[row], positions[row], vocab);
+    });
 }
 
 void servd_score(const float* logits, int64_t stride, const int64_t* tokens, int64_t rows, int64_t vocab, float* log_totals,
                  int64_t* ranks) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) score_row(logits + row * stride, tokens[row], vocab, log_totals + row, ranks + row);
+    parallel_for(rows, 1, [&](int64_t row) {
+        score_row(logits + row * stride, tokens[row], vocab, log_totals + row, ranks + row);
+    });
 }
 
 }  // extern "C"

@@ -1,6 +1,7 @@
 """The operations as Triton kernels, for CUDA; on a CPU they run in Triton's interpreter (TRITON_INTERPRET=1)."""
 
+from servd.worker.ops.reference import embed, rotation
 from servd.worker.ops.triton.activation import activate, gate
 from servd.worker.ops.triton.norm import layer_norm, rms_norm
 
-__all__ = ["activate", "gate", "layer_norm", "rms_norm"]
+__all__ = ["activate", "embed", "gate", "layer_norm", "rms_norm", "rotation"]

@@ -1,0 +1,126 @@
+#include "threads.h"
+
+#include <omp.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace {
+
+constexpr int MAX_THREADS = 256;
+constexpr int64_t MAX_PARTS = 65535;
+constexpr int SPINS = 4000;  // about 0.2 ms: longer than the gaps between the kernels of a step, a short time beside a step
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// The parts that a thread has still to do: number of the loop, first part and end, of 32, 16 and 16 bits. The number
+// makes a thread that was held up, and comes to take a part of a loop that is over, find nothing.
+struct alignas(64) Share {
+    std::atomic<uint64_t> word{0};
+
+    void set(uint32_t loop, uint64_t first, uint64_t end) { word = uint64_t(loop) << 32 | first << 16 | end; }
+
+    // The share's own thread begins at the front, others at the end; -1 if there is nothing.
+    int64_t take(uint32_t loop, bool own) {
+        uint64_t now = word.load(std::memory_order_acquire);
+        for (;;) {
+            const int64_t first = now >> 16 & 0xffff, end = now & 0xffff;
+            if (uint32_t(now >> 32) != loop || first == end) return -1;
+            if (word.compare_exchange_weak(now, own ? now + (1 << 16) : now - 1, std::memory_order_acq_rel))
+                return own ? first : end - 1;
+        }
+    }
+};
+
+class Pool {
+  public:
+    void run(int64_t count, int64_t size, Part part, const void* body, int threads) {
+        const int64_t parts = (count + size - 1) / size;
+        this->count = count, this->size = size, this->part = part, this->body = body, this->threads = threads, left = parts;
+        const uint32_t number = loop.load(std::memory_order_relaxed) + 1;
+        for (int64_t i = 0; i < threads; i++) shares[i].set(number, parts * i / threads, parts * (i + 1) / threads);
+        loop = number;
+        start(threads - 1);
+        if (sleeping > 0) {
+            { std::lock_guard<std::mutex> lock(mutex); }
+            wake.notify_all();
+        }
+        work(0, number);
+        for (int spins = 0; left.load(std::memory_order_acquire) > 0; spins++)
+            if (spins < SPINS) pause();
+            else sched_yield();  // a thread with a part was interrupted
+    }
+
+    std::atomic_flag busy = ATOMIC_FLAG_INIT;
+
+  private:
+    void work(int thread, uint32_t number) {
+        // If the loop ends meanwhile, these may be of the next one: but then there is no part to take any more.
+        const int64_t count = this->count.load(std::memory_order_relaxed), size = this->size.load(std::memory_order_relaxed);
+        const Part part = this->part.load(std::memory_order_relaxed);
+        const void* body = this->body.load(std::memory_order_relaxed);
+        const int threads = this->threads.load(std::memory_order_relaxed);
+        for (int i = 0; i < threads && thread < threads; i++) {
+            Share& share = shares[(thread + i) % threads];
+            for (int64_t taken; (taken = share.take(number, i == 0)) >= 0;) {
+                part(body, taken * size, std::min((taken + 1) * size, count));
+                left.fetch_sub(1, std::memory_order_release);
+            }
+        }
+    }
+
+    void start(int workers) {
+        for (; started < workers; started++) try {
+                std::thread([this, thread = started + 1] { live(thread); }).detach();
+            } catch (const std::system_error&) {
+                return;  // no more threads can be had: the others do their parts
+            }
+    }
+
+    void live(int thread) {
+        for (uint32_t seen = 0;;) {
+            for (int spins = 0; loop.load(std::memory_order_acquire) == seen && spins < SPINS; spins++) pause();
+            if (loop == seen) {
+                std::unique_lock<std::mutex> lock(mutex);
+                sleeping++;
+                wake.wait(lock, [&] { return loop != seen; });
+                sleeping--;
+            }
+            seen = loop.load(std::memory_order_acquire);
+            work(thread, seen);
+        }
+    }
+
+    Share shares[MAX_THREADS];
+    std::atomic<uint32_t> loop{0};  // the number of the last one
+    std::atomic<int64_t> count{0}, size{0}, left{0};  // left: parts of it that are not done
+    std::atomic<Part> part{nullptr};
+    std::atomic<const void*> body{nullptr};
+    std::atomic<int> threads{0}, sleeping{0};
+    int started = 0;
+    std::mutex mutex;
+    std::condition_variable wake;
+};
+
+}  // namespace
+
+void run_parts(int64_t count, int64_t size, Part part, const void* body) {
+    static Pool* pool = new Pool;  // its threads live as long as the process
+    size = std::max(size, count / MAX_PARTS + 1);
+    const int threads = std::min(omp_get_max_threads(), MAX_THREADS);  // torch's setting
+    if (count <= 0) return;
+    if (count <= size || threads == 1 || pool->busy.test_and_set(std::memory_order_acquire)) return part(body, 0, count);
+    pool->run(count, size, part, body, threads);
+    pool->busy.clear(std::memory_order_release);
+}

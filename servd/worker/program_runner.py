@@ -1,0 +1,170 @@
+"""ProgramRunner: the forward pass of decode steps on a CPU as one call of the native library.
+
+Between two kernels of a step, Python and torch take the longer the more weights a step reads: those put everything else
+out of the caches. So the first step with a number of rows writes down its calls, and later ones hand the list to the
+library, which makes the same calls again (`servd_run` in ops/cpu/program.cpp). It repeats addresses, so inputs have
+buffers that stay, and results lie in buffers that all programs share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from servd.worker.attention._base import AttentionBatch
+from servd.worker.input_batch import InputBatch
+from servd.worker.ops import native
+
+log = logging.getLogger("servd.worker")
+
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionBatch], torch.Tensor]
+"""input_ids and positions, int64 [num_tokens] each, and their attention, to hidden states [num_tokens, hidden]."""
+
+WORDS = 1 + max(map(len, native.SIGNATURES.values()))  # of a call: its function's address, and arguments
+
+
+class ProgramRunner:
+    """Records a program when a number of rows is first run.
+
+    Args:
+        forward: runs the model.
+        max_num_rows: of a step; each has one token.
+        max_num_blocks: of a row.
+    """
+
+    def __init__(self, forward: Forward, max_num_rows: int, max_num_blocks: int) -> None:
+        self.forward = forward
+        self.tokens = torch.zeros(3, max_num_rows, dtype=torch.int64)  # ids, positions, slots of the cache
+        self.query_lens = np.ones(max_num_rows, dtype=np.int64)
+        self.seq_lens = np.ones(max_num_rows, dtype=np.int64)
+        self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
+        self.memory = Memory(max_num_rows)
+        self.programs: dict[int, Program] = {}
+
+    def __call__(self, batch: InputBatch) -> torch.Tensor:
+        """Hidden states [num_rows, hidden] of a decode step; until the next call.
+
+        Raises:
+            NotRecordable: the model needs more than the native library.
+        """
+        attention, num_rows = batch.attention, len(batch.query_lens)
+        self.tokens[0, :num_rows] = batch.input_ids
+        self.tokens[1, :num_rows] = batch.positions
+        self.tokens[2, :num_rows] = attention.slot_mapping
+        self.seq_lens[:num_rows] = batch.seq_lens
+        self.block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
+        if (program := self.programs.get(num_rows)) is None:
+            program = self.programs[num_rows] = self._record(num_rows)
+        else:
+            program.run()
+        return program.hidden
+
+    def _record(self, num_rows: int) -> Program:
+        input_ids, positions, slot_mapping = self.tokens[:, :num_rows]
+        attention = AttentionBatch(
+            query_lens=self.query_lens[:num_rows],
+            seq_lens=self.seq_lens[:num_rows],
+            query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32),
+            seq_lens_device=torch.from_numpy(self.seq_lens[:num_rows]).int(),
+            block_tables=self.block_tables[:num_rows],
+            slot_mapping=slot_mapping,
+        )
+        recording = Recording(self.memory, num_rows)
+        native.recording = recording
+        try:
+            with OnlyViews():
+                hidden = self.forward(input_ids, positions, attention)
+        finally:
+            native.recording = None
+        return Program(recording.calls, self.memory.lend(hidden))
+
+
+class NotRecordable(Exception):
+    """A forward pass did something that is not a call of the native library."""
+
+
+class OnlyViews(TorchDispatchMode):
+    """Within it, torch may look at memory in another shape, but neither make nor change any."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises NotRecordable."""
+        if not func.is_view:
+            raise NotRecordable(f"{func} is not of the native library")
+        return func(*args, **(kwargs or {}))
+
+
+class Memory:
+    """Buffers for results, each as large as the largest step needs it; a buffer is free when nothing refers to it."""
+
+    def __init__(self, max_num_rows: int) -> None:
+        self.max_num_rows = max_num_rows
+        self.buffers: list[np.ndarray] = []
+        self.users: list[weakref.ref[np.ndarray]] = []  # of each buffer, the last one
+
+    def take(self, shape: tuple[int, ...], num_rows: int) -> torch.Tensor:
+        """Memory for the result of a step with `num_rows` rows."""
+        size = int(np.prod(shape))
+        capacity = -(-size // num_rows) * self.max_num_rows
+        for index, buffer in enumerate(self.buffers):
+            if buffer.size == capacity and self.users[index]() is None:
+                break
+        else:
+            index = len(self.buffers)
+            self.buffers.append(np.empty(capacity, dtype=np.float32))
+        part = self.buffers[index][:size]  # torch holds it as long as any tensor refers to this memory
+        self.users[index : index + 1] = [weakref.ref(part)]
+        return torch.from_numpy(part).view(shape)
+
+    def lend(self, taken: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same memory, which may be taken again meanwhile."""
+        buffer = next(buffer for buffer in self.buffers if buffer.ctypes.data == taken.data_ptr())
+        return torch.from_numpy(buffer[: taken.numel()]).view(taken.shape)
+
+
+class Recording:
+    """The calls of a forward pass so far."""
+
+    def __init__(self, memory: Memory, num_rows: int) -> None:
+        self.memory = memory
+        self.num_rows = num_rows
+        self.calls: list[tuple[int, ...]] = []
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """See `native.Recording`."""
+        return self.memory.take(shape, self.num_rows)
+
+    def add(self, function: str, arguments: tuple[float | None, ...]) -> None:
+        """See `native.Recording`."""
+        lib = native.library()
+        address = ctypes.cast(getattr(lib, function), ctypes.c_void_p).value
+        assert address is not None
+        self.calls.append((address, *map(_word, native.SIGNATURES[function], arguments)))
+
+
+def _word(kind: Any, argument: float | None) -> int:
+    """As `as` in program.cpp reads it."""
+    if kind is ctypes.c_float:
+        return struct.unpack("<i", struct.pack("<f", argument))[0]
+    return int(argument or 0)
+
+
+class Program:
+    """Calls that make the hidden states, [num_rows, hidden], at the same place every time."""
+
+    def __init__(self, calls: list[tuple[int, ...]], hidden: torch.Tensor) -> None:
+        self.words = np.zeros((len(calls), WORDS), dtype=np.int64)
+        for words, call in zip(self.words, calls, strict=True):
+            words[: len(call)] = call
+        self.hidden = hidden
+
+    def run(self) -> None:
+        """Make the calls."""
+        native.call("servd_run", self.words.ctypes.data, *self.words.shape)

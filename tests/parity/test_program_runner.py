@@ -1,0 +1,108 @@
+"""Decode steps as programs: what is repeated is what would have been computed, to the bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from servd.worker.cpu_model_runner import CPUModelRunner
+from servd.worker.models.gpt2 import GPT2MLP
+from servd.worker.ops import native
+from servd.worker.program_runner import Memory, ProgramRunner
+from tests.parity.families import CASES, make_checkpoint
+from tests.worker.driver import Driver, config_for
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="servd was installed without a compiler")
+
+FAMILIES = [
+    ("gpt2", "tied"), ("llama", "llama3 rope"), ("mistral", "window"), ("qwen3", "head_dim"),
+]  # fmt: skip
+
+
+def programs_of(driver: Driver) -> ProgramRunner | None:
+    assert isinstance(driver.worker.runner, CPUModelRunner)
+    return driver.worker.runner.programs
+
+
+def churn(driver: Driver, seed: int = 4) -> list[tuple[list[int], torch.Tensor]]:
+    """Requests come, grow and go at random; tokens and logits of each."""
+    draw = random.Random(seed)
+    running: list[int] = []
+    done = []
+    for _ in range(60):
+        if len(running) < 8 and draw.random() < 0.5:
+            slot = driver.add([draw.randrange(199) for _ in range(draw.randrange(1, 40))])
+            driver.step({slot: len(driver.tokens[slot])})
+            running.append(slot)
+        draw.shuffle(running)
+        chosen = running[: draw.randrange(1, 9)]
+        if chosen:
+            driver.step(dict.fromkeys(chosen, 1))
+        if running and draw.random() < 0.2:
+            slot = running.pop()
+            logits = torch.stack(driver.logits[slot])
+            done.append((driver.free(slot), logits))
+    return done
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
+def test_steps_have_the_bits_of_single_calls(checkpoints, model_type: str, variant: str, dtype: str):
+    options = {"block_size": 16, "dtype": dtype}
+    folder: Path = checkpoints(model_type, variant)
+    driver, by_calls = (Driver(config_for(folder, **options, enforce_eager=eager)) for eager in (False, True))
+    programs = programs_of(driver)
+    assert programs is not None and programs_of(by_calls) is None
+    results, expected = churn(driver), churn(by_calls)
+    assert programs_of(driver) is programs and len(programs.programs) > 5
+    assert len(results) > 5
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(results, expected, strict=True):
+        assert tokens == expected_tokens
+        assert torch.equal(logits, expected_logits)
+
+
+def test_layers_share_their_memory(checkpoints, tmp_path: Path):
+    driver = Driver(config_for(checkpoints("gpt2", "tied"), block_size=16))
+    churn(driver)
+    programs = programs_of(driver)
+    assert programs is not None
+    num_buffers = len(programs.memory.buffers)
+    folder = make_checkpoint(tmp_path, "gpt2", CASES["gpt2"]["tied"] | {"n_layer": 9})
+    deep = Driver(config_for(folder, block_size=16))
+    churn(deep)
+    assert (programs := programs_of(deep)) is not None
+    assert len(programs.memory.buffers) == num_buffers
+
+
+def test_memory_is_free_when_no_view_of_it_is_left():
+    memory = Memory(max_num_rows=4)
+    first = memory.take((2, 6), num_rows=2)
+    view = first[:, :3]
+    del first
+    second = memory.take((2, 6), num_rows=2)
+    second.fill_(1)
+    view.zero_()
+    assert bool((second == 1).all())
+    del view
+    third = memory.take((2, 6), num_rows=2)
+    assert third.data_ptr() != second.data_ptr() and len(memory.buffers) == 2
+
+
+def test_a_model_that_does_more_runs_call_by_call(
+    checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Otherwise what torch computes would be missing from the second step on."""
+    folder = checkpoints("gpt2", "tied")
+    forward = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x * 0.5))
+    driver, by_calls = (Driver(config_for(folder, block_size=16, enforce_eager=eager)) for eager in (False, True))
+    with caplog.at_level("INFO", logger="servd.worker"):
+        results = churn(driver)
+    assert "decode steps run call by call: aten.mul.Tensor is not of the native library" in caplog.text
+    assert programs_of(driver) is None
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(results, churn(by_calls), strict=True):
+        assert tokens == expected_tokens
+        assert torch.equal(logits, expected_logits)
