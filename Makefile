@@ -9,6 +9,7 @@ ARGS =
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
+KERNELS = setup.py $(wildcard servd/worker/ops/cpu/*)
 HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
 # On a machine with a GPU: its own torch, and beside it what comes as wheels in .whl/ (docs/gpu.md). No network is needed.
 GPU_PYTHON = python3
@@ -85,10 +86,10 @@ docker: ## Build the images servd:cpu and servd:cuda
 	docker build -f docker/Dockerfile.cuda -t servd:cuda .
 
 clean: ## Remove .venv, caches and build folders
-	rm -rf $(VENV) .gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis servd/worker/ops/_*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: each step runs once, and again when pyproject.toml changes.
+# Stamps: each step runs once, and again when pyproject.toml or a kernel changes.
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -101,11 +102,11 @@ $(VENV)/.torch: $(VENV)/.created
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(HAS_GPU) || { set -x; $(PIP) install torch==2.13.0; }
 	@touch $@
 
-$(VENV)/.serve: pyproject.toml $(VENV)/.torch
+$(VENV)/.serve: pyproject.toml $(KERNELS) $(VENV)/.torch
 	$(PIP) install -e .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+$(VENV)/.dev: pyproject.toml $(KERNELS) $(VENV)/.torch
 	$(PIP) install -e '.[dev]'
 	@touch $@ $(VENV)/.serve
 
