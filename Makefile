@@ -15,7 +15,7 @@ HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
 GPU_PYTHON = python3
 GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization tests/worker/sample \
 	tests/worker/test_staging.py tests/worker/test_graph_runner.py tests/worker/test_memory.py \
-	tests/worker/test_gpu_model_runner.py tests/parity/test_gpu.py
+	tests/worker/test_gpu_model_runner.py tests/worker/test_compile.py tests/parity/test_gpu.py
 
 # About as long as all other tests take.
 HALF = tests/api tests/core tests/demo tests/parity

@@ -88,6 +88,9 @@ class ModelConfig(Section, frozen=True):
         ),
     ] = "auto"
     enforce_eager: Annotated[bool, Meta(description="Never use CUDA graphs.")] = False
+    compile: Annotated[
+        bool, Meta(description="Let torch.compile fuse the layers, in place of servd's own kernels. Needs CUDA.")
+    ] = False
 
 
 class CacheConfig(Section, frozen=True):

@@ -23,11 +23,13 @@ class Machine(msgspec.Struct, frozen=True):
 
     num_gpus: int = 0
     torch_has_cuda: bool = False
+    has_triton: bool = False
 
 
 def look_at_machine() -> Machine:
     """Ask the CUDA driver for the number of devices, and torch's version file for its kind of build."""
-    return Machine(num_gpus=_num_gpus(), torch_has_cuda=_torch_has_cuda())
+    has_triton = importlib.util.find_spec("triton") is not None
+    return Machine(num_gpus=_num_gpus(), torch_has_cuda=_torch_has_cuda(), has_triton=has_triton)
 
 
 def _num_gpus() -> int:
@@ -94,6 +96,10 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             log.warning("there is a GPU, but this torch is built for CPUs: install a CUDA build of torch to use it")
     if device == "cuda" and not machine.torch_has_cuda:
         raise ConfigError("--device cuda: this torch is built for CPUs; install a CUDA build of torch")
+    if config.model.compile and device != "cuda":
+        raise ConfigError(f"--compile is for CUDA: a {device} has kernels of servd's own, which torch cannot compile")
+    if config.model.compile and not machine.has_triton:
+        raise ConfigError("--compile needs the package triton, in which torch writes its kernels: install it")
     if device == "cuda" and machine.num_gpus < size:
         raise ConfigError(
             f"--tensor-parallel-size {size}: the CUDA driver shows {machine.num_gpus} device(s); "

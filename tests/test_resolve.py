@@ -39,6 +39,15 @@ def test_on_cuda():
     assert config.scheduler.async_scheduling is True
 
 
+def test_only_cuda_compiles():
+    machine = msgspec.structs.replace(CUDA, has_triton=True)
+    assert decide(machine, compile=True).model.compile and not decide(machine).model.compile
+    with pytest.raises(ConfigError, match="--compile is for CUDA: a cpu has kernels of servd's own"):
+        decide(machine, compile=True, device="cpu")
+    with pytest.raises(ConfigError, match="--compile needs the package triton"):
+        decide(CUDA, compile=True)
+
+
 def test_two_devices_need_a_process_each():
     assert decide(CUDA, tensor_parallel_size=2).parallel.executor == "multiproc"
 

@@ -11,6 +11,7 @@ import torch
 from servd.config import Config
 from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
+from servd.worker.compile import compile_layers
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.device import name_of, set_num_threads
 from servd.worker.gpu_model_runner import GPUModelRunner
@@ -62,6 +63,8 @@ class Worker:
         start = time.monotonic()
         self.progress("loading weights", 0.0)
         self.runner.load_model(lambda fraction: self.progress("loading weights", fraction))
+        if self.runner.config.model.compile:
+            compile_layers(self.runner.model)
         self.progress("loading weights", 1.0)
         log.info("weights loaded in %.2f s, attention %s", time.monotonic() - start, self.runner.backend_name)
         self.progress("measuring memory", 0.0)
