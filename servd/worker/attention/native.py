@@ -39,7 +39,7 @@ class Backend(AttentionBackend[Metadata]):
         if spec.device.type != "cpu":
             return f"needs a CPU, not {spec.device.type}"
         if library() is None:
-            return "servd was installed without a C++ compiler, or its CPU kernels are switched off"
+            return "no CPU kernels: installed without a C++ compiler, older than their sources, or switched off"
         if spec.dtype != torch.float32:
             return f"computes in float32, not {spec.dtype}"
         if spec.kv_dtype not in TYPES:
