@@ -30,14 +30,20 @@ def measure_attention(device: str, is_tiny: bool, emit: Emit) -> None:
         emit(**{f"attention_{name}": result})
 
 
-def measure_llama(device: str, is_tiny: bool, emit: Emit) -> None:
-    """8B shapes: decoding at batch 1 and 256, and a prompt of 8k tokens."""
+def llama(device: str, is_tiny: bool, **options: Any) -> tuple[Bench, int, int, int, int]:
+    """8B shapes, the batch, its context, tokens of the long prompt, and steps to measure."""
     shape = shapes.tiny(shapes.LLAMA_8B) if is_tiny else shapes.LLAMA_8B
     batch, context, prompt, num_steps = (4, 16, 64, 6) if is_tiny else (256, 1024, 8192, 64)
     bench = Bench(
         shape, device, max_num_seqs=batch, max_num_batched_tokens=prompt, max_model_len=prompt + 64,
-        enable_prefix_caching=False, kv_cache_memory=1 << 24 if is_tiny else None, async_scheduling=True,
+        enable_prefix_caching=False, kv_cache_memory=1 << 24 if is_tiny else None, async_scheduling=True, **options,
     )  # fmt: skip
+    return bench, batch, context, prompt, num_steps
+
+
+def measure_llama(device: str, is_tiny: bool, emit: Emit) -> None:
+    """8B shapes: decoding at batch 1 and 256, and a prompt of 8k tokens."""
+    bench, batch, context, prompt, num_steps = llama(device, is_tiny)
     emit(attention=bench.ready.attention_backend, llama_weight_bytes=bench.weight_bytes_per_step)
     emit(llama_one_step=decode(bench, 1, context // 8, num_steps).step)
 
@@ -53,6 +59,13 @@ def measure_llama(device: str, is_tiny: bool, emit: Emit) -> None:
     if kernels := sorted(decoding.kernels, key=lambda kernel: -kernel[1]):
         total = sum(seconds for _, seconds in kernels)
         emit(llama_kernel_step=total, kernels=[(name[:90], seconds / total) for name, seconds in kernels[:12]])
+
+
+def measure_compiled(device: str, is_tiny: bool, emit: Emit) -> None:
+    """8B shapes again, with --compile; a CPU has none."""
+    bench, batch, context, prompt, num_steps = llama(device, is_tiny, compile=device == "cuda")
+    emit(compiled_prefill=prompt_seconds(bench, prompt))
+    emit(compiled_all_step=decode(bench, batch, context, num_steps).step)
 
 
 def workload(is_tiny: bool) -> list[tuple[int, int]]:
@@ -141,6 +154,7 @@ PARTS: dict[str, Callable[[str, bool, Emit], None]] = {
     "qwen3": measure_qwen3,
     "llama": measure_llama,
     "rival": measure_rival,
+    "compiled": measure_compiled,
 }
 
 

@@ -77,6 +77,8 @@ DETAILS: list[tuple[str, str, float, str]] = [  # fact, what it is, factor, unit
     ("llama_host_step", "the host's time to prepare and launch it", 1e3, "ms"),
     ("llama_kv_bytes", "keys and values that it reads", 1e-9, "GB"),
     ("llama_prefill", "8B prompt of 8k tokens", 1e3, "ms"),
+    ("compiled_all_step", "8B decode step, batch 256, with `--compile`", 1e3, "ms"),
+    ("compiled_prefill", "8B prompt of 8k tokens, with `--compile`", 1e3, "ms"),
     ("gpt2_one_step", "GPT-2 124M step, batch 1", 1e3, "ms"),
     ("gpt2_rate", "GPT-2 124M, workload", 1, "output tok/s"),
     ("gpt2_waiting", "share of that in which the host waits for the device", 100, "%"),

@@ -23,7 +23,7 @@ def facts() -> dict:
     from bench_gpu import parts
 
     found: dict = {}
-    for name in ("ceilings", "attention", "gpt2", "qwen3", "llama"):
+    for name in ("ceilings", "attention", "gpt2", "qwen3", "llama", "compiled"):
         parts.PARTS[name]("cpu", True, lambda **facts: found.update(facts))
     return found
 
@@ -72,7 +72,7 @@ def test_what_is_missing_is_named_and_the_rest_stays(monkeypatch: pytest.MonkeyP
     scripts = {
         "ceilings": 'print(\'FACTS {"device": "a GPU", "bandwidth": 2e12}\')',
         "gpt2": "print('FACTS {\"gpt2_rate\": 260000}', flush=True); raise SystemExit(3)",
-        "qwen3": "import time; print('FACTS {\"qwen3_rate\": 70000}', flush=True); time.sleep(600)",
+        "qwen3": "import os; print('FACTS {\"qwen3_rate\": 70000}', flush=True); os.system('sleep 600')",
     }
     monkeypatch.setattr(command, "command_of", lambda name, arguments: [sys.executable, "-c", scripts[name]])
     monkeypatch.setattr(command, "look_at_machine", lambda: Machine(num_gpus=1, torch_has_cuda=True))
