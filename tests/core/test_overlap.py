@@ -74,11 +74,11 @@ class Arrival:
     step: int
     prompt: tuple[int, ...]
     max_tokens: int
-    min_tokens: int
-    stops: bool
-    form: bool
-    logprobs: int | None
-    abort_after: int | None
+    min_tokens: int = 0
+    stops: bool = False
+    form: bool = False
+    logprobs: int | None = None
+    abort_after: int | None = None
 
     def request(self, request_id: str) -> EngineCoreRequest:
         return make_request(
@@ -141,3 +141,30 @@ def test_no_depth_changes_an_output(arrivals, depth, executor_class, num_blocks)
     for i, arrival in enumerate(arrivals):
         got, expected = outputs(log, str(i)), alone(arrival)
         assert got == expected or (arrival.abort_after is not None and got == expected[: len(got)])
+
+
+def reasons(log: Log) -> list[str | None]:
+    return [outputs[-1].finish_reason for _, outputs in sorted(log.outputs.items())]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("num_blocks", "fields", "happened"),
+    [
+        (64, {"stops": True}, lambda log: "stop" in reasons(log)),
+        (64, {"form": True}, lambda log: reasons(log) == ["stop"] * 6),
+        (64, {"abort_after": 8}, lambda log: 0 < len(log.token_ids("0")) < 16 and set(reasons(log)) == {None}),
+        (12, {}, lambda log: log.total("num_preemptions") > 0),
+        (12, {"form": True, "logprobs": 1}, lambda log: log.total("num_preemptions") > 0),
+    ],
+    ids=["stops", "grammar", "aborts", "preemption", "preempted grammar"],
+)
+def test_each_of_these_happens_and_changes_no_output(depth, num_blocks, fields, happened):
+    """What the test above draws, where it is sure to happen."""
+    arrivals = [Arrival(i // 2, TEXT[i : i + 20], 16, **fields) for i in range(6)]
+    log = serve(arrivals, depth, SlowExecutor, num_blocks)
+    assert happened(log)
+    for i, each in enumerate(arrivals):
+        expected = alone(each)
+        assert outputs(log, str(i)) == expected[: len(log.outputs[str(i)])]
+        assert each.abort_after or log.finished(str(i))

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
 from servd.hf import read_spec
 from servd.messages import AbortRequests, EngineCoreRequest, GrammarBitmask, SchedulerOutput
-from servd.params import SamplingParams
+from servd.params import SamplingParams, StructuredOutput
 from tests.core.engines import Log
+from tests.core.test_overlap import with_grammars
 from tests.worker.driver import config_for
 from tests.worker.recorded import write_config
+
+GRAMMAR = StructuredOutput("regex", "[a-z]{3,6}-[0-9]{2}")
 
 
 class ThreadedExecutor(UniProcExecutor):
@@ -53,7 +58,7 @@ def make_request(request_id: int, draw: random.Random) -> EngineCoreRequest:
     return EngineCoreRequest(str(request_id), prompt, params)
 
 
-def serve(folder: Path, seed: int, depth: int, num_blocks: int, aborts: bool) -> Log:
+def serve(folder: Path, requests: list[EngineCoreRequest], depth: int, num_blocks: int, aborts: bool) -> Log:
     """Requests come in three waves; one is aborted in its midst."""
     spec = read_spec(folder)
     config = config_for(
@@ -63,11 +68,11 @@ def serve(folder: Path, seed: int, depth: int, num_blocks: int, aborts: bool) ->
     executor = ThreadedExecutor(config, spec, lambda *_: None)
     engine = EngineCore(config, spec, executor, executor.start().num_blocks)
     engine.depth = depth
-    draw, log = random.Random(seed), Log()
-    requests = [make_request(i, draw) for i in range(7)]
+    settle, log = with_grammars(engine), Log()
     for wave in (requests[:3], requests[3:4], requests[4:]):
         for request in wave:
             engine.handle(request)
+        settle()
         for _ in range(4):
             log.step(engine)
         if aborts:
@@ -77,12 +82,35 @@ def serve(folder: Path, seed: int, depth: int, num_blocks: int, aborts: bool) ->
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_depth_changes_what_is_sampled(tmp_path: Path, seed: int):
-    folder = write_config(tmp_path)
-    expected = serve(folder, seed, 1, 100, aborts=False).outputs
-    assert {output[-1].finish_reason for output in expected.values()} == {"stop", "length"}
-    num_preemptions = 0
+    folder, draw = write_config(tmp_path), random.Random(seed)
+    requests = [make_request(i, draw) for i in range(7)]
+    expected = check_depths(folder, requests)
+    assert {output[-1].finish_reason for output in expected.outputs.values()} == {"stop", "length"}
+
+
+def test_no_depth_changes_what_a_grammar_allows(tiny_llama: Path):
+    """Beside free requests, with all that changes what the bitmask leaves."""
+    draw, tokenizer = random.Random(0), Tokenizer.from_file(str(tiny_llama / "tokenizer.json"))
+    requests = []
+    for i in range(7):
+        params = SamplingParams(
+            temperature=draw.choice([0.0, 1.5]), seed=i, max_tokens=16, repetition_penalty=draw.choice([1.0, 1.4]),
+            logit_bias=draw.choice([{}, {5: 3.0}]), structured_output=GRAMMAR if i % 3 else None,
+        )  # fmt: skip
+        requests.append(EngineCoreRequest(str(i), [draw.randrange(199) for _ in range(20)], params, eos_token_ids=[3]))
+    expected = check_depths(tiny_llama, requests)
+    for request in requests:
+        if request.params.structured_output is not None:
+            text = tokenizer.decode(expected.token_ids(request.request_id))
+            assert re.fullmatch(GRAMMAR.value, text)
+
+
+def check_depths(folder: Path, requests: list[EngineCoreRequest]) -> Log:
+    """What the requests get one step after the other, which is what they get at all depths, aborted and preempted."""
+    whole_log = serve(folder, requests, 1, 100, aborts=False)
+    expected, num_preemptions = whole_log.outputs, 0
     for depth in (1, 2, 3, 4):
-        log = serve(folder, seed, depth, 12, aborts=True)
+        log = serve(folder, requests, depth, 12, aborts=True)
         num_preemptions += log.total("num_preemptions")
         for request_id, outputs in log.outputs.items():
             got, whole = (
@@ -90,4 +118,6 @@ def test_no_depth_changes_what_is_sampled(tmp_path: Path, seed: int):
                 for part in (outputs, expected[request_id])
             )
             assert got == whole or (request_id == "1" and got == whole[: len(got)])
+        assert len(log.token_ids("1")) < len(whole_log.token_ids("1")), "aborted in its midst"
     assert num_preemptions > 0
+    return whole_log
