@@ -92,6 +92,7 @@ def test_the_option_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, com
     "where", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 @pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore")  # the compiler has advice for every machine
 def test_the_compiler_gives_the_same_tokens(tmp_path: Path, where: str):
     """On CUDA with decode steps as graphs."""
     if where == "cpu" and not shutil.which("g++"):

@@ -1,4 +1,8 @@
-"""Rejection sampling: drafted tokens are kept so often that the output has the distribution of the target."""
+"""Rejection sampling: drafted tokens are kept so often that the output has the distribution of the target.
+
+Nothing in servd drafts tokens yet, so only tests call this. Speculative decoding would: from the model runner, after a
+forward pass over the drafted tokens of each row, in place of the sampler's draw.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class SamplingOps(Protocol):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """How many drafted tokens of each row are kept, and the weights to draw the next one from.
+        """How many drafted tokens of each row are kept, and the weights to draw the next one from: see `rejection.py`.
 
         A draft is kept if `uniform(~seed, position) * q < p`, draft and target, or if less than 1 is left of every
         weight. After the first that is not kept, what is left is max(0, p - q); after all, the target's own weights.

@@ -1,4 +1,7 @@
-"""Rejection of drafted tokens: one pass that adds up each target, one that compares, one that writes what is left."""
+"""Rejection of drafted tokens: one pass that adds up each target, one that compares, one that writes what is left.
+
+Called by `verify_drafts` of sample/rejection.py, which has no caller in servd yet.
+"""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
