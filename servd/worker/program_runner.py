@@ -94,6 +94,11 @@ class NotRecordable(Exception):
 class OnlyViews(TorchDispatchMode):
     """Within it, torch may look at memory in another shape, but neither make nor change any."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True, the default, imports the compiler of torch at the first call: seconds that the first request waits.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises NotRecordable."""
         if not func.is_view:

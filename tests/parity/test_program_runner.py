@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,18 @@ def test_memory_is_free_when_no_view_of_it_is_left():
     del view
     third = memory.take((2, 6), num_rows=2)
     assert third.data_ptr() != second.data_ptr() and len(memory.buffers) == 2
+
+
+def test_recording_does_not_import_torchs_compiler():
+    """It takes seconds, which the first request would wait for."""
+    code = (
+        "import sys, torch; from servd.worker.program_runner import OnlyViews\n"
+        "tokens = torch.zeros(4)\n"
+        "with OnlyViews(): tokens.view(2, 2)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
 
 
 def test_a_model_that_does_more_runs_call_by_call(
