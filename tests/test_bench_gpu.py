@@ -28,7 +28,7 @@ def facts() -> dict:
     return found
 
 
-def test_every_part_has_a_limit_and_all_fit():
+def test_every_part_has_a_limit_and_every_figure_a_part():
     from bench_gpu import parts
 
     assert parts.PARTS.keys() == command.LIMITS.keys()
@@ -85,6 +85,17 @@ def test_what_is_missing_is_named_and_the_rest_stays(monkeypatch: pytest.MonkeyP
     assert "| GPT-2 124M step, batch 1 | missing: exit code 3 |" in table
     page = (tmp_path / "page.md").read_text()
     assert "On a GPU, torch" in page and table.strip().endswith(page.split("\n\n")[3].strip())
+
+
+def test_all_parts_together_keep_to_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd):
+    slow = [sys.executable, "-c", "import time; time.sleep(99)"]
+    monkeypatch.setattr(command, "command_of", lambda name, arguments: slow)
+    monkeypatch.setattr(command, "look_at_machine", lambda: Machine(num_gpus=1, torch_has_cuda=True))
+    page = ["--output", str(tmp_path / "page.md")]
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *page, "--limit", "1", "--parts", "llama", "gpt2"])
+    assert command.main() == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "llama: took more than 1 s" in lines and "gpt2: no time was left" in lines
 
 
 def test_the_page_has_no_figure_that_was_not_measured():
