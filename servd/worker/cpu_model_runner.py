@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from servd.config import format_bytes
 from servd.worker.device import available_memory
 from servd.worker.input_batch import InputBatch
 from servd.worker.model_runner import ModelRunner, StepPart
@@ -35,6 +36,12 @@ class CPUModelRunner(ModelRunner):
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Programs know its addresses."""
+        size, free = num_blocks * self.bytes_per_block * self.parallel.size, available_memory()
+        if size > free:
+            log.warning(
+                "a full KV cache takes %s and %s of memory are free, so that the system may end the server: "
+                "lower --kv-cache-memory", format_bytes(size), format_bytes(free),
+            )  # fmt: skip
         super().allocate_kv_cache(num_blocks)
         if native.library() is not None and self.parallel.size == 1 and not self.config.model.enforce_eager:
             self.programs = ProgramRunner(self.run, self.max_num_seqs, self.states.block_tables.tables.shape[1])

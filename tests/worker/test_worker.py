@@ -68,6 +68,16 @@ def test_cache_is_not_larger_than_all_requests_need(llama: Path, caplog: pytest.
     assert "KV cache 24 blocks of 4 tokens" in caplog.text and "3.0 requests of 30 tokens" in caplog.text
 
 
+def test_a_cache_that_is_larger_than_the_memory_is_warned_of(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The system commits memory when it is first written: the server would start, and be killed one day."""
+    for free, is_said in ((1 << 40, False), (1 << 12, True)):
+        monkeypatch.setattr("servd.worker.cpu_model_runner.available_memory", lambda free=free: free)
+        Driver(config_for(str(llama)))
+        assert ("4KiB of memory are free" in caplog.text) is is_said
+
+
 def test_not_enough_memory_says_what_would_be(llama: Path):
     with pytest.raises(NotEnoughMemory) as error:
         load(llama, kv_cache_memory=20_000)
