@@ -219,7 +219,8 @@ class ProcessTree:
         """Wait for the first event that ends the tree; return the exit code."""
         event = self.events.get()
         if isinstance(event, signal.Signals):
-            logger.info("%s: finishing open requests, at most %g s", event.name, self.config.server.shutdown_timeout)
+            seconds = self.config.server.shutdown_timeout
+            logger.info("%s: finishing open requests, at most %g s; a second one stops at once", event.name, seconds)
             self.drain()
             return 0
         if self.engine is not None and event.exit_code == ENGINE_IS_DEAD:  # the engine's own code says more
