@@ -60,8 +60,11 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    method, path = request.method, request.scope["path"][:200]
     if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
-        error = NotFound(f"there is no route {request.method} {request.scope['path'][:200]}")
+        error = NotFound(f"there is no route {method} {path}")
+    elif isinstance(error, HTTPException) and error.status_code == 405:
+        error.detail = f"{method} is not possible on {path}, only {(error.headers or {}).get('Allow')}"
     reply = error_reply(error, request.state.request_id, request.scope["path"])
     return Response(reply.body, reply.status, reply.headers, media_type="application/json")
 

@@ -35,7 +35,7 @@ async def test_routes_and_methods(http):
     assert "/v1/nothing" in check(await http.post("/v1/nothing"), 404)
     check(await http.get("/v1/models/"), 404, "model", "model_not_found")
     answer = await http.get(CHAT)
-    check(answer, 405)
+    assert check(answer, 405) == f"GET is not possible on {CHAT}, only POST"
     assert answer.headers["allow"] == "POST"
 
 
