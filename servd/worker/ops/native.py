@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from servd.errors import ConfigError
 from servd.worker.ops import reference
 
 log = logging.getLogger("servd.worker")
@@ -53,7 +54,7 @@ def library() -> ctypes.CDLL | None:
     """The library for this CPU, or None where there is none or it is switched off."""
     capability, wanted = torch.backends.cpu.get_cpu_capability(), os.environ.get(SWITCH, "")
     if wanted and wanted not in (*CAPABILITIES, "off"):
-        raise ValueError(f"{SWITCH}={wanted}: there are {', '.join(CAPABILITIES)} and off")
+        raise ConfigError(f"{SWITCH}={wanted}: there are {', '.join(CAPABILITIES)} and off")
     for name, needed in CAPABILITIES.items():
         if (needed and capability not in needed) or wanted not in ("", name):
             continue

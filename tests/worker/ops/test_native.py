@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from servd.errors import ConfigError
 from servd.worker.ops import native
 from servd.worker.ops.native import PackedMatrix
 from servd.worker.sample.ops import native as sampling
@@ -211,6 +212,6 @@ def test_setup_names_the_state_of_the_sources(monkeypatch: pytest.MonkeyPatch):
 def test_an_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(native.SWITCH, "sse")
     native.library.cache_clear()
-    with pytest.raises(ValueError, match="SERVD_CPU_KERNELS=sse: there are avx512, avx2, generic and off"):
+    with pytest.raises(ConfigError, match="SERVD_CPU_KERNELS=sse: there are avx512, avx2, generic and off"):
         native.library()
     native.library.cache_clear()
