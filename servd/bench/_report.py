@@ -73,16 +73,20 @@ def write_json(file: str, summary: Mapping[str, Any]) -> None:
     Path(file).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")
 
 
-def plot(file: str, records: Sequence[Record]) -> None:
-    """Cumulative distributions of TTFT and ITL; the suffix of `file` chooses the format (.svg, .png).
+def new_figure() -> Any:
+    """What `plot` draws on; asked for before a measurement, which would be in vain without it.
 
     Raises:
         ServdError: matplotlib is not installed.
     """
     try:
-        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 3.5), layout="constrained")
+        return importlib.import_module("matplotlib.figure").Figure(figsize=(9, 3.5), layout="constrained")
     except ModuleNotFoundError:
         raise ServdError("--plot needs matplotlib: pip install 'servd[bench]'") from None
+
+
+def plot(figure: Any, file: str, records: Sequence[Record]) -> None:
+    """Cumulative distributions of TTFT and ITL; the suffix of `file` chooses the format (.svg, .png)."""
     good = [record for record in records if record.error is None]
     series = {
         "time to first token": [record.ttft for record in good],

@@ -27,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 1 if any request failed."""
+    figure = _report.new_figure() if arguments.plot else None
     url = arguments.url.rstrip("/").removesuffix("/v1")
     prompts = _data.make_prompts(arguments, more=arguments.warmup)
     records, seconds = asyncio.run(_measure(arguments, url, prompts))
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _report.write_json(arguments.json, summary)
     if arguments.plot:
-        _report.plot(arguments.plot, records)
+        _report.plot(figure, arguments.plot, records)
     return 1 if summary["failed"] else 0
 
 

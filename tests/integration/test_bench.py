@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import socket
@@ -17,7 +18,7 @@ from aiohttp import web  # noqa: E402
 
 import bench_cpu  # noqa: E402
 from servd import plugins  # noqa: E402
-from servd.bench import _data, _load, _report  # noqa: E402
+from servd.bench import _data, _load, _report, serve  # noqa: E402
 from servd.errors import ServdError  # noqa: E402
 from tests.parity.families import CASES, make_checkpoint  # noqa: E402
 
@@ -80,6 +81,14 @@ async def test_failures_are_counted_apart(slow_server: str):
 async def test_a_server_that_refuses_to_list_its_models_is_there(slow_server: str):
     with pytest.raises(ServdError, match="/v1/models: HTTP 404"):
         await _load.first_model(slow_server, None)
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_measurement(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    parser = argparse.ArgumentParser()
+    serve.add_options(parser)
+    with pytest.raises(ServdError, match="matplotlib"):
+        serve.run(parser.parse_args(["--plot", "x.svg", "--url", "http://127.0.0.1:1"]))
 
 
 async def test_request_rate_spreads_arrivals(slow_server: str):
