@@ -3,6 +3,7 @@
 import hashlib
 import platform
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,14 @@ STATE = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdiges
 class Build(build_ext):
     """Without a compiler servd is installed all the same, and uses the slower operations of torch."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = len(VARIANTS)
+
     def build_extension(self, ext: Any) -> None:
-        self.build_temp += ext.name  # each variant its own object file
-        super().build_extension(ext)
+        build = copy(self)
+        build.build_temp += ext.name  # each variant its own object files
+        build_ext.build_extension(build, ext)
 
     def get_export_symbols(self, ext: Any) -> list[str]:
         return ext.export_symbols  # loaded by ctypes: there is no PyInit function
@@ -36,7 +42,7 @@ setup(
             f"servd.worker.ops._{name}",
             sources=[str(path) for path in SOURCES if path.suffix == ".cpp"],
             depends=["setup.py", *(str(path) for path in SOURCES if path.suffix == ".h")],
-            extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", *flags],
+            extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-g0", *flags],
             extra_link_args=["-fopenmp", f"-Wl,--defsym=servd_state_{STATE}=1"],
             optional=True,
         )

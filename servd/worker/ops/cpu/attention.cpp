@@ -4,6 +4,7 @@
 // a vector of keys holds one dimension of neighbouring tokens, so that scores need no sums across a vector.
 
 #include <memory>
+#include <type_traits>
 
 #include "kernels.h"
 #include "threads.h"
@@ -16,6 +17,7 @@ constexpr int64_t SPLIT_KEYS = 1024;  // a longer context is cut here, whatever 
 constexpr int MAX_TILE = 8;  // queries that share the reading of a key
 constexpr int64_t MIN_TILES = 64;  // a row with fewer has its parts divided over the threads; of more, they would fill memory
 constexpr int MAX_HEAD_DIM = 256;
+constexpr int MIN_BLOCK_SIZE = 16;
 
 struct Attention {
     const float* q;  // [num_tokens, num_heads, head_dim]
@@ -36,94 +38,124 @@ struct Tile {
     alignas(64) float sums[MAX_TILE][MAX_HEAD_DIM];
 };
 
+// Values that follow one another in memory: of one block.
+template <typename C>
+struct Run {
+    const C* values;
+    int begin, size;  // in the piece
+};
+
+// Scores of some queries with two vectors of keys, which may lie in different blocks.
 template <int ROWS, typename C>
-inline void score(const Attention& a, const Tile& tile, int from, const C* keys, float (*scores)[KEYS], int at) {
-    Vec acc[ROWS] = {};
+inline void score(const Attention& a, const Tile& tile, int from, const C* first, const C* second, float (*scores)[KEYS], int at) {
+    Vec acc[ROWS][2] = {};
     for (int64_t d = 0; d < a.head_dim; d++) {
-        const Vec k = load(keys + d * a.block_size);
+        const Vec k0 = load(first + d * a.block_size), k1 = load(second + d * a.block_size);
 #pragma GCC unroll 8
-        for (int row = 0; row < ROWS; row++) acc[row] += splat(tile.q[from + row][d]) * k;
+        for (int row = 0; row < ROWS; row++) {
+            const Vec q = splat(tile.q[from + row][d]);
+            acc[row][0] += q * k0;
+            acc[row][1] += q * k1;
+        }
     }
-    for (int row = 0; row < ROWS; row++) store(&scores[from + row][at], acc[row] * a.scale);
+    for (int row = 0; row < ROWS; row++) {
+        store(&scores[from + row][at], acc[row][0] * a.scale);
+        store(&scores[from + row][at + WIDTH], acc[row][1] * a.scale);
+    }
+}
+
+// Adds the values of a piece, times their weights, to some vectors of the sums of some queries.
+template <int ROWS, int VECTORS, typename C>
+inline void gather(const Attention& a, Tile& tile, int from, int64_t d, const Run<C>* runs, int num_runs, const float (*weights)[KEYS]) {
+    Vec acc[ROWS][VECTORS];
+    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < VECTORS; i++) acc[row][i] = load(&tile.sums[from + row][d + i * WIDTH]);
+    for (const Run<C>* run = runs; run < runs + num_runs; run++)
+        for (int j = 0; j < run->size; j++) {
+            const C* value = run->values + j * a.head_dim + d;
+            Vec v[VECTORS];
+#pragma GCC unroll 4
+            for (int i = 0; i < VECTORS; i++) v[i] = load(value + i * WIDTH);
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; row++) {
+                const Vec w = splat(weights[from + row][run->begin + j]);
+#pragma GCC unroll 4
+                for (int i = 0; i < VECTORS; i++) acc[row][i] += w * v[i];
+            }
+        }
+    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < VECTORS; i++) store(&tile.sums[from + row][d + i * WIDTH], acc[row][i]);
 }
 
 template <int ROWS, typename C>
-inline void gather(const Attention& a, Tile& tile, int from, const C* values, const float (*weights)[KEYS], int at, int count) {
-    for (int64_t d = 0; d < a.head_dim; d += 2 * WIDTH) {
-        const bool wide = d + WIDTH < a.head_dim;
-        Vec acc[ROWS][2];
-        for (int row = 0; row < ROWS; row++) {
-            acc[row][0] = load(&tile.sums[from + row][d]);
-            acc[row][1] = wide ? load(&tile.sums[from + row][d + WIDTH]) : Vec{};
-        }
-        for (int j = 0; j < count; j++) {
-            const C* value = values + j * a.head_dim + d;
-            const Vec v0 = load(value), v1 = wide ? load(value + WIDTH) : Vec{};
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++) {
-                const Vec w = splat(weights[from + row][at + j]);
-                acc[row][0] += w * v0;
-                acc[row][1] += w * v1;
-            }
-        }
-        for (int row = 0; row < ROWS; row++) {
-            store(&tile.sums[from + row][d], acc[row][0]);
-            if (wide) store(&tile.sums[from + row][d + WIDTH], acc[row][1]);
-        }
+void gather_all(const Attention& a, Tile& tile, int from, const Run<C>* runs, int num_runs, const float (*weights)[KEYS]) {
+    constexpr int VECTORS = ROWS == 1 ? 4 : 2;
+    int64_t d = 0;
+    for (; d + VECTORS * WIDTH <= a.head_dim; d += VECTORS * WIDTH) gather<ROWS, VECTORS>(a, tile, from, d, runs, num_runs, weights);
+    for (; d < a.head_dim; d += WIDTH) gather<ROWS, 1>(a, tile, from, d, runs, num_runs, weights);
+}
+
+// Calls with (count, first row): as many rows at once as the registers hold, then one by one.
+template <typename Body>
+inline void for_rows(int count, Body body) {
+    constexpr int MANY = WIDTH == 16 ? 8 : 4;
+    int row = 0;
+    for (; row + MANY <= count; row += MANY) body(std::integral_constant<int, MANY>{}, row);
+    for (; row < count; row++) body(std::integral_constant<int, 1>{}, row);
+}
+
+// Turns the scores of a query with a piece of `count` keys into weights, and lets the sums so far shrink accordingly.
+void weigh(Tile& tile, int row, float* scores, int64_t start, int count, int64_t head_dim) {
+    const int64_t low = std::max<int64_t>(tile.first[row] - start, 0), high = std::min<int64_t>(tile.last[row] - start, count);
+    const int padded = (count + WIDTH - 1) / WIDTH * WIDTH;
+    for (int j = 0; j < std::min<int64_t>(low, padded); j++) scores[j] = -INFINITY;
+    for (int64_t j = std::max<int64_t>(high, 0); j < padded; j++) scores[j] = -INFINITY;
+    Vec peaks = splat(-INFINITY);
+    for (int j = 0; j < padded; j += WIDTH) peaks = select(load(scores + j) > peaks, load(scores + j), peaks);
+    float peak = tile.peak[row];
+    for (int i = 0; i < WIDTH; i++) peak = std::max(peak, peaks[i]);
+    if (peak == -INFINITY) {  // no key of this piece is seen
+        for (int j = 0; j < padded; j++) scores[j] = 0;
+        return;
     }
+    const float shrink = expf(tile.peak[row] - peak);
+    Vec totals{};
+    for (int j = 0; j < padded; j += WIDTH) {
+        const Vec weight = exp_of(load(scores + j) - peak);
+        store(scores + j, weight);
+        totals += weight;
+    }
+    tile.total[row] = tile.total[row] * shrink + sum(totals);
+    tile.peak[row] = peak;
+    if (shrink != 1.0f)
+        for (int64_t d = 0; d < head_dim; d += WIDTH) store(&tile.sums[row][d], load(&tile.sums[row][d]) * shrink);
 }
 
 template <typename C>
 void attend_keys(const Attention& a, Tile& tile, const int32_t* blocks, int64_t kv_head, int64_t begin, int64_t end) {
     alignas(64) float scores[MAX_TILE][KEYS];
+    Run<C> runs[KEYS / MIN_BLOCK_SIZE + 1];
     const int64_t head_size = a.head_dim * a.block_size;
-    const C* keys = static_cast<const C*>(a.keys) + kv_head * head_size;
-    const C* values = static_cast<const C*>(a.values) + kv_head * head_size;
+    const auto head_of = [&](const void* cache, int64_t key) {  // of the key's block
+        return static_cast<const C*>(cache) + (blocks[key / a.block_size] * a.kv_heads + kv_head) * head_size;
+    };
     for (int64_t start = begin; start < end; start += KEYS) {
         const int count = int(std::min<int64_t>(KEYS, end - start));
-        for (int j = 0; j < count; j += WIDTH) {
-            const int64_t key = start + j;
-            const C* at = keys + blocks[key / a.block_size] * a.kv_heads * head_size + key % a.block_size;
-            int row = 0;
-            for (; row + 8 <= tile.count; row += 8) score<8>(a, tile, row, at, scores, j);
-            for (; row + 4 <= tile.count; row += 4) score<4>(a, tile, row, at, scores, j);
-            for (; row < tile.count; row++) score<1>(a, tile, row, at, scores, j);
+        for (int j = 0; j < count; j += 2 * WIDTH) {
+            const int64_t key = start + j, next = j + WIDTH < count ? key + WIDTH : key;  // of an odd one, the same twice
+            const C* first = head_of(a.keys, key) + key % a.block_size;
+            const C* second = head_of(a.keys, next) + next % a.block_size;
+            for_rows(tile.count, [&](auto rows, int row) { score<rows.value>(a, tile, row, first, second, scores, j); });
         }
-        for (int row = 0; row < tile.count; row++) {
-            float* s = scores[row];
-            const int64_t low = std::max<int64_t>(tile.first[row] - start, 0), high = std::min<int64_t>(tile.last[row] - start, count);
-            const int padded = (count + WIDTH - 1) / WIDTH * WIDTH;
-            for (int j = 0; j < std::min<int64_t>(low, padded); j++) s[j] = -INFINITY;
-            for (int64_t j = std::max<int64_t>(high, 0); j < padded; j++) s[j] = -INFINITY;
-            Vec peaks = splat(-INFINITY);
-            for (int j = 0; j < padded; j += WIDTH) peaks = select(load(s + j) > peaks, load(s + j), peaks);
-            float peak = tile.peak[row];
-            for (int i = 0; i < WIDTH; i++) peak = std::max(peak, peaks[i]);
-            if (peak == -INFINITY) {  // no key of this piece is seen
-                for (int j = 0; j < padded; j++) s[j] = 0;
-                continue;
-            }
-            const float shrink = expf(tile.peak[row] - peak);
-            Vec totals{};
-            for (int j = 0; j < padded; j += WIDTH) {
-                const Vec weight = exp_of(load(s + j) - peak);
-                store(s + j, weight);
-                totals += weight;
-            }
-            tile.total[row] = tile.total[row] * shrink + sum(totals);
-            tile.peak[row] = peak;
-            if (shrink != 1.0f)
-                for (int64_t d = 0; d < a.head_dim; d += WIDTH) store(&tile.sums[row][d], load(&tile.sums[row][d]) * shrink);
-        }
-        for (int j = 0, size = 0; j < count; j += size) {
+        for (int row = 0; row < tile.count; row++) weigh(tile, row, scores[row], start, count, a.head_dim);
+        int num_runs = 0;
+        for (int j = 0; j < count; num_runs++) {
             const int64_t offset = (start + j) % a.block_size;  // not 0 where blocks do not fill a piece
-            const C* at = values + blocks[(start + j) / a.block_size] * a.kv_heads * head_size + offset * a.head_dim;
-            size = int(std::min<int64_t>(a.block_size - offset, count - j));
-            int row = 0;
-            for (; row + 8 <= tile.count; row += 8) gather<8>(a, tile, row, at, scores, j, size);
-            for (; row + 4 <= tile.count; row += 4) gather<4>(a, tile, row, at, scores, j, size);
-            for (; row < tile.count; row++) gather<1>(a, tile, row, at, scores, j, size);
+            const int size = int(std::min<int64_t>(a.block_size - offset, count - j));
+            runs[num_runs] = {head_of(a.values, start + j) + offset * a.head_dim, j, size};
+            j += size;
         }
+        for_rows(tile.count, [&](auto rows, int row) { gather_all<rows.value>(a, tile, row, runs, num_runs, scores); });
     }
 }
 

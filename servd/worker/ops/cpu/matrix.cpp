@@ -3,7 +3,8 @@
 // y [rows, n] = x [rows, k] @ w.T + bias. The weights w [n, k] are packed in panels of PANEL outputs: [n / PANEL][k][PANEL],
 // so that the innermost loop reads them once, in order, and multiplies each vector of them with the rows of a tile of x.
 // The tiles are copied, with rows STRIDE apart: at their own distance, they fall on the same lines of the cache where k is
-// a multiple of 1024.
+// a multiple of 1024. Weights of 16 and 8 bits are widened whenever they are read: turning a piece of a panel into float32
+// once, for all tiles, was slower by up to a quarter, because it is larger then.
 
 #include <memory>
 
@@ -16,11 +17,10 @@ namespace {
 // Rows of x that a vector of weights is multiplied with: with two vectors they fill the registers but a few.
 constexpr int TILE_ROWS = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
 constexpr int PANEL = 2 * WIDTH;
-constexpr int64_t DEPTH = 1024;  // of the k: pieces of a tile and of GROUP panels stay in the second-level cache
-constexpr int64_t GROUP = 2;
+constexpr int64_t DEPTH = 768;  // of the k: a piece of a tile, of a panel, and of the next panel stay in the second-level cache
 constexpr int64_t LINE = 64;  // bytes of a cache line
+constexpr int64_t DISTANCE = 4096;  // bytes; the processor's own fetching ends with the page, and lost a quarter
 constexpr int64_t STRIDE = DEPTH + 16;
-constexpr int MIN_WIDENED_TILES = 4;  // with so many it pays to turn a piece of a panel into float32 once
 
 // Where outputs are written, and what is done with them at the end of k.
 struct Output {
@@ -31,11 +31,11 @@ struct Output {
     bool begins, ends;  // whether the piece of k is the first, the last one
 };
 
-// Weights that will be needed after these, fetched from memory one line at a time while the processor computes: the first
-// tile of a panel would wait for them, and the others leave the memory idle.
+// Weights that will be needed after these, fetched from memory while the processor computes: the first tile of a panel
+// would wait for them, and the others leave the memory idle.
 struct Ahead {
     const char* line;
-    int64_t step;  // bytes: of a line, or 0
+    int64_t step;  // bytes for each vector of weights that is used: up to two lines
 };
 
 template <int ROWS, typename W>
@@ -48,6 +48,7 @@ void multiply_tile(const float* x, const W* panel, int64_t depth, const Output& 
             acc[row][half] = out.begins ? Vec{} : load_up_to(at(row, half), count(half));
     for (int64_t i = 0; i < depth; i++, panel += PANEL, ahead.line += ahead.step) {
         __builtin_prefetch(ahead.line, 0, 2);
+        if (ahead.step > LINE) __builtin_prefetch(ahead.line + LINE, 0, 2);
         const Vec w0 = load(panel), w1 = load(panel + WIDTH);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
@@ -82,7 +83,6 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
               int64_t n) {
     const int64_t num_panels = (n + PANEL - 1) / PANEL, num_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const auto first_row = [=](int64_t tile) { return rows * tile / num_tiles; };  // tiles of nearly equal height
-    const bool widened = sizeof(W) < 4 && num_tiles >= MIN_WIDENED_TILES;
     const int64_t num_pieces = std::max<int64_t>(1, (k + DEPTH - 1) / DEPTH);  // of k = 0 too: the bias remains
     std::unique_ptr<float[]> copy(rows > 1 ? new float[num_pieces * rows * STRIDE] : nullptr);  // [pieces][rows][STRIDE]
     if (rows > 1)
@@ -91,34 +91,27 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
                 memcpy(&copy[(piece * rows + row) * STRIDE], x + row * k + piece * DEPTH,
                        std::min(DEPTH, k - piece * DEPTH) * 4);
         });
-    parallel_for((num_panels + GROUP - 1) / GROUP, 1, [&](int64_t group) {
-        const int64_t first = group * GROUP, last = std::min(first + GROUP, num_panels);
-        thread_local std::unique_ptr<float[]> buffer;
-        if (widened && !buffer) buffer.reset(new float[GROUP * DEPTH * PANEL]);
+    parallel_for(num_panels, 1, [&](int64_t panel) {
+        const int64_t column = panel * PANEL;
         for (int64_t piece = 0; piece < num_pieces; piece++) {
             const int64_t start = piece * DEPTH, depth = std::min(DEPTH, k - start);
+            const bool ends = piece == num_pieces - 1, is_last = ends && panel == num_panels - 1;
             const float* from = rows > 1 ? &copy[piece * rows * STRIDE] : x + start;
-            const auto weights = [=](int64_t panel) { return packed + (panel * k + start) * PANEL; };
-            for (int64_t panel = first; widened && panel < last; panel++)
-                for (int64_t i = 0; i < depth * PANEL; i += WIDTH)
-                    store(&buffer[(panel - first) * DEPTH * PANEL + i], load(weights(panel) + i));
+            const W* weights = packed + (panel * k + start) * PANEL;  // those of the next piece, or panel, are behind them
+            // A tile alone fetches what it will need itself; several share what comes after them.
+            const auto ahead = [&](int64_t tile) -> Ahead {
+                const int64_t part = tile * depth * LINE, bytes = depth * PANEL * int64_t(sizeof(W));
+                if (num_tiles == 1) return {(const char*)weights + DISTANCE, PANEL * int64_t(sizeof(W))};
+                if (is_last || part >= bytes) return {(const char*)from, 0};
+                return {(const char*)weights + bytes + part, LINE};
+            };
             for (int64_t tile = 0; tile < num_tiles; tile++) {
                 const int64_t row = first_row(tile);
                 const int height = int(first_row(tile + 1) - row);
-                for (int64_t panel = first; panel < last; panel++) {
-                    const int64_t column = panel * PANEL;
-                    const Output out{y + row * n + column, n, int(std::min<int64_t>(PANEL, n - column)),
-                                     scale ? scale + column : nullptr, bias ? bias + column : nullptr,
-                                     piece == 0, piece == num_pieces - 1};
-                    // The tiles of a panel fetch one part each of the panel after the next ones.
-                    const int64_t part = tile * depth * LINE;
-                    const bool fetches = num_tiles > 1 && panel + GROUP < num_panels && part < depth * PANEL * int64_t(sizeof(W));
-                    const Ahead ahead = fetches ? Ahead{(const char*)weights(panel + GROUP) + part, LINE}
-                                                : Ahead{(const char*)from, 0};
-                    const float* wide = widened ? &buffer[(panel - first) * DEPTH * PANEL] : nullptr;
-                    if (widened) multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, wide, depth, out, ahead);
-                    else multiply_tile_of<TILE_ROWS>(height, from + row * STRIDE, weights(panel), depth, out, ahead);
-                }
+                const float* at = from + row * STRIDE;
+                const Output out{y + row * n + column, n, int(std::min<int64_t>(PANEL, n - column)),
+                                 scale ? scale + column : nullptr, bias ? bias + column : nullptr, piece == 0, ends};
+                multiply_tile_of<TILE_ROWS>(height, at, weights, depth, out, ahead(tile));
             }
         }
     });
