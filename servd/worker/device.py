@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 log = logging.getLogger("servd.worker")
 
 CGROUP = Path("/sys/fs/cgroup")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
@@ -28,6 +30,21 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
         num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers, wanted or "not set",
     )  # fmt: skip
     return num_threads
+
+
+def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
+    """Let the C library keep freed memory for the next step, where it is glibc, instead of returning it to the system.
+
+    What is taken anew comes page by page, cleared by the system: that was a quarter of the time of GPT-2's prompts.
+
+    Args:
+        largest: bytes of a piece that is kept; no more can be set.
+        most: bytes that are kept in all.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, largest)
+        mallopt(M_TRIM_THRESHOLD, most)
 
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:

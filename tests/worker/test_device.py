@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,28 @@ def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None):
 def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int):
     meminfo = write(tmp_path, {"meminfo": "MemTotal: 4000 kB\nMemAvailable:    1000 kB"}) / "meminfo"
     assert available_memory(write(tmp_path, files), meminfo) == expected
+
+
+def test_freed_memory_is_taken_again():
+    """By the page faults, in a process of its own: the setting stays."""
+    script = """
+import resource, torch
+from servd.worker.device import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(4 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults())
+keep_freed_memory()
+faults()
+print(faults())
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    before, after = map(int, result.stdout.split())
+    if before < 20 * 1000:
+        pytest.skip("this C library keeps memory anyway")
+    assert after < before / 100
 
 
 def test_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
