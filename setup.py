@@ -28,7 +28,7 @@ class Build(build_ext):
 
     def build_extension(self, ext: Any) -> None:
         build = copy(self)
-        build.build_temp += ext.name  # each variant its own object files
+        build.build_temp = str(Path(self.build_temp, ext.name))  # each variant its own object files
         build_ext.build_extension(build, ext)
 
     def get_export_symbols(self, ext: Any) -> list[str]:
@@ -42,8 +42,16 @@ setup(
             f"servd.worker.ops._{name}",
             sources=[str(path) for path in SOURCES if path.suffix == ".cpp"],
             depends=["setup.py", *(str(path) for path in SOURCES if path.suffix == ".h")],
-            extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-g0", *flags],
-            extra_link_args=["-fopenmp", f"-Wl,--defsym=servd_state_{STATE}=1"],
+            extra_compile_args=[
+                "-O3",
+                "-std=c++17",
+                "-pthread",
+                "-fno-math-errno",
+                "-g0",
+                "-Wno-maybe-uninitialized",
+                *flags,
+            ],
+            extra_link_args=["-pthread", f"-Wl,--defsym=servd_state_{STATE}=1"],
             optional=True,
         )
         for name, flags in VARIANTS.items()

@@ -87,7 +87,7 @@ class ModelConfig(Section, frozen=True):
             "ones) or a folder that holds a generation_config.json."
         ),
     ] = "auto"
-    enforce_eager: Annotated[bool, Meta(description="Never use CUDA graphs.")] = False
+    enforce_eager: Annotated[bool, Meta(description="Never use CUDA graphs, nor programs on a CPU.")] = False
     compile: Annotated[
         bool, Meta(description="Let torch.compile fuse the layers, in place of servd's own kernels. Needs CUDA.")
     ] = False

@@ -45,13 +45,13 @@ class CPUModelRunner(ModelRunner):
         super().allocate_kv_cache(num_blocks)
         keep_freed_memory()  # only now: what loading has freed is the system's again
         if native.library() is not None and self.parallel.size == 1 and not self.config.model.enforce_eager:
-            self.programs = ProgramRunner(self.run, self.max_num_seqs, self.states.block_tables.tables.shape[1])
+            self.programs = ProgramRunner(self.max_num_seqs, self.states.block_tables.tables.shape[1])
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Decode steps by programs, others call by call."""
         if self.programs is not None and batch.is_decode:
             try:
-                return self.programs(batch)
+                return self.programs(batch, self.run)
             except NotRecordable as error:
                 log.info("decode steps run call by call: %s", error)
                 self.programs = None

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from servd.worker.ops import native
+
 log = logging.getLogger("servd.worker")
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -17,14 +19,15 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
-    """Give torch the CPUs that this process may use, divided over the workers of this host; returns the number.
+    """Divide the CPUs that this process may use over the workers of this host; returns the number of each.
 
-    OMP_NUM_THREADS, where the user has set it, is the number for each worker.
+    torch and the native library get as many threads. OMP_NUM_THREADS, where the user has set it, is the number for each worker.
     """
     allowed, quota, wanted = len(os.sched_getaffinity(0)), cpu_quota(cgroup), os.environ.get("OMP_NUM_THREADS", "")
     cpus = allowed if quota is None else min(allowed, max(1, int(quota)))
     num_threads = max(1, int(wanted) if wanted.isdigit() else cpus // num_workers)
     torch.set_num_threads(num_threads)
+    native.set_num_threads(num_threads)
     log.info(
         "%d threads for this worker (%d CPUs by affinity, %s by cgroup quota, %d workers, OMP_NUM_THREADS %s)",
         num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers, wanted or "not set",
@@ -42,7 +45,7 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
         most: bytes that are kept in all.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt is not None and "MALLOC_TRIM_THRESHOLD_" not in os.environ:  # the user's own setting
         mallopt(M_MMAP_THRESHOLD, largest)
         mallopt(M_TRIM_THRESHOLD, most)
 

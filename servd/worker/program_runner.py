@@ -35,22 +35,20 @@ class ProgramRunner:
     """Records a program when a number of rows is first run.
 
     Args:
-        forward: runs the model.
         max_num_rows: of a step; each has one token.
         max_num_blocks: of a row.
     """
 
-    def __init__(self, forward: Forward, max_num_rows: int, max_num_blocks: int) -> None:
-        self.forward = forward
+    def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
         self.tokens = torch.zeros(3, max_num_rows, dtype=torch.int64)  # ids, positions, slots of the cache
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
-        self.seq_lens = np.ones(max_num_rows, dtype=np.int64)
+        self.seq_lens = torch.ones(max_num_rows, dtype=torch.int64)
         self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
         self.memory = Memory(max_num_rows)
         self.programs: dict[int, Program] = {}
 
-    def __call__(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states [num_rows, hidden] of a decode step; until the next call.
+    def __call__(self, batch: InputBatch, forward: Forward) -> torch.Tensor:
+        """Hidden states [num_rows, hidden] of a decode step, by `forward`, the same every time; until the next call.
 
         Raises:
             NotRecordable: the model needs more than the native library.
@@ -59,31 +57,31 @@ class ProgramRunner:
         self.tokens[0, :num_rows] = batch.input_ids
         self.tokens[1, :num_rows] = batch.positions
         self.tokens[2, :num_rows] = attention.slot_mapping
-        self.seq_lens[:num_rows] = batch.seq_lens
+        self.seq_lens[:num_rows] = batch.seq_lens_device
         self.block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
         if (program := self.programs.get(num_rows)) is None:
-            program = self.programs[num_rows] = self._record(num_rows)
+            program = self.programs[num_rows] = self._record(num_rows, forward)
         else:
             program.run()
         return program.hidden
 
-    def _record(self, num_rows: int) -> Program:
+    def _record(self, num_rows: int, forward: Forward) -> Program:
         input_ids, positions, slot_mapping = self.tokens[:, :num_rows]
         attention = AttentionBatch(
             query_lens=self.query_lens[:num_rows],
-            seq_lens=self.seq_lens[:num_rows],
+            seq_lens=self.seq_lens[:num_rows].numpy(),
             query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32),
-            seq_lens_device=torch.from_numpy(self.seq_lens[:num_rows]).int(),
+            seq_lens_device=self.seq_lens[:num_rows],
             block_tables=self.block_tables[:num_rows],
             slot_mapping=slot_mapping,
         )
         recording = Recording(self.memory, num_rows)
-        native.recording = recording
+        native.this_thread.recording = recording
         try:
             with OnlyViews():
-                hidden = self.forward(input_ids, positions, attention)
+                hidden = forward(input_ids, positions, attention)
         finally:
-            native.recording = None
+            native.this_thread.recording = None
         return Program(recording.calls, self.memory.lend(hidden))
 
 
@@ -103,7 +101,16 @@ class OnlyViews(TorchDispatchMode):
         """Raises NotRecordable."""
         if not func.is_view:
             raise NotRecordable(f"{func} is not of the native library")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        given = {_memory_of(tensor) for tensor in args if isinstance(tensor, torch.Tensor)}
+        views = result if isinstance(result, list | tuple) else [result]
+        if any(_memory_of(view) not in given for view in views):  # `contiguous` and the like, where they must copy
+            raise NotRecordable(f"{func} makes a copy")
+        return result
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class Memory:
@@ -129,9 +136,15 @@ class Memory:
         return torch.from_numpy(part).view(shape)
 
     def lend(self, taken: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same memory, which may be taken again meanwhile."""
-        buffer = next(buffer for buffer in self.buffers if buffer.ctypes.data == taken.data_ptr())
-        return torch.from_numpy(buffer[: taken.numel()]).view(taken.shape)
+        """A tensor of the same memory, which may be taken again meanwhile.
+
+        Raises:
+            NotRecordable: it is only a part of what was taken.
+        """
+        for buffer in self.buffers:
+            if buffer.ctypes.data == taken.data_ptr() and taken.is_contiguous():
+                return torch.from_numpy(buffer[: taken.numel()]).view(taken.shape)
+        raise NotRecordable("hidden states are no result of the native library")
 
 
 class Recording:

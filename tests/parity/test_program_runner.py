@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.models.gpt2 import GPT2MLP
 from servd.worker.ops import native
-from servd.worker.program_runner import Memory, ProgramRunner
+from servd.worker.program_runner import Memory, NotRecordable, OnlyViews, ProgramRunner
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
 
@@ -50,10 +52,18 @@ def churn(driver: Driver, seed: int = 4) -> list[tuple[list[int], torch.Tensor]]
     return done
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 16},
+        {"block_size": 32, "dtype": "bfloat16"},
+        {"block_size": 48, "dtype": "float16"},
+        {"block_size": 16, "quantization": "int8"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
 @pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
-def test_steps_have_the_bits_of_single_calls(checkpoints, model_type: str, variant: str, dtype: str):
-    options = {"block_size": 16, "dtype": dtype}
+def test_steps_have_the_bits_of_single_calls(checkpoints, model_type: str, variant: str, options: dict[str, Any]):
     folder: Path = checkpoints(model_type, variant)
     driver, by_calls = (Driver(config_for(folder, **options, enforce_eager=eager)) for eager in (False, True))
     programs = programs_of(driver)
@@ -103,6 +113,27 @@ def test_recording_does_not_import_torchs_compiler():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        lambda x: x.t().contiguous(),
+        lambda x: x.t().reshape(-1),
+        lambda x: x.t().flatten(),
+        lambda x: x.double(),
+        lambda x: x + 1,
+        lambda x: x.add_(1),
+        lambda x: torch.empty(3),
+    ],
+)
+def test_what_takes_memory_or_changes_it_is_not_recorded(copies: Callable[[torch.Tensor], torch.Tensor]):
+    x = torch.zeros(4, 5)
+    with torch.inference_mode(), OnlyViews():
+        views = [*x.chunk(3, dim=-1), x.view(5, 4), x.t(), x.contiguous(), x.flatten(), x[1:], x.unflatten(0, (2, 2))]
+        with pytest.raises(NotRecordable):
+            copies(x)
+    assert all(view.untyped_storage().data_ptr() == x.data_ptr() for view in views)
 
 
 def test_a_model_that_does_more_runs_call_by_call(

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+import threading
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu"
 
 # Pointers may be null where the C++ says so; numbers of rows, strides and sizes count elements.
 SIGNATURES = {
+    "servd_set_threads": [c_int],
     "servd_panel": [],
     "servd_vector": [],
     "servd_pack": [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p],
@@ -62,7 +64,6 @@ def library() -> ctypes.CDLL | None:
             try:
                 if _is_stale(path):
                     raise OSError("its sources have changed since it was compiled")
-                # Its OpenMP is the one that torch has loaded: one pool of threads for both.
                 loaded = ctypes.CDLL(str(path))
                 for function, arguments in SIGNATURES.items():
                     getattr(loaded, function).argtypes = arguments
@@ -79,6 +80,12 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+def set_num_threads(num_threads: int) -> None:
+    """For all kernels from now on; at first, as many as this process has CPUs. torch's threads are others."""
+    if (lib := library()) is not None:
+        lib.servd_set_threads(num_threads)
+
+
 class Recording(Protocol):
     """What a forward pass calls, written down while it runs: see program_runner.py."""
 
@@ -91,19 +98,23 @@ class Recording(Protocol):
         ...
 
 
-recording: Recording | None = None  # of the step that runs now
+class _ThisThread(threading.local):
+    recording: Recording | None = None  # of the step that runs now
+
+
+this_thread = _ThisThread()
 
 
 def call(function: str, *arguments: float | None) -> None:
     """Call a function of the library; addresses are numbers, and None is a null pointer."""
     getattr(_lib(), function)(*arguments)
-    if recording is not None:
-        recording.add(function, arguments)
+    if this_thread.recording is not None:
+        this_thread.recording.add(function, arguments)
 
 
 def empty(*shape: int) -> torch.Tensor:
     """Memory for a float32 result of `call`."""
-    return torch.empty(shape) if recording is None else recording.empty(*shape)
+    return torch.empty(shape) if this_thread.recording is None else this_thread.recording.empty(*shape)
 
 
 def state() -> str | None:

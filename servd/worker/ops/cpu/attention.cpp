@@ -47,7 +47,8 @@ struct Run {
 
 // Scores of some queries with two vectors of keys, which may lie in different blocks.
 template <int ROWS, typename C>
-inline void score(const Attention& a, const Tile& tile, int from, const C* first, const C* second, float (*scores)[KEYS], int at) {
+inline void score(const Attention& a, const Tile& tile, int from, const C* first, const C* second, float (*scores)[KEYS],
+                  int at) {
     Vec acc[ROWS][2] = {};
     for (int64_t d = 0; d < a.head_dim; d++) {
         const Vec k0 = load(first + d * a.block_size), k1 = load(second + d * a.block_size);
@@ -66,7 +67,8 @@ inline void score(const Attention& a, const Tile& tile, int from, const C* first
 
 // Adds the values of a piece, times their weights, to some vectors of the sums of some queries.
 template <int ROWS, int VECTORS, typename C>
-inline void gather(const Attention& a, Tile& tile, int from, int64_t d, const Run<C>* runs, int num_runs, const float (*weights)[KEYS]) {
+inline void gather(const Attention& a, Tile& tile, int from, int64_t d, const Run<C>* runs, int num_runs,
+                   const float (*weights)[KEYS]) {
     Vec acc[ROWS][VECTORS];
     for (int row = 0; row < ROWS; row++)
         for (int i = 0; i < VECTORS; i++) acc[row][i] = load(&tile.sums[from + row][d + i * WIDTH]);
@@ -91,7 +93,8 @@ template <int ROWS, typename C>
 void gather_all(const Attention& a, Tile& tile, int from, const Run<C>* runs, int num_runs, const float (*weights)[KEYS]) {
     constexpr int VECTORS = ROWS == 1 ? 4 : 2;
     int64_t d = 0;
-    for (; d + VECTORS * WIDTH <= a.head_dim; d += VECTORS * WIDTH) gather<ROWS, VECTORS>(a, tile, from, d, runs, num_runs, weights);
+    for (; d + VECTORS * WIDTH <= a.head_dim; d += VECTORS * WIDTH)
+        gather<ROWS, VECTORS>(a, tile, from, d, runs, num_runs, weights);
     for (; d < a.head_dim; d += WIDTH) gather<ROWS, 1>(a, tile, from, d, runs, num_runs, weights);
 }
 

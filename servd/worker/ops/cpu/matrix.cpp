@@ -18,6 +18,7 @@ namespace {
 constexpr int TILE_ROWS = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
 constexpr int PANEL = 2 * WIDTH;
 constexpr int64_t DEPTH = 768;  // of the k: a piece of a tile, of a panel, and of the next panel stay in the second-level cache
+constexpr int64_t CHUNK = 8;  // tiles: their pieces stay in the second-level cache for one panel after another
 constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t DISTANCE = 4096;  // bytes; the processor's own fetching ends with the page, and lost a quarter
 constexpr int64_t STRIDE = DEPTH + 16;
@@ -38,6 +39,20 @@ struct Ahead {
     int64_t step;  // bytes for each vector of weights that is used: up to two lines
 };
 
+// Scale and bias of a tile. One function for all numbers of rows: compilers join a product and a sum into one rounding in one
+// place and not in another.
+__attribute__((noinline)) void finish(const Output& out, int rows) {
+    for (int half = 0; half < 2; half++) {
+        const int count = std::min(WIDTH, out.columns - half * WIDTH), column = half * WIDTH;
+        const Vec scale = out.scale ? load_up_to(out.scale + column, count) : splat(1.0f);
+        const Vec bias = out.bias ? load_up_to(out.bias + column, count) : Vec{};
+        for (int row = 0; row < rows; row++) {
+            float* y = out.y + row * out.stride + column;
+            store_up_to(y, load_up_to(y, count) * scale + bias, count);
+        }
+    }
+}
+
 template <int ROWS, typename W>
 void multiply_tile(const float* x, const W* panel, int64_t depth, const Output& out, Ahead ahead) {
     Vec acc[ROWS][2];
@@ -57,17 +72,9 @@ void multiply_tile(const float* x, const W* panel, int64_t depth, const Output& 
             acc[row][1] += a * w1;
         }
     }
-    for (int half = 0; half < 2; half++) {
-        const bool scaled = out.ends && out.scale, biased = out.ends && out.bias;
-        const Vec scale = scaled ? load_up_to(out.scale + half * WIDTH, count(half)) : Vec{};
-        const Vec bias = biased ? load_up_to(out.bias + half * WIDTH, count(half)) : Vec{};
-        for (int row = 0; row < ROWS; row++) {
-            Vec value = acc[row][half];
-            if (scaled) value *= scale;
-            if (biased) value += bias;
-            store_up_to(at(row, half), value, count(half));
-        }
-    }
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++) store_up_to(at(row, half), acc[row][half], count(half));
+    if (out.ends && (out.scale || out.bias)) finish(out, ROWS);
 }
 
 template <int ROWS, typename W>
@@ -91,30 +98,38 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
                 memcpy(&copy[(piece * rows + row) * STRIDE], x + row * k + piece * DEPTH,
                        std::min(DEPTH, k - piece * DEPTH) * 4);
         });
-    parallel_for(num_panels, 1, [&](int64_t panel) {
-        const int64_t column = panel * PANEL;
-        for (int64_t piece = 0; piece < num_pieces; piece++) {
-            const int64_t start = piece * DEPTH, depth = std::min(DEPTH, k - start);
-            const bool ends = piece == num_pieces - 1, is_last = ends && panel == num_panels - 1;
-            const float* from = rows > 1 ? &copy[piece * rows * STRIDE] : x + start;
-            const W* weights = packed + (panel * k + start) * PANEL;  // those of the next piece, or panel, are behind them
-            // A tile alone fetches what it will need itself; several share what comes after them.
-            const auto ahead = [&](int64_t tile) -> Ahead {
-                const int64_t part = tile * depth * LINE, bytes = depth * PANEL * int64_t(sizeof(W));
-                if (num_tiles == 1) return {(const char*)weights + DISTANCE, PANEL * int64_t(sizeof(W))};
-                if (is_last || part >= bytes) return {(const char*)from, 0};
-                return {(const char*)weights + bytes + part, LINE};
-            };
-            for (int64_t tile = 0; tile < num_tiles; tile++) {
-                const int64_t row = first_row(tile);
-                const int height = int(first_row(tile + 1) - row);
-                const float* at = from + row * STRIDE;
-                const Output out{y + row * n + column, n, int(std::min<int64_t>(PANEL, n - column)),
-                                 scale ? scale + column : nullptr, bias ? bias + column : nullptr, piece == 0, ends};
-                multiply_tile_of<TILE_ROWS>(height, at, weights, depth, out, ahead(tile));
+    const int64_t num_chunks = (num_tiles + CHUNK - 1) / CHUNK;
+    // A chunk's pieces together are too large for the cache: with several chunks, all of them do a piece before the next one.
+    const int64_t together = num_chunks == 1 ? num_pieces : 1;
+    for (int64_t first = 0; first < num_pieces; first += together)
+        parallel_for(num_chunks * num_panels, 1, [&](int64_t part) {
+            const int64_t chunk = part / num_panels, panel = part % num_panels, column = panel * PANEL;
+            const int64_t first_tile = num_tiles * chunk / num_chunks, last_tile = num_tiles * (chunk + 1) / num_chunks;
+            for (int64_t piece = first; piece < first + together; piece++) {
+                const int64_t start = piece * DEPTH, depth = std::min(DEPTH, k - start);
+                const float* from = rows > 1 ? &copy[piece * rows * STRIDE] : x + start;
+                const W* weights = packed + (panel * k + start) * PANEL;
+                const bool is_last_here = piece == first + together - 1;
+                const W* next = is_last_here ? packed + ((panel + 1) * k + first * DEPTH) * PANEL : weights + depth * PANEL;
+                const bool has_next = !is_last_here || panel + 1 < num_panels;
+                // A tile alone fetches what it will need itself; several share what comes after them.
+                const auto ahead = [&](int64_t tile) -> Ahead {
+                    const int64_t begin = (tile - first_tile) * depth * LINE, bytes = depth * PANEL * int64_t(sizeof(W));
+                    if (num_tiles == 1) return {(const char*)weights + DISTANCE, PANEL * int64_t(sizeof(W))};
+                    if (!has_next || begin >= bytes) return {(const char*)from, 0};
+                    return {(const char*)next + begin, LINE};
+                };
+                for (int64_t tile = first_tile; tile < last_tile; tile++) {
+                    const int64_t row = first_row(tile);
+                    const int height = int(first_row(tile + 1) - row);
+                    const float* at = from + row * STRIDE;
+                    const Output out{y + row * n + column, n, int(std::min<int64_t>(PANEL, n - column)),
+                                     scale ? scale + column : nullptr, bias ? bias + column : nullptr,
+                                     piece == 0, piece == num_pieces - 1};
+                    multiply_tile_of<TILE_ROWS>(height, at, weights, depth, out, ahead(tile));
+                }
             }
-        }
-    });
+        });
 }
 
 template <typename W>

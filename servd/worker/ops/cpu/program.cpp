@@ -1,5 +1,6 @@
 // A program: calls of kernels as data, recorded once and made again as often as wanted, with the same arguments.
 
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -40,7 +41,8 @@ bool calls(void (*function)(T...), const int64_t* words) {
 // words [count][stride]: the address of a function above, and its arguments.
 extern "C" void servd_run(const int64_t* words, int64_t count, int64_t stride) {
     for (; count > 0; count--, words += stride)
-        (void)(calls(servd_multiply, words) || calls(servd_norm, words) || calls(servd_write, words) ||
-               calls(servd_attend, words) || calls(servd_activate, words) || calls(servd_rows, words) ||
-               calls(servd_take, words) || calls(servd_rotation, words));
+        if (!(calls(servd_multiply, words) || calls(servd_norm, words) || calls(servd_write, words) ||
+              calls(servd_attend, words) || calls(servd_activate, words) || calls(servd_rows, words) ||
+              calls(servd_take, words) || calls(servd_rotation, words)))
+            abort();  // a new kernel that is missing here
 }

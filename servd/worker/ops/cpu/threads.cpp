@@ -1,10 +1,11 @@
 #include "threads.h"
 
-#include <omp.h>
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -14,7 +15,7 @@ namespace {
 
 constexpr int MAX_THREADS = 256;
 constexpr int64_t MAX_PARTS = 65535;
-constexpr int SPINS = 4000;  // about 0.2 ms: longer than the gaps between the kernels of a step, a short time beside a step
+constexpr auto PATIENCE = std::chrono::microseconds(200);  // longer than the gaps between a step's kernels, short beside a step
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -22,6 +23,17 @@ inline void pause() {
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
+}
+
+// Waits without sleeping until there is what is waited for, or patience is lost; tells which.
+template <typename Condition>
+bool is_soon(const Condition& condition) {
+    const auto end = std::chrono::steady_clock::now() + PATIENCE;
+    do {
+        for (int i = 0; i < 32; i++, pause())
+            if (condition()) return true;
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
 }
 
 // The parts that a thread has still to do: number of the loop, first part and end, of 32, 16 and 16 bits. The number
@@ -57,9 +69,9 @@ class Pool {
             wake.notify_all();
         }
         work(0, number);
-        for (int spins = 0; left.load(std::memory_order_acquire) > 0; spins++)
-            if (spins < SPINS) pause();
-            else sched_yield();  // a thread with a part was interrupted
+        const auto done = [&] { return left.load(std::memory_order_acquire) == 0; };
+        if (!is_soon(done))
+            while (!done()) sched_yield();  // a thread with a part was interrupted
     }
 
     std::atomic_flag busy = ATOMIC_FLAG_INIT;
@@ -81,17 +93,17 @@ class Pool {
     }
 
     void start(int workers) {
-        for (; started < workers; started++) try {
+        for (; started < std::min(workers, most); started++) try {
                 std::thread([this, thread = started + 1] { live(thread); }).detach();
             } catch (const std::system_error&) {
-                return;  // no more threads can be had: the others do their parts
+                most = started;  // no more threads can be had: the others do their parts
             }
     }
 
     void live(int thread) {
         for (uint32_t seen = 0;;) {
-            for (int spins = 0; loop.load(std::memory_order_acquire) == seen && spins < SPINS; spins++) pause();
-            if (loop == seen) {
+            const bool takes_part = thread < threads.load(std::memory_order_relaxed);
+            if (!takes_part || !is_soon([&] { return loop.load(std::memory_order_acquire) != seen; })) {
                 std::unique_lock<std::mutex> lock(mutex);
                 sleeping++;
                 wake.wait(lock, [&] { return loop != seen; });
@@ -108,19 +120,24 @@ class Pool {
     std::atomic<Part> part{nullptr};
     std::atomic<const void*> body{nullptr};
     std::atomic<int> threads{0}, sleeping{0};
-    int started = 0;
+    int started = 0, most = MAX_THREADS;
     std::mutex mutex;
     std::condition_variable wake;
 };
 
+Pool* pool = new Pool;  // its threads live as long as the process
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });  // a child has none of them
+std::atomic<int> num_threads{std::max(1, std::min(int(std::thread::hardware_concurrency()), MAX_THREADS))};
+
 }  // namespace
 
 void run_parts(int64_t count, int64_t size, Part part, const void* body) {
-    static Pool* pool = new Pool;  // its threads live as long as the process
-    size = std::max(size, count / MAX_PARTS + 1);
-    const int threads = std::min(omp_get_max_threads(), MAX_THREADS);  // torch's setting
     if (count <= 0) return;
+    size = std::max(size, count / MAX_PARTS + 1);
+    const int threads = num_threads.load(std::memory_order_relaxed);
     if (count <= size || threads == 1 || pool->busy.test_and_set(std::memory_order_acquire)) return part(body, 0, count);
     pool->run(count, size, part, body, threads);
     pool->busy.clear(std::memory_order_release);
 }
+
+extern "C" void servd_set_threads(int number) { num_threads = std::max(1, std::min(number, MAX_THREADS)); }

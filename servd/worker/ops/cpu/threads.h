@@ -1,4 +1,4 @@
-// Divides loops over as many threads as torch uses.
+// Divides loops over threads.
 //
 // A loop of OpenMP ends when every thread has arrived. A thread that waits for its processor, because another program or
 // servd's own API process is using it, then holds up the others at every kernel: with one busy neighbour on one of two
