@@ -180,15 +180,16 @@ def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
 async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(start, tmp_path: Path):
     folder = tmp_path / "ipc"
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
-    fronts = [start("--executor", "fake", "--attach", str(folder)) for _ in range(2)]
-    clients, streams = zip(*[await open_streams(front, 3) for front in fronts], strict=True)
-    fronts[0].children()["api"].kill()
-    assert await asyncio.to_thread(fronts[0].process.wait, 5) != 0
+    survivor, victim = (start("--executor", "fake", "--attach", str(folder)) for _ in range(2))
+    # The victim's last: 8,000 tokens take a few seconds, and it must be killed before their end.
+    clients, streams = zip(*[await open_streams(front, 3) for front in (survivor, victim)], strict=True)
+    victim.children()["api"].kill()
+    assert await asyncio.to_thread(victim.process.wait, 5) != 0
     engine.wait_for_line(r"an API server is gone: \d requests aborted", 20)
-    for stream in streams[1]:  # the other one's go on to their ends
+    for stream in streams[0]:  # the other one's go on to their ends
         reasons = [chunk.choices[0].finish_reason async for chunk in stream]
         assert reasons[-1] == "length" and reasons.count("length") == 1
-    assert fronts[1].metric("vllm:num_requests_running") == 0
+    assert survivor.metric("vllm:num_requests_running") == 0
     for client in clients:
         await client.close()
     assert engine.process.poll() is None
