@@ -23,6 +23,12 @@ class Penalized:
     counts: Tensor  # [max_num_seqs, vocab] int32: times that each token was output, plus IN_PROMPT
     factors: Tensor  # [max_num_seqs, 3] float32: repetition, frequency, presence
 
+    def slot_of_each(self, num_rows: int) -> Tensor:
+        """Of all rows of the step, int64 [num_rows]; -1: without penalties."""
+        slots = torch.full((num_rows,), -1, dtype=torch.int64, device=self.slots.device)
+        slots[self.rows] = self.slots
+        return slots
+
 
 class Penalties(SlotParameter):
     """Lower the logits of tokens that occurred already.

@@ -24,9 +24,7 @@ def shift(
     best = torch.empty(len(logits), dtype=torch.int64)
     slots = counts = factors = None
     if penalized is not None:
-        slots = torch.full((len(logits),), -1)
-        slots[penalized.rows] = penalized.slots
-        counts, factors = penalized.counts, penalized.factors
+        slots, counts, factors = penalized.slot_of_each(len(logits)), penalized.counts, penalized.factors
     num_words = 0 if bitmask is None else bitmask.shape[1]
     _call("servd_shift", *_rows(logits), bitmask, num_words, slots, counts, factors, *logits.shape, best)
     return best

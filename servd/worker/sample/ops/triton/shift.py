@@ -74,9 +74,7 @@ def shift(
     if biased is not None:
         starts, token_ids, biases = biased.starts, biased.token_ids, biased.biases
     if penalized is not None:
-        slots = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
-        slots[penalized.rows] = penalized.slots
-        counts, factors = penalized.counts, penalized.factors
+        slots, counts, factors = penalized.slot_of_each(num_rows), penalized.counts, penalized.factors
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
     words = 0 if bitmask is None else bitmask.shape[1]
     shift_kernel[best.shape](
