@@ -224,7 +224,7 @@ def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     ends = [tokenizer.token_to_id(END), tokenizer.token_to_id(END_OF_TEXT)]
     config = model.config.to_json() | {"dtype": "bfloat16", "eos_token_id": ends[0], "pad_token_id": ends[1]}
-    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": True, "temperature": 0.3, "top_p": 0.9}
+    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": True, "temperature": 0.1, "top_p": 0.9}
     for name, values in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf8")
     weights = {name: weight.to("cpu", torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
