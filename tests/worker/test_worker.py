@@ -18,6 +18,7 @@ from servd.errors import ConfigError, ModelNotFound, NotEnoughMemory, Unsupporte
 from servd.hf import read_spec
 from servd.messages import GrammarBitmask, SchedulerOutput
 from servd.params import SamplingParams
+from servd.worker.ops import native
 from servd.worker.worker import Worker
 from tests.parity.families import GPT2, LLAMA, logits_of, make_checkpoint
 from tests.worker.driver import GREEDY, Driver, config_for
@@ -58,6 +59,16 @@ def test_progress_reaches_one(llama: Path):
     assert last == ("measuring memory", 0.0) and {phase for phase, _ in loading} == {"loading weights"}
     fractions = [fraction for _, fraction in loading]
     assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
+
+
+def test_steps_leave_the_processors_to_the_kernels(llama: Path):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        load(llama).allocate_kv_cache(8)
+        assert torch.get_num_threads() == (3 if native.library() is None else 1)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_cache_is_not_larger_than_all_requests_need(llama: Path, caplog: pytest.LogCaptureFixture):

@@ -33,10 +33,10 @@ struct Output {
 };
 
 // Weights that will be needed after these, fetched from memory while the processor computes: the first tile of a panel
-// would wait for them, and the others leave the memory idle.
+// would wait for them, and the others leave the memory idle. The tiles of a panel share them evenly.
 struct Ahead {
     const char* line;
-    int64_t step;  // bytes for each vector of weights that is used: up to two lines
+    int64_t step;  // bytes for each vector of weights that is used: up to two lines, or less than one
 };
 
 // Scale and bias of a tile. One function for all numbers of rows: compilers join a product and a sum into one rounding in one
@@ -114,10 +114,11 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
                 const bool has_next = !is_last_here || panel + 1 < num_panels;
                 // A tile alone fetches what it will need itself; several share what comes after them.
                 const auto ahead = [&](int64_t tile) -> Ahead {
-                    const int64_t begin = (tile - first_tile) * depth * LINE, bytes = depth * PANEL * int64_t(sizeof(W));
-                    if (num_tiles == 1) return {(const char*)weights + DISTANCE, PANEL * int64_t(sizeof(W))};
-                    if (!has_next || begin >= bytes) return {(const char*)from, 0};
-                    return {(const char*)next + begin, LINE};
+                    constexpr int64_t ROW = PANEL * int64_t(sizeof(W));
+                    if (num_tiles == 1) return {(const char*)weights + DISTANCE, ROW};
+                    if (!has_next) return {(const char*)from, 0};
+                    const int64_t tiles = last_tile - first_tile, step = (ROW + tiles - 1) / tiles;
+                    return {(const char*)next + (tile - first_tile) * depth * step, step};
                 };
                 for (int64_t tile = first_tile; tile < last_tile; tile++) {
                     const int64_t row = first_row(tile);
