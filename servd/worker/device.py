@@ -52,7 +52,7 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
 
 
 def use_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask Linux for pages of 2 MiB under a tensor that nothing was written to yet, where it leaves that to the program."""
+    """Ask Linux for pages of 2 MiB under a tensor that was not written to yet, where it leaves that to the program."""
     madvise, advice = getattr(ctypes.CDLL(None), "madvise", None), getattr(mmap, "MADV_HUGEPAGE", None)
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - begin
