@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from typing import Any
 
@@ -12,10 +13,21 @@ from servd.errors import ConfigError
 def names(package: str) -> list[str]:
     """Option names of the modules in `package` (e.g. "servd.worker.attention"), sorted.
 
-    Files that start with an underscore are shared parts, not options. Nothing is imported but the package.
+    Files that start with an underscore are shared parts, not options. Nothing of the package is imported.
     """
-    path = importlib.import_module(package).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, package
+    return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if not m.name.startswith("_"))
+
+
+def check(flag: str, package: str, name: str, *others: str) -> None:
+    """See that `load` would find the module `name`, or that it is one of `others`, without importing it.
+
+    Raises:
+        ConfigError: it is neither; the message names the flag and what there is.
+    """
+    if ":" not in name and name.replace("-", "_") not in (there_are := [*others, *names(package)]):
+        raise ConfigError(f"{flag} {name!r} is unknown; there are: {', '.join(there_are)}")
 
 
 def load(package: str, name: str, attribute: str) -> Any:

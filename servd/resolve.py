@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from servd import plugins
 from servd.config import Config
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec
@@ -59,6 +60,7 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     Raises:
         ConfigError: options that cannot work together, on this machine or with this model.
     """
+    _check_plugins(config)
     decided = _resolve_devices(config, spec, machine)
     on_cuda = decided.get("device", config.parallel.device) == "cuda"
     if config.model.dtype == "auto":
@@ -81,6 +83,16 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     for name, value in decided.items():
         log.info("%s: %s", name, value)
     return config.replace(**decided)
+
+
+def _check_plugins(config: Config) -> None:
+    """Before the processes that use them import anything."""
+    plugins.check("--attention-backend", "servd.worker.attention", config.parallel.attention_backend, "auto")
+    server = config.server
+    if server.tool_call_parser is not None:
+        plugins.check("--tool-call-parser", "servd.api.tool_parsers", server.tool_call_parser, "none")
+    if server.reasoning_parser is not None:
+        plugins.check("--reasoning-parser", "servd.api.reasoning_parsers", server.reasoning_parser, "none")
 
 
 def _model_names(model: str) -> list[str]:

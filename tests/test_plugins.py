@@ -30,7 +30,15 @@ def test_names_are_the_files_that_are_no_shared_parts(package):
 
 def test_names_imports_no_plugin(package):
     plugins.names(package)
-    assert f"{package}.plain" not in sys.modules
+    plugins.check("--fruit", package, "plain")
+    assert f"{package}.plain" not in sys.modules and package not in sys.modules
+
+
+def test_check_knows_what_load_finds_and_the_other_words(package):
+    for name in ("plain", "two-words", "none", "elsewhere:Thing"):
+        plugins.check("--fruit", package, name, "none")
+    with pytest.raises(ConfigError, match="--fruit 'plum' is unknown; there are: none, broken, plain, two_words"):
+        plugins.check("--fruit", package, "plum", "none")
 
 
 @pytest.mark.parametrize(

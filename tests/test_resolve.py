@@ -123,6 +123,9 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(machin
         (CPU, {"max_num_batched_tokens": 8, "max_num_seqs": 9}, ["8", "--max-num-seqs 9"]),
         (CPU, {"headless": True, "attach": "/d"}, ["--headless", "--attach"]),
         (CPU, {"headless": True}, ["--headless", "--ipc-dir"]),
+        (CPU, {"attention_backend": "fast"}, ["--attention-backend 'fast'", "auto", "native", "torch_sdpa"]),
+        (CPU, {"tool_call_parser": "hermez"}, ["--tool-call-parser 'hermez'", "none", "hermes"]),
+        (CPU, {"reasoning_parser": "thoughts"}, ["--reasoning-parser 'thoughts'", "none", "qwen3"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_numbers(machine, options, parts):
