@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from servd import LLM, SamplingParams
+from servd.hf import local_folder
 
 
 def servd_seconds(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
@@ -41,8 +42,9 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    llm = LLM(args.model, device="cpu", dtype="float32", enable_prefix_caching=False)
-    peer = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    # In a process of its own, because it leaves torch one thread.
+    llm = LLM(args.model, separate_process=True, device="cpu", dtype="float32", enable_prefix_caching=False)
+    peer = AutoModelForCausalLM.from_pretrained(local_folder(args.model) or args.model, dtype=torch.float32).eval()
     rng = random.Random(0)
     print(f"{'batch':>5} {'servd ms/step':>14} {'transformers ms/step':>21} {'ratio':>6}")
     for batch in args.batch:

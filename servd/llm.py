@@ -6,6 +6,7 @@ import itertools
 import queue
 import shutil
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -167,6 +168,7 @@ class LLMEngine:
         with LoadingBar(use_tqdm) as progress:
             self.port: Port = (SeparateProcess if separate_process else InProcess)(config, spec, progress)
         self.processor.max_model_len = self.port.max_model_len
+        weakref.finalize(self, self.port.close)  # where nobody calls `close`, e.g. at the end of a script
 
     def add_request(self, request_id: str, prompt: Prompt, params: Params, *, add_special_tokens: bool = True) -> None:
         """Queue a prompt.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 
 import pytest
 
@@ -69,3 +72,16 @@ def test_a_request_that_fails_in_the_engine_ends_alone(monkeypatch):
         assert not llm.engine.has_unfinished_requests()
     finally:
         llm.close()
+
+
+def test_a_script_need_not_close_its_engine():
+    script = """
+from servd import LLM, SamplingParams
+llm = LLM(executor="fake", separate_process=True, use_tqdm=False)
+print(len(llm.generate("a", SamplingParams(max_tokens=3))[0].outputs[0].token_ids), llm.engine.port.child.process.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    num_tokens, pid = done.stdout.split()
+    assert num_tokens == "3" and "ERROR" not in done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
