@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from servd.config import format_bytes
-from servd.worker.device import available_memory, keep_freed_memory, use_huge_pages
+from servd.worker.device import available_memory, keep_freed_memory
 from servd.worker.input_batch import InputBatch
 from servd.worker.model_runner import ModelRunner, StepPart
 from servd.worker.ops import native
@@ -43,16 +43,13 @@ class CPUModelRunner(ModelRunner):
                 "lower --kv-cache-memory", format_bytes(size), format_bytes(free),
             )  # fmt: skip
         super().allocate_kv_cache(num_blocks)
-        for cache in self.kv_caches:
-            use_huge_pages(cache)
         keep_freed_memory()  # only now: what loading has freed is the system's again
-        if native.library() is None:
-            return
-        # torch's own threads wait spinning for milliseconds after each of its few operations in a step, on the CPUs of
-        # the kernels' threads: a step of 32 took a fifth longer.
-        torch.set_num_threads(1)
-        if self.parallel.size == 1 and not self.config.model.enforce_eager:
+        if native.library() is not None and self.parallel.size == 1 and not self.config.model.enforce_eager:
             self.programs = ProgramRunner(self.max_num_seqs, self.states.block_tables.tables.shape[1])
+            self.num_threads = torch.get_num_threads()
+            # torch's own threads wait spinning for milliseconds after each of its few operations in a step, on the CPUs
+            # of the kernels' threads: a step of 32 took a fifth longer.
+            torch.set_num_threads(1)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Decode steps by programs, others call by call."""
@@ -62,6 +59,7 @@ class CPUModelRunner(ModelRunner):
             except NotRecordable as error:
                 log.info("decode steps run call by call: %s", error)
                 self.programs = None
+                torch.set_num_threads(self.num_threads)  # torch does more than a few operations
         return super().forward(batch)
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 from pathlib import Path
 
@@ -22,7 +21,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
     """Divide the CPUs that this process may use over the workers of this host; returns the number of each.
 
-    torch and the native library get as many threads. OMP_NUM_THREADS, where it is set, is the number for each worker.
+    The native library gets as many threads, and torch while it loads the model. OMP_NUM_THREADS, where it is set, is
+    the number for each worker.
     """
     allowed, quota, wanted = len(os.sched_getaffinity(0)), cpu_quota(cgroup), os.environ.get("OMP_NUM_THREADS", "")
     cpus = allowed if quota is None else min(allowed, max(1, int(quota)))
@@ -46,18 +46,10 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
         most: bytes that are kept in all.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and "MALLOC_TRIM_THRESHOLD_" not in os.environ:  # the user's own setting
+    own = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}  # settings of the user's
+    if mallopt is not None and not own & os.environ.keys():
         mallopt(M_MMAP_THRESHOLD, largest)
         mallopt(M_TRIM_THRESHOLD, most)
-
-
-def use_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask Linux for pages of 2 MiB under a tensor that was not written to yet, where it leaves that to the program."""
-    madvise, advice = getattr(ctypes.CDLL(None), "madvise", None), getattr(mmap, "MADV_HUGEPAGE", None)
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = tensor.data_ptr() + tensor.nbytes - begin
-    if madvise is not None and advice is not None and size > 0:
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
 
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:

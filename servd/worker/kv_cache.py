@@ -78,6 +78,6 @@ def allocate(backend: Backend[Any], spec: ModelSpec, num_blocks: int) -> list[to
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
     # torch.zeros would write every page now: seconds of start-up, and memory that may never be used. NumPy's
-    # zeros come from calloc, whose pages the system gives when they are first written.
+    # zeros come from calloc, whose pages the system gives when they are first written; huge ones, where it can.
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return [torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(spec.num_layers)]

@@ -189,7 +189,8 @@ async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(
     for stream in streams[0]:  # the other one's go on to their ends
         reasons = [chunk.choices[0].finish_reason async for chunk in stream]
         assert reasons[-1] == "length" and reasons.count("length") == 1
-    assert survivor.metric("vllm:num_requests_running") == 0
+    httpx.post(f"{survivor.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).raise_for_status()
+    assert survivor.metric("vllm:num_requests_running") == 0  # as the engine said with the last answer
     for client in clients:
         await client.close()
     assert engine.process.poll() is None

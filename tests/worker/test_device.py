@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from servd.worker.device import available_memory, cpu_quota, set_num_threads, use_huge_pages
+from servd.worker.device import available_memory, cpu_quota, set_num_threads
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -72,18 +69,6 @@ print(faults())
     if before < 20 * 1000:
         pytest.skip("this C library keeps memory anyway")
     assert after < before / 100
-
-
-def test_huge_pages():
-    """By the page faults: one for 2 MiB."""
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not setting.exists() or "[madvise]" not in setting.read_text():
-        pytest.skip("the system does not leave the size of pages to the program")
-    tensor = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 64 << 20), dtype=np.uint8))
-    use_huge_pages(tensor)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensor.fill_(1)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < (64 << 20) / mmap.PAGESIZE / 4
 
 
 def test_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from types import SimpleNamespace
@@ -59,7 +60,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in is there, on a machine that has all that FlashInfer needs."""
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PagedWrapper))
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "flashinfer" else find(name))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 

@@ -131,7 +131,11 @@ def test_a_forked_process_starts_threads_of_its_own(threads: Callable[[int], Non
     expected = packed.multiply(x, None)
     child = os.fork()
     if child == 0:
-        os._exit(0 if torch.equal(packed.multiply(x, None), expected) else 1)
+        code = 1
+        try:
+            code = 0 if torch.equal(packed.multiply(x, None), expected) else 1
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
 
 

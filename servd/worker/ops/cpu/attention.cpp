@@ -39,7 +39,7 @@ struct Tile {
 };
 
 // What is read next is fetched from memory meanwhile: a head of a block is but a page or two, and the processor's own
-// fetching ends with the page. That, and pages of 2 MiB (device.py), took a fifth off the attention of a batch.
+// fetching ends with the page: a tenth of the attention of a batch. It may lie past the end of the cache, which does no harm.
 inline void fetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 
 // Two vectors of keys, which may lie in different blocks.
@@ -174,10 +174,12 @@ void attend_keys(const Attention& a, Tile& tile, const int32_t* blocks, int64_t 
         const auto keys_at = [&](int j) -> Pair<C> {  // the same twice where there is no second vector
             return {key_at(j), key_at(j + WIDTH < count ? j + WIDTH : j)};
         };
+        Pair<C> keys = keys_at(0);
         for (int j = 0; j < count; j += 2 * WIDTH) {
             const Pair<C> next = j + 2 * WIDTH < count ? keys_at(j + 2 * WIDTH)
                                                        : Pair<C>{runs[0].values, runs[std::min(1, num_runs - 1)].values};
-            for_rows(tile.count, [&](auto rows, int row) { score<rows.value>(a, tile, row, keys_at(j), next, scores, j); });
+            for_rows(tile.count, [&](auto rows, int row) { score<rows.value>(a, tile, row, keys, next, scores, j); });
+            keys = next;
         }
         for (int row = 0; row < tile.count; row++) weigh(tile, row, scores[row], start, count, a.head_dim);
         for_rows(tile.count, [&](auto rows, int row) { gather_all<rows.value>(a, tile, row, runs, num_runs, scores); });
@@ -237,11 +239,10 @@ void attend(const Attention& a, const int64_t* query_lens, const int64_t* seq_le
     auto parts_of = [&](int64_t row) { return (seq_lens[row] + SPLIT_KEYS - 1) / SPLIT_KEYS; };
     auto tiles_in = [&](int64_t row) { return (query_lens[row] * group + tile_size - 1) / tile_size; };
     auto is_split = [&](int64_t row) { return parts_of(row) > 1 && a.kv_heads * tiles_in(row) < MIN_TILES; };
-    int64_t num_tasks = 0, num_states = 0, most_parts = 0;
+    int64_t num_tasks = 0, num_states = 0;
     for (int64_t row = 0; row < num_rows; row++) {
         num_tasks += a.kv_heads * tiles_in(row) * (is_split(row) ? parts_of(row) : 1);
         if (is_split(row)) num_states += query_lens[row] * a.num_heads * parts_of(row);
-        else most_parts = std::max(most_parts, parts_of(row));
     }
     std::unique_ptr<Task[]> tasks(new Task[num_tasks]);
     std::unique_ptr<int64_t[]> tokens(new int64_t[num_rows]), states(new int64_t[num_rows]);
@@ -261,9 +262,10 @@ void attend(const Attention& a, const int64_t* query_lens, const int64_t* seq_le
 
     parallel_for(num_tasks, std::max<int64_t>(1, num_tasks / 64), [&](int64_t t) {
         Tile tile;
-        std::unique_ptr<float[]> own(new float[most_parts * MAX_TILE * state_size]);
         const Task& task = tasks[t];
-        const int64_t row = task.row, parts = parts_of(row), before = seq_lens[row] - query_lens[row];
+        const int64_t row = task.row, parts = parts_of(row);
+        std::unique_ptr<float[]> own(new float[is_split(row) ? 0 : parts * MAX_TILE * state_size]);
+        const int64_t before = seq_lens[row] - query_lens[row];
         tile.count = int(std::min(tile_size, query_lens[row] * group - task.query));
         int64_t places[MAX_TILE];  // of the tile's queries in the step: token * num_heads + head
         for (int i = 0; i < tile.count; i++) {
@@ -325,6 +327,12 @@ void write(const float* q, int64_t q_stride, const float* k, int64_t k_stride, c
     });
 }
 
+// Calls `call` with a null pointer of the type of a cache.
+template <typename Call>
+void with_cache_type(int type, Call call) {
+    type == FLOAT32 ? call((float*)nullptr) : type == BFLOAT16 ? call((BFloat16*)nullptr) : call((Float16*)nullptr);
+}
+
 }  // namespace
 
 extern "C" {
@@ -339,7 +347,7 @@ void servd_write(int type, const float* q, int64_t q_stride, const float* k, int
         write(q, q_stride, k, k_stride, v, v_stride, q_out, cos, sin, (decltype(p))keys, (decltype(p))values, slots,
               num_tokens, num_heads, kv_heads, head_dim, block_size);
     };
-    type == FLOAT32 ? call((float*)nullptr) : type == BFLOAT16 ? call((BFloat16*)nullptr) : call((Float16*)nullptr);
+    with_cache_type(type, call);
 }
 
 void servd_attend(int type, const float* q, int64_t q_stride, const void* keys, const void* values,
@@ -347,7 +355,7 @@ void servd_attend(int type, const float* q, int64_t q_stride, const void* keys, 
                   int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size,
                   int64_t window, float scale, float* out) {
     const Attention a{q, q_stride, keys, values, num_heads, kv_heads, head_dim, block_size, window, max_blocks, block_tables, scale};
-    with_type(type, [&](auto* p) { attend<std::remove_pointer_t<decltype(p)>>(a, query_lens, seq_lens, num_rows, out); });
+    with_cache_type(type, [&](auto* p) { attend<std::remove_pointer_t<decltype(p)>>(a, query_lens, seq_lens, num_rows, out); });
 }
 
 }  // extern "C"
