@@ -498,8 +498,11 @@ async def test_a_background_response_is_streamed_again_and_from_the_middle(liste
         assert {event.response.status for event in queued} == {"queued"}
         name = queued[0].response.id
         await stream.close()  # the client leaves, and the response goes on
-        again = asyncio.create_task(events_of(await client.responses.retrieve(name, stream=True)))
-        later = asyncio.create_task(events_of(await client.responses.retrieve(name, stream=True, starting_after=3)))
+
+        async def told(**options: int) -> list[Any]:
+            return await events_of(await client.responses.retrieve(name, stream=True, **options))
+
+        again, later = asyncio.create_task(told()), asyncio.create_task(told(starting_after=3))
         engine.may_step.set()
         events = await again
         assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -512,8 +515,7 @@ async def test_a_background_response_is_streamed_again_and_from_the_middle(liste
         assert await later == events[4:]
         for start in (-1, 5, len(events) - 2, len(events) - 1, 1000):
             more = {"starting_after": start} if start >= 0 else {}
-            found = await events_of(await client.responses.retrieve(name, stream=True, **more))
-            assert found == events[start + 1 :]
+            assert await told(**more) == events[start + 1 :]
         assert (await client.responses.retrieve(name)).output_text == text
 
         engine.may_step.clear()

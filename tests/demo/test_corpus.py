@@ -91,6 +91,7 @@ def test_no_slot_or_choice_is_left_open(examples):
             assert "|" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_quality_prompt_is_in_the_training_text():
     files = (ROOT / "demo").glob("*_prompts.jsonl")

@@ -136,7 +136,7 @@ def check_outputs(reply: ReplyFormat, tools: list[dict[str, Any]], seeds: range,
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(functions=st.lists(functions(), min_size=1, max_size=2, unique_by=lambda f: f["name"]), seed=st.integers(0, 999))
 def test_whatever_the_grammar_lets_through_is_a_valid_call(name, functions, seed):
     tools = [{"type": "function", "function": function} for function in functions]

@@ -123,7 +123,7 @@ def test_text_is_not_held_back(name):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+@pytest.mark.parametrize("size", [1, 1 << 20])
 def test_no_text_takes_long(name, size):
     """Each would take minutes if what was read were read again: beginnings without end, deep nesting, white space."""
     case = next(iter(recorded(name).values()))
