@@ -38,7 +38,8 @@ class LLM:
 
     Args:
         model: Hugging Face id or local folder.
-        separate_process: run the engine in a process of its own, as the server does.
+        separate_process: run the engine in a process of its own, as the server does. In yours, on a CPU, torch has one
+            thread until `close`, because its threads and those of the kernels would hold each other up.
         use_tqdm: show progress bars.
         options: any option of `servd serve`, e.g. `max_num_seqs=8, dtype="bfloat16"`.
 
