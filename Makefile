@@ -18,7 +18,7 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 	tests/worker/test_gpu_model_runner.py tests/worker/test_compile.py tests/parity/test_gpu.py
 
 # About as long as all other tests take.
-HALF = tests/api tests/core tests/demo tests/parity
+HALF = tests/api tests/core tests/demo tests/parity tests/worker/attention tests/worker/sample
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \

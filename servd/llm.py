@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from servd import ipc, launch
+from servd.api.grammar_checker import GrammarChecker
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
 from servd.api.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ class LLM:
     Args:
         model: Hugging Face id or local folder.
         separate_process: run the engine in a process of its own, as the server does. In yours, on a CPU, torch has one
-            thread until `close`, because its threads and those of the kernels would hold each other up.
+            thread between steps, until `close`: its threads and those of the kernels would hold each other up.
         use_tqdm: show progress bars.
         options: any option of `servd serve`, e.g. `max_num_seqs=8, dtype="bfloat16"`.
 
@@ -169,7 +170,8 @@ class LLMEngine:
         with LoadingBar(use_tqdm) as progress:
             self.port: Port = (SeparateProcess if separate_process else InProcess)(config, spec, progress)
         self.processor.max_model_len = self.port.max_model_len
-        weakref.finalize(self, self.port.close)  # where nobody calls `close`, e.g. at the end of a script
+        # Where nobody calls `close`, e.g. in a script, it is done at the end.
+        self._close = weakref.finalize(self, _close, self.processor.grammars, self.port)
 
     def add_request(self, request_id: str, prompt: Prompt, params: Params, *, add_special_tokens: bool = True) -> None:
         """Queue a prompt.
@@ -231,8 +233,12 @@ class LLMEngine:
 
     def close(self) -> None:
         """Stop the engine and free its memory. May be called more than once."""
-        self.processor.grammars.close()
-        self.port.close()
+        self._close()
+
+
+def _close(grammars: GrammarChecker, port: Port) -> None:
+    grammars.close()
+    port.close()
 
 
 class Port(Protocol):

@@ -16,7 +16,7 @@ def names(package: str) -> list[str]:
     Files that start with an underscore are shared parts, not options. Nothing of the package is imported.
     """
     spec = importlib.util.find_spec(package)
-    assert spec is not None, package
+    assert spec is not None and spec.submodule_search_locations is not None, package
     return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if not m.name.startswith("_"))
 
 

@@ -24,6 +24,7 @@ class CPUModelRunner(ModelRunner):
     """Steps on a CPU. Memory of the cache is committed by the system when it is first written."""
 
     programs: ProgramRunner | None = None  # from allocate_kv_cache on, where they can be used
+    num_threads = 1  # of torch where it does the work; known from allocate_kv_cache on
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -43,23 +44,24 @@ class CPUModelRunner(ModelRunner):
                 "lower --kv-cache-memory", format_bytes(size), format_bytes(free),
             )  # fmt: skip
         super().allocate_kv_cache(num_blocks)
+        self.num_threads = torch.get_num_threads()
         keep_freed_memory()  # only now: what loading has freed is the system's again
         if native.library() is not None and self.parallel.size == 1 and not self.config.model.enforce_eager:
             self.programs = ProgramRunner(self.max_num_seqs, self.states.block_tables.tables.shape[1])
-            self.num_threads = torch.get_num_threads()
-            # torch's own threads wait spinning for milliseconds after each of its few operations in a step, on the CPUs
-            # of the kernels' threads: a step of 32 took a fifth longer.
-            torch.set_num_threads(1)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Decode steps by programs, others call by call."""
-        if self.programs is not None and batch.is_decode:
+        programs = self.programs if batch.is_decode else None
+        # torch's own threads wait spinning for milliseconds after each of its few operations in a step, on the CPUs of
+        # the kernels' threads: a step of 32 took a fifth longer. Prompts leave it more to do, and take longer anyway.
+        torch.set_num_threads(self.num_threads if programs is None else 1)
+        if programs is not None:
             try:
-                return self.programs(batch, self.run)
+                return programs(batch, self.run)
             except NotRecordable as error:
                 log.info("decode steps run call by call: %s", error)
                 self.programs = None
-                torch.set_num_threads(self.num_threads)  # torch does more than a few operations
+                torch.set_num_threads(self.num_threads)
         return super().forward(batch)
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:

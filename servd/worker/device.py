@@ -21,8 +21,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
     """Divide the CPUs that this process may use over the workers of this host; returns the number of each.
 
-    The native library gets as many threads, and torch while it loads the model. OMP_NUM_THREADS, where it is set, is
-    the number for each worker.
+    torch and the native library get as many threads. OMP_NUM_THREADS, where it is set, is the number for each worker.
     """
     allowed, quota, wanted = len(os.sched_getaffinity(0)), cpu_quota(cgroup), os.environ.get("OMP_NUM_THREADS", "")
     cpus = allowed if quota is None else min(allowed, max(1, int(quota)))

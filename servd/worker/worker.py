@@ -49,8 +49,7 @@ class Worker:
             runner_class = GPUModelRunner
         else:
             self.device = torch.device("cpu")
-            self.num_threads = torch.get_num_threads()
-            set_num_threads(size)
+            self.num_threads = set_num_threads(size)
             runner_class = CPUModelRunner
         self.parallel = Parallel.connect(rank, size, self.device, distributed_init)
         self.runner = runner_class(config, spec, self.device, self.parallel)
@@ -99,7 +98,7 @@ class Worker:
         return self.runner.sample_tokens(bitmask)
 
     def shutdown(self) -> None:
-        """Leave the group of ranks, and torch as it was. May be called more than once."""
+        """Leave the group of ranks; on a CPU, torch gets its threads back. May be called more than once."""
         self.parallel.close()
         if self.device.type == "cpu":
             torch.set_num_threads(self.num_threads)  # of a program that goes on without servd

@@ -61,22 +61,24 @@ def test_progress_reaches_one(llama: Path):
     assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
 
 
-@pytest.mark.parametrize(("attention", "while_it_runs"), [("native", 1), ("torch_sdpa", 2)])
+@pytest.mark.parametrize(("attention", "in_decode_steps"), [("native", 1), ("torch_sdpa", 2)])
 def test_torch_has_one_thread_where_kernels_do_the_work(
-    tmp_path: Path, attention: str, while_it_runs: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, attention: str, in_decode_steps: int, monkeypatch: pytest.MonkeyPatch
 ):
     if native.library() is None:
         pytest.skip("no CPU kernels here")
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     try:
-        torch.set_num_threads(3)
         folder = make_checkpoint(tmp_path, "llama", LLAMA | {"head_dim": 16})
         driver = Driver(config_for(str(folder), attention_backend=attention, block_size=16))
-        driver.generate([driver.add([1, 2, 3])], 3)
-        assert torch.get_num_threads() == while_it_runs
+        slot = driver.add([1, 2, 3])
+        driver.generate([slot], 1)
+        assert torch.get_num_threads() == 2
+        driver.generate([slot], 3)
+        assert torch.get_num_threads() == in_decode_steps
         driver.worker.shutdown()
-        assert torch.get_num_threads() == 3
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 

@@ -129,8 +129,9 @@ class Answer(ABC):
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
         encode = msgspec.json.Encoder().encode
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(generate(self._run, self.prepared, self.n)) as outputs:
             async for output in outputs:
+                self._count(output)
                 if chunks := self.chunks(output):
                     yield b"".join([event(encode(chunk)) for chunk in chunks])
         if self.body.include_usage:
@@ -138,20 +139,17 @@ class Answer(ABC):
 
     async def _collect(self) -> bytes:
         choices = [CompletionOutput(index=i) for i in range(self.num_choices)]
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(generate(self._run, self.prepared, self.n)) as outputs:
             async for output in outputs:
+                self._count(output)
                 choices[output.index].add(output)
         return msgspec.json.encode(self.whole(choices))
 
-    async def _outputs(self) -> AsyncGenerator[CompletionOutput, None]:
-        """The deltas of all choices, counted. The engine gets the requests when the first one is asked for."""
-        async with aclosing(generate(self._run, self.prepared, self.n)) as outputs:
-            async for output in outputs:
-                self.num_output_tokens += len(output.token_ids)
-                prompt, choice = divmod(output.index, self.n)
-                if choice == 0:  # later choices find what the first one computed
-                    self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], output.num_cached_tokens)
-                yield output
+    def _count(self, output: CompletionOutput) -> None:
+        self.num_output_tokens += len(output.token_ids)
+        prompt, choice = divmod(output.index, self.n)
+        if choice == 0:  # later choices find what the first one computed
+            self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], output.num_cached_tokens)
 
     def _run(self, prepared: Prepared) -> AsyncGenerator[CompletionOutput, None]:
         body = self.body
