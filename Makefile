@@ -17,8 +17,9 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 	tests/worker/test_staging.py tests/worker/test_graph_runner.py tests/worker/test_memory.py \
 	tests/worker/test_gpu_model_runner.py tests/worker/test_compile.py tests/parity/test_gpu.py
 
-# About as long as all other tests take.
-HALF = tests/api tests/core tests/demo tests/parity tests/worker/attention tests/worker/sample
+# Beside each other: those of whole servers mostly wait. Two processes that compute are enough for two CPUs.
+SERVERS = tests/integration
+ROOMS = tests/api tests/core tests/demo tests/parity
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \
@@ -34,11 +35,14 @@ install: $(VENV)/.dev ## Create .venv with servd and the tools for development
 serve: $(VENV)/.serve ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
 	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.dev ## Run the tests in two processes, or with ARGS what it says
+test: $(VENV)/.dev ## Run the tests in three processes, or with ARGS what it says
 	@if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m pytest $(ARGS); fi; \
-	log=$$(mktemp); $(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; \
-	$(BIN)/python -m pytest $(HALF:%=--ignore=%); others=$$?; \
-	wait $$half; half=$$?; cat $$log; rm -f $$log; exit $$((half | others))
+	logs=$$(mktemp -d); \
+	$(BIN)/python -m pytest $(ROOMS) >$$logs/rooms 2>&1 & rooms=$$!; \
+	$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(SERVERS) $(ROOMS)) >$$logs/others 2>&1 & others=$$!; \
+	$(BIN)/python -m pytest $(SERVERS); failed=$$?; \
+	for process in $$rooms $$others; do wait $$process || failed=1; done; \
+	cat $$logs/*; rm -rf $$logs; exit $$failed
 
 test-unit: $(VENV)/.dev ## Run the tests that start no server
 	$(BIN)/python -m pytest --ignore=tests/integration $(ARGS)
