@@ -35,6 +35,7 @@ def perplexity(sequences, **options: str) -> float:
     return exp(sum(losses) / len(losses))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_perplexity_changes_by_less_than_a_percent(held_out):
     exact = perplexity(held_out, dtype="float32")

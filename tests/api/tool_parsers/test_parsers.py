@@ -130,20 +130,20 @@ def test_no_text_takes_long(name, size):
     case = next(iter(recorded(name).values()))
     begin = case.text.split("get_weather")[0]
     floods = [
-        begin * 2000,
-        begin + "{" * 60_000,
-        begin + '{"a": "' + "\\" * 60_000,
-        begin + " \n" * 30_000,
-        "<[" * 30_000,
+        begin * 1000,
+        begin + "{" * 30_000,
+        begin + '{"a": "' + "\\" * 30_000,
+        begin + " \n" * 15_000,
+        "<[" * 15_000,
     ]
-    floods += [case.text * 500, begin + "get_weather(a=" + "[" * 60_000, begin + "get_weather(a=" + "-" * 60_000]
+    floods += [case.text * 250, begin + "get_weather(a=" + "[" * 30_000, begin + "get_weather(a=" + "-" * 30_000]
     for text in floods:
         parser = make(name)
         begun = time.process_time()
         for i in range(0, len(text), size):
             parser.feed(text[i : i + size])
         parser.finish()
-        assert time.process_time() - begun < 5
+        assert time.process_time() - begun < 3
 
 
 FORCED = '[{"name": "get_weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]'
