@@ -20,14 +20,14 @@ def names(package: str) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if not m.name.startswith("_"))
 
 
-def check(flag: str, package: str, name: str, *others: str) -> None:
+def check(option: str, package: str, name: str, *others: str) -> None:
     """See that `load` would find the module `name`, or that it is one of `others`, without importing it.
 
     Raises:
-        ConfigError: it is neither; the message names the flag and what there is.
+        ConfigError: it is neither; the message names the option and what there is.
     """
     if ":" not in name and name.replace("-", "_") not in (there_are := [*others, *names(package)]):
-        raise ConfigError(f"{flag} {name!r} is unknown; there are: {', '.join(there_are)}")
+        raise ConfigError(f"{option} {name!r} is unknown; there are: {', '.join(there_are)}")
 
 
 def load(package: str, name: str, attribute: str) -> Any:
@@ -42,8 +42,5 @@ def load(package: str, name: str, attribute: str) -> Any:
     if ":" in name:
         module, _, attribute = name.partition(":")
         return getattr(importlib.import_module(module), attribute)
-    module_name = name.replace("-", "_")
-    if module_name not in names(package):
-        kind = package.rpartition(".")[2]
-        raise ConfigError(f"unknown name {name!r} for {kind}; there are: {', '.join(names(package))}")
-    return getattr(importlib.import_module(f"{package}.{module_name}"), attribute)
+    check(package.rpartition(".")[2], package, name)
+    return getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), attribute)

@@ -55,7 +55,7 @@ def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[torch.Tensor, fl
     """Angle per position of each pair [head_dim / 2], and the factor on cos and sin.
 
     Raises:
-        UnsupportedModel: a scaling that is not implemented here.
+        UnsupportedModel: angles by layer or for a part of the head, or another `rope_type` than those below.
     """
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel("rope_parameters that differ from layer to layer are not supported")

@@ -92,12 +92,13 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
     const int64_t num_panels = (n + PANEL - 1) / PANEL, num_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const auto first_row = [=](int64_t tile) { return rows * tile / num_tiles; };  // tiles of nearly equal height
     const int64_t num_pieces = std::max<int64_t>(1, (k + DEPTH - 1) / DEPTH);  // of k = 0 too: the bias remains
-    const int64_t most = (k + num_pieces - 1) / num_pieces;  // of k in a piece; the last one may have less
+    const int64_t piece_depth = (k + num_pieces - 1) / num_pieces;  // of k in a piece; the last one may have less
     std::unique_ptr<float[]> copy(rows > 1 ? new float[num_pieces * rows * STRIDE] : nullptr);  // [pieces][rows][STRIDE]
     if (rows > 1)
         parallel_for(rows, std::max<int64_t>(1, 32768 / (k + 1)), [&](int64_t row) {
             for (int64_t piece = 0; piece < num_pieces; piece++)
-                memcpy(&copy[(piece * rows + row) * STRIDE], x + row * k + piece * most, std::min(most, k - piece * most) * 4);
+                memcpy(&copy[(piece * rows + row) * STRIDE], x + row * k + piece * piece_depth,
+                       std::min(piece_depth, k - piece * piece_depth) * 4);
         });
     const int64_t num_chunks = (num_tiles + CHUNK - 1) / CHUNK;
     // A chunk's pieces together are too large for the cache: with several chunks, all of them do a piece before the next one.
@@ -107,11 +108,11 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
             const int64_t chunk = part / num_panels, panel = part % num_panels, column = panel * PANEL;
             const int64_t first_tile = num_tiles * chunk / num_chunks, last_tile = num_tiles * (chunk + 1) / num_chunks;
             for (int64_t piece = first; piece < first + together; piece++) {
-                const int64_t start = piece * most, depth = std::min(most, k - start);
+                const int64_t start = piece * piece_depth, depth = std::min(piece_depth, k - start);
                 const float* from = rows > 1 ? &copy[piece * rows * STRIDE] : x + start;
                 const W* weights = packed + (panel * k + start) * PANEL;
                 const bool is_last_here = piece == first + together - 1;
-                const W* next = is_last_here ? packed + ((panel + 1) * k + first * most) * PANEL : weights + depth * PANEL;
+                const W* next = is_last_here ? packed + ((panel + 1) * k + first * piece_depth) * PANEL : weights + depth * PANEL;
                 const bool has_next = !is_last_here || panel + 1 < num_panels;
                 // A tile alone fetches what it will need itself; several share what comes after them.
                 const auto ahead = [&](int64_t tile) -> Ahead {
