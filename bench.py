@@ -1,4 +1,6 @@
-"""Offline decode speed beside `transformers`, in one run: `python bench.py MODEL [--batch 1 8 32]`."""
+"""Offline decode speed beside `transformers`, in one run: `python bench.py MODEL [--batch 1 8
+32]`.
+"""
 
 import argparse
 import random
@@ -43,8 +45,16 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     # In a process of its own, because it leaves torch one thread.
-    llm = LLM(args.model, separate_process=True, device="cpu", dtype="float32", enable_prefix_caching=False)
-    peer = AutoModelForCausalLM.from_pretrained(local_folder(args.model) or args.model, dtype=torch.float32).eval()
+    llm = LLM(
+        args.model,
+        separate_process=True,
+        device="cpu",
+        dtype="float32",
+        enable_prefix_caching=False,
+    )
+    peer = AutoModelForCausalLM.from_pretrained(
+        local_folder(args.model) or args.model, dtype=torch.float32
+    ).eval()
     rng = random.Random(0)
     print(f"{'batch':>5} {'servd ms/step':>14} {'transformers ms/step':>21} {'ratio':>6}")
     for batch in args.batch:

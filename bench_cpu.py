@@ -1,4 +1,6 @@
-"""What a CPU allows and what servd reaches, as a page: `python bench_cpu.py MODEL --out docs/benchmarks.md`."""
+"""What a CPU allows and what servd reaches, as a page: `python bench_cpu.py MODEL --out
+docs/benchmarks.md`.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="a folder with safetensors")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these only [all]")
-    parser.add_argument("--port", type=int, default=8766, metavar="N", help="for servers [%(default)s]")
-    parser.add_argument("--peer", default=None, metavar="COMMAND", help="starts another server to compare with")
-    parser.add_argument("--peer-name", default="another server", metavar="NAME", help="what the page calls it")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these only [all]"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8766, metavar="N", help="for servers [%(default)s]"
+    )
+    parser.add_argument(
+        "--peer", default=None, metavar="COMMAND", help="starts another server to compare with"
+    )
+    parser.add_argument(
+        "--peer-name", default="another server", metavar="NAME", help="what the page calls it"
+    )
     parser.add_argument("--peer-url", default=None, metavar="URL", help="where it listens")
     arguments = parser.parse_args()
     if (arguments.peer is None) != (arguments.peer_url is None):
@@ -51,9 +61,14 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure part after part, and write the page after each, so that nothing is lost if one fails."""
+    """Measure part after part, and write the page after each, so that nothing is lost if one
+    fails.
+    """
     arguments, facts = parse(), Facts()
-    parts: dict[str, Callable[[], Facts]] = {"ceilings": ceilings, "weights": lambda: weights(arguments.model)}
+    parts: dict[str, Callable[[], Facts]] = {
+        "ceilings": ceilings,
+        "weights": lambda: weights(arguments.model),
+    }
     for form, options in FORMS.items():
         parts[form] = lambda form=form, options=options: decoding(arguments.model, form, options)
     parts["server"] = lambda: server(arguments.model, arguments.port)
@@ -77,7 +92,9 @@ def main() -> int:
 
 
 def ceilings() -> Facts:
-    """Bytes a second that the CPUs read, and operations a second of a large product in float32 by torch."""
+    """Bytes a second that the CPUs read, and operations a second of a large product in float32 by
+    torch.
+    """
     numbers, (a, b) = torch.ones(1 << 26), torch.randn(2, 2048, 2048)
 
     def best(call: Callable[[], object]) -> float:
@@ -107,12 +124,16 @@ def weights(model: str) -> Facts:
                 if len(shape) == 2 and "wpe" not in name:
                     size = shape[0] * shape[1]
                     is_layer = ".h." in f".{name}" or ".layers." in f".{name}"
-                    layers, others = (layers + size, others) if is_layer else (layers, max(others, size))
+                    layers, others = (
+                        (layers + size, others) if is_layer else (layers, max(others, size))
+                    )
     return {"layer_elements": layers, "elements": layers + others}
 
 
 def decoding(model: str, form: str, options: list[str]) -> Facts:
-    """Milliseconds per step: decoding of some batches, and 8 prompts of 512 tokens with 16 outputs, or with one."""
+    """Milliseconds per step: decoding of some batches, and 8 prompts of 512 tokens with 16 outputs,
+    or with one.
+    """
     facts: Facts = {}
     for batch in BATCHES:
         facts[f"{form}_{batch}"] = _latency(model, options, batch, 32, 64)
@@ -127,7 +148,9 @@ def server(model: str, port: int) -> Facts:
     started = _bench("startup", "--repeats", "3", "--port", str(port), "--serve", serve)
     command = f"{sys.executable} -m servd serve {serve} --port {port}"
     with _server.running(command, f"http://127.0.0.1:{port}", 300):
-        [root] = [process for process in psutil.Process().children() if "servd" in process.cmdline()]
+        [root] = [
+            process for process in psutil.Process().children() if "servd" in process.cmdline()
+        ]
         processes = [root, *root.children(recursive=True)]
         memory = sum(process.memory_full_info().uss for process in processes)
 
@@ -164,9 +187,14 @@ def _bench(name: str, *arguments: str) -> Any:
     """The JSON of another measurement, which has a process of its own."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
         command = [sys.executable, "-m", "servd", "bench", name, *arguments, "--json", file.name]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+        )
         if done.returncode:
-            raise ServdError(f"servd bench {name} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
+            raise ServdError(
+                f"servd bench {name} ended with code {done.returncode}: "
+                f"{done.stderr.strip()[-300:]}"
+            )
         return json.loads(Path(file.name).read_text("utf8"))
 
 
@@ -177,19 +205,25 @@ def page(facts: Facts) -> str:
     """Markdown of whatever was measured."""
     lines = [
         "# Benchmarks on a CPU", "",
-        "Written by `make bench-cpu` (`bench_cpu.py`). Shared machines are noisy: ratios say more than times.",
+        "Written by `make bench-cpu` (`bench_cpu.py`). Shared machines are noisy: ratios say more "
+        "than times.",
     ]  # fmt: skip
-    lines += [f"\nservd {servd.__version__}, torch {torch.__version__}, {platform.machine()}, {_cpu()}."]
+    lines += [
+        f"\nservd {servd.__version__}, torch {torch.__version__}, {platform.machine()}, {_cpu()}."
+    ]
     if "bandwidth" in facts:
         lines += ["", "## What the machine allows", "", "| | |", "|---|---|",
                   f"| threads | {facts['threads']} |",
                   f"| memory read | {facts['bandwidth'] / 1e9:.1f} GB/s |",
-                  f"| float32 product of 2048 x 2048, torch | {facts['matrix_rate'] / 1e9:.0f} GFLOP/s |"]  # fmt: skip
+                  f"| float32 product of 2048 x 2048, torch | {facts['matrix_rate'] / 1e9:.0f} "
+                  f"GFLOP/s |"]  # fmt: skip
     forms = [form for form in FORMS if f"{form}_1" in facts and "elements" in facts]
     if forms:
         lines += ["", "## Steps of the engine", "",
-                  "Milliseconds per output step, 32 tokens in and 64 out (8 x 512: 512 and 16). Of the bound: the",
-                  "time that reading the weights once takes at this bandwidth, over that of a step of batch 1.", "",
+                  "Milliseconds per output step, 32 tokens in and 64 out (8 x 512: 512 and 16). "
+                  "Of the bound: the",
+                  "time that reading the weights once takes at this bandwidth, over that of a "
+                  "step of batch 1.", "",
                   "| weights | batch 1 | of the bound | 8 | 32 | 8 x 512 | prompts, GFLOP/s |",
                   "|---" * 7 + "|"]  # fmt: skip
     for form in forms:
@@ -198,13 +232,16 @@ def page(facts: Facts) -> str:
         one, eight, many = (facts[f"{form}_{batch}"] for batch in BATCHES)
         lines.append(
             f"| {form} | {one:.1f} | {100 * bound / one:.0f} % | {eight:.1f} | {many:.1f} "
-            f"| {facts[f'{form}_long']:.0f} | {rate:.0f} ({100 * rate * 1e9 / facts['matrix_rate']:.0f} %) |"
+            f"| {facts[f'{form}_long']:.0f} | {rate:.0f} "
+            f"({100 * rate * 1e9 / facts['matrix_rate']:.0f} %) |"
         )
     if "memory" in facts:
         lines += ["", "## The server", "", "| | |", "|---|---|",
                   f"| from the command to readiness | {facts['ready_ms'] / 1000:.1f} s |",
-                  f"| from the command to the first token | {facts['first_token_ms'] / 1000:.1f} s |",
-                  f"| memory of all processes, KV cache of 512 MiB | {facts['memory'] / 1e6:.0f} MB |",
+                  f"| from the command to the first token | {facts['first_token_ms'] / 1000:.1f} "
+                  f"s |",
+                  f"| memory of all processes, KV cache of 512 MiB | {facts['memory'] / 1e6:.0f} "
+                  f"MB |",
                   f"| all processes at rest | {100 * facts['idle']:.2f} % of a core |"]  # fmt: skip
     if "compared" in facts:
         lines += _comparison(facts["peer_name"], facts["compared"])
@@ -215,7 +252,8 @@ def page(facts: Facts) -> str:
 def _comparison(name: str, result: Any) -> list[str]:
     lines = ["", f"## Beside {name}", "",
              "64 tokens in and out, float32, the same load on both in turn.", "",
-             "| requests at once | output tok/s: servd | other | ratio | mean TTFT, ms: servd | other | ratio |",
+             "| requests at once | output tok/s: servd | other | ratio | mean TTFT, ms: servd | "
+             "other | ratio |",
              "|---" * 7 + "|"]  # fmt: skip
     for concurrency, ours in result["a"].items():
         other = result["b"][concurrency]

@@ -1,4 +1,6 @@
-"""The CPU kernels, once per instruction set; everything else about the package is in pyproject.toml."""
+"""The CPU kernels, once per instruction set; everything else about the package is in
+pyproject.toml.
+"""
 
 import hashlib
 import platform
@@ -11,8 +13,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("servd/worker/ops/cpu")
-# What a CPU has decides which one is loaded (servd/worker/ops/native.py). Tuned for no CPU in particular, GCC 14 splits
-# some fused products of 256 bits, by the form of the loop: the same sum would get other last bits in another tile.
+# What a CPU has decides which one is loaded (servd/worker/ops/native.py). Tuned for no CPU in
+# particular, GCC 14 splits some fused products of 256 bits, by the form of the loop: the same sum
+# would get other last bits in another tile.
 X86 = {
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     "avx2": ["-march=x86-64-v3", "-mtune=haswell"],
@@ -20,12 +23,15 @@ X86 = {
 }
 VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
 SOURCES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
-# The name of a symbol tells what a library was compiled from: one of another state is not used (native.py).
+# The name of a symbol tells what a library was compiled from: one of another state is not used
+# (native.py).
 STATE = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
 
 
 class Build(build_ext):
-    """Without a compiler servd is installed all the same, and uses the slower operations of torch."""
+    """Without a compiler servd is installed all the same, and uses the slower operations of
+    torch.
+    """
 
     def finalize_options(self) -> None:
         super().finalize_options()

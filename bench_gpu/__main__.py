@@ -1,4 +1,6 @@
-"""`python -m bench_gpu`: run all parts within the time, write docs/benchmarks-gpu.md, print the table last."""
+"""`python -m bench_gpu`: run all parts within the time, write docs/benchmarks-gpu.md, print the
+table last.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ def command_of(name: str, arguments: list[str]) -> list[str]:
 
 
 def run_part(name: str, arguments: list[str], limit_s: float, facts: dict[str, Any]) -> str | None:
-    """Run a part in a process of its own and take in its facts as they come; returns why it did not end well."""
+    """Run a part in a process of its own and take in its facts as they come; returns why it did not
+    end well.
+    """
     pipe, command = subprocess.PIPE, command_of(name, arguments)
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, text=True, process_group=0) as process:
         assert process.stdout is not None
-        kill = partial(os.killpg, process.pid, signal.SIGKILL)  # those of a compiler too, which hold the pipe open
+        kill = partial(
+            os.killpg, process.pid, signal.SIGKILL
+        )  # those of a compiler too, which hold the pipe open
         timer = threading.Timer(limit_s, kill)
         timer.start()
         try:
@@ -55,10 +61,14 @@ def main() -> int:
     """Returns 0 also where there is no GPU, after saying so."""
     parser = argparse.ArgumentParser(prog="python -m bench_gpu", description=__doc__)
     parser.add_argument("--part", choices=LIMITS, help="run one part in this process")
-    parser.add_argument("--parts", nargs="+", choices=LIMITS, default=list(LIMITS), help="default: all")
+    parser.add_argument(
+        "--parts", nargs="+", choices=LIMITS, default=list(LIMITS), help="default: all"
+    )
     parser.add_argument("--limit", type=float, default=460.0, help="seconds for all parts")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks-gpu.md")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to test the measurement")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny models on a CPU, to test the measurement"
+    )
     arguments = parser.parse_args()
     device = "cpu" if arguments.tiny else "cuda"
     if arguments.part:
@@ -77,10 +87,16 @@ def main() -> int:
     for name in arguments.parts:
         limit_s = min(LIMITS[name], deadline - time.monotonic())
         print(f"== {name}, at most {limit_s:.0f} s", flush=True)
-        reason = run_part(name, ["--tiny"] * arguments.tiny, limit_s, facts) if limit_s > 0 else "no time was left"
+        reason = (
+            run_part(name, ["--tiny"] * arguments.tiny, limit_s, facts)
+            if limit_s > 0
+            else "no time was left"
+        )
         if reason is not None:
             missing[name] = reason
-        arguments.output.write_text(report.document(facts, missing))  # what is measured stays, whatever comes
+        arguments.output.write_text(
+            report.document(facts, missing)
+        )  # what is measured stays, whatever comes
     for name, reason in missing.items():
         print(f"{name}: {reason}")
     print(report.table(facts, missing))

@@ -1,4 +1,6 @@
-"""Attention backends against each other: writing and attending of one layer with 8B's heads, over scattered blocks."""
+"""Attention backends against each other: writing and attending of one layer with 8B's heads, over
+scattered blocks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ WORKLOADS = {
 
 
 def measure(device: torch.device, is_tiny: bool) -> Iterator[tuple[str, dict[str, float] | str]]:
-    """Name of each backend that is for the device, and seconds by workload, or why it cannot run."""
+    """Name of each backend that is for the device, and seconds by workload, or why it cannot
+    run.
+    """
     package = attention.__name__
     sizes, dtype = ((4, 2, 16), torch.float32) if is_tiny else ((32, 8, 128), torch.bfloat16)
     spec = AttentionSpec(*sizes, 16, None, dtype, dtype, device)
@@ -34,14 +38,22 @@ def measure(device: torch.device, is_tiny: bool) -> Iterator[tuple[str, dict[str
             yield name, reason
             continue
         backend = backend_class(spec)
-        yield name, {workload: _seconds(backend, _shorten(rows, is_tiny)) for workload, rows in WORKLOADS.items()}
+        yield (
+            name,
+            {
+                workload: _seconds(backend, _shorten(rows, is_tiny))
+                for workload, rows in WORKLOADS.items()
+            },
+        )
 
 
 def _shorten(rows: list[tuple[int, int]], is_tiny: bool) -> list[tuple[int, int]]:
     return [(-(-new // 256), length // 256) for new, length in rows[-2:]] if is_tiny else rows
 
 
-def _seconds(backend: attention.Backend[Any], rows: list[tuple[int, int]], repeats: int = 20) -> float:
+def _seconds(
+    backend: attention.Backend[Any], rows: list[tuple[int, int]], repeats: int = 20
+) -> float:
     """Of the device, for one layer; its kernels run a first time before."""
     spec = backend.spec
     query_lens, seq_lens = np.ascontiguousarray(np.array(rows).T)

@@ -32,7 +32,8 @@ def median_seconds(call: Callable[[], object], device: torch.device, repeats: in
 
 
 def measure(device: torch.device, is_tiny: bool) -> Facts:
-    """Bytes a second of a large copy, read and written ones together; operations a second of a large product.
+    """Bytes a second of a large copy, read and written ones together; operations a second of a
+    large product.
 
     On random numbers: zeros are multiplied faster.
     """

@@ -1,4 +1,6 @@
-"""The engine over random weights, and the times of its steps. Without tokenizer and server: token ids in and out."""
+"""The engine over random weights, and the times of its steps. Without tokenizer and server: token
+ids in and out.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class TimedExecutor:
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """See Executor."""
-        self.steps.append(StepTime(len(scheduled.scheduled), scheduled.num_tokens, time.perf_counter()))
+        self.steps.append(
+            StepTime(len(scheduled.scheduled), scheduled.num_tokens, time.perf_counter())
+        )
         self.executor.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> TimedOutput:
@@ -128,7 +132,9 @@ class Bench:
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """Weights that a decode step reads: all, less an embedding table that is not the output head as well."""
+        """Weights that a decode step reads: all, less an embedding table that is not the output
+        head as well.
+        """
         is_tied = self.spec.config["tie_word_embeddings"]
         return self.ready.weights_bytes - (0 if is_tied else self.head_bytes)
 
@@ -140,11 +146,17 @@ class Decoding:
     step: float  # from launch to launch
     host: float  # the host's part: preparing and launching
     context: float  # mean number of tokens that a request has
-    kernels: list[tuple[str, float]]  # name and seconds a step on the device; empty if it was not asked for
+    kernels: list[
+        tuple[str, float]
+    ]  # name and seconds a step on the device; empty if it was not asked for
 
 
-def decode(bench: Bench, batch: int, context: int, num_steps: int, num_profiled: int = 0, warm: int = 8) -> Decoding:
-    """Let `batch` requests decode `num_steps` after prompts of `context` tokens, then some more under a profiler."""
+def decode(
+    bench: Bench, batch: int, context: int, num_steps: int, num_profiled: int = 0, warm: int = 8
+) -> Decoding:
+    """Let `batch` requests decode `num_steps` after prompts of `context` tokens, then some more
+    under a profiler.
+    """
     budget = bench.config.scheduler.max_num_batched_tokens
     assert budget is not None
     # The first requests decode already while the last ones' prompts are computed.
@@ -157,7 +169,10 @@ def decode(bench: Bench, batch: int, context: int, num_steps: int, num_profiled:
         bench.run(1)
     bench.run(warm)
     bench.forget()
-    mean_context = statistics.mean(request.num_tokens for request in bench.engine.scheduler.running) + num_steps / 2
+    mean_context = (
+        statistics.mean(request.num_tokens for request in bench.engine.scheduler.running)
+        + num_steps / 2
+    )
     bench.run(num_steps)
     steps = list(bench.executor.steps)
     gaps = [later.launched - step.launched for step, later in itertools.pairwise(steps)]
@@ -166,14 +181,18 @@ def decode(bench: Bench, batch: int, context: int, num_steps: int, num_profiled:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             bench.run(num_profiled)
             bench.synchronize()
-        kernels = [(e.key, e.self_device_time_total / 1e6 / num_profiled) for e in profiler.key_averages()]
+        kernels = [
+            (e.key, e.self_device_time_total / 1e6 / num_profiled) for e in profiler.key_averages()
+        ]
     bench.run()
     host = statistics.median(step.host_seconds for step in steps)
     return Decoding(statistics.median(gaps), host, mean_context, kernels)
 
 
 def prompt_seconds(bench: Bench, num_tokens: int, repeats: int = 4) -> float:
-    """Median time of a prompt that is computed in one step, with its one output token; the first does not count."""
+    """Median time of a prompt that is computed in one step, with its one output token; the first
+    does not count.
+    """
     times = []
     for _ in range(repeats):
         bench.add(num_tokens, 1)

@@ -49,16 +49,22 @@ def measure_llama(device: str, is_tiny: bool, emit: Emit) -> None:
 
     matrix_bytes = bench.weight_bytes_per_step - bench.head_bytes  # the head is for one token only
     operations = 2 * prompt * matrix_bytes / bench.worker.runner.dtype.itemsize
-    # Half of the scores are of tokens that come later; each of the others is a product with a key and one with a value.
+    # Half of the scores are of tokens that come later; each of the others is a product with a key
+    # and one with a value.
     operations += 2 * prompt**2 * bench.spec.num_heads * bench.spec.head_dim * bench.spec.num_layers
     emit(llama_prefill=prompt_seconds(bench, prompt), llama_prefill_operations=operations)
 
     decoding = decode(bench, batch, context, num_steps, num_profiled=16)
-    kv_bytes = batch * decoding.context * bench.ready.kv_bytes_per_block / bench.config.cache.block_size
+    kv_bytes = (
+        batch * decoding.context * bench.ready.kv_bytes_per_block / bench.config.cache.block_size
+    )
     emit(llama_all_step=decoding.step, llama_host_step=decoding.host, llama_kv_bytes=kv_bytes)
     if kernels := sorted(decoding.kernels, key=lambda kernel: -kernel[1]):
         total = sum(seconds for _, seconds in kernels)
-        emit(llama_kernel_step=total, kernels=[(name[:90], seconds / total) for name, seconds in kernels[:12]])
+        emit(
+            llama_kernel_step=total,
+            kernels=[(name[:90], seconds / total) for name, seconds in kernels[:12]],
+        )
 
 
 def measure_compiled(device: str, is_tiny: bool, emit: Emit) -> None:
@@ -69,7 +75,9 @@ def measure_compiled(device: str, is_tiny: bool, emit: Emit) -> None:
 
 
 def workload(is_tiny: bool) -> list[tuple[int, int]]:
-    """Input and output lengths of nano-vllm's benchmark: 256 sequences, 100 to 1024 tokens each way."""
+    """Input and output lengths of nano-vllm's benchmark: 256 sequences, 100 to 1024 tokens each
+    way.
+    """
     draw = random.Random(0)
     num_sequences, least, most = (6, 4, 20) if is_tiny else (256, 100, 1024)
     return [(draw.randint(least, most), draw.randint(least, most)) for _ in range(num_sequences)]
@@ -91,7 +99,12 @@ def offline(shape: dict[str, Any], name: str, device: str, is_tiny: bool, emit: 
         num_tokens = bench.run()
         seconds = time.perf_counter() - began
         assert num_tokens == sum(output_len for _, output_len in lengths)
-        emit(**{f"{name}_rate": num_tokens / seconds, f"{name}_waiting": bench.executor.waited / seconds})
+        emit(
+            **{
+                f"{name}_rate": num_tokens / seconds,
+                f"{name}_waiting": bench.executor.waited / seconds,
+            }
+        )
     return bench
 
 
@@ -107,21 +120,34 @@ def measure_qwen3(device: str, is_tiny: bool, emit: Emit) -> None:
 
 
 def measure_rival(device: str, is_tiny: bool, emit: Emit, limit_s: float = 100.0) -> None:
-    """The continuous batching of transformers on the same shapes and workload, with its own choices."""
+    """The continuous batching of transformers on the same shapes and workload, with its own
+    choices.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     shape = shapes.tiny(shapes.QWEN3_06B) if is_tiny else shapes.QWEN3_06B
-    options = {key: value for key, value in shape.items() if key not in ("model_type", "architectures", "dtype")}
+    options = {
+        key: value
+        for key, value in shape.items()
+        if key not in ("model_type", "architectures", "dtype")
+    }
     dtype = getattr(torch, shape["dtype"])
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **options), dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("qwen3", **options), dtype=dtype
+        ).eval()
     draw = random.Random(0)
-    manager = model.init_continuous_batching(generation_config=GenerationConfig(do_sample=False, eos_token_id=-1))
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1)
+    )
     manager.start()
     try:
         for is_measured in (False, True):
             lengths = workload(is_tiny) if is_measured else workload(is_tiny)[:8]
-            prompts = [[draw.randrange(shape["vocab_size"]) for _ in range(input_len)] for input_len, _ in lengths]
+            prompts = [
+                [draw.randrange(shape["vocab_size"]) for _ in range(input_len)]
+                for input_len, _ in lengths
+            ]
             began = time.perf_counter()
             for prompt, (_, output_len) in zip(prompts, lengths, strict=True):
                 manager.add_request(prompt, max_new_tokens=output_len, eos_token_id=-1)

@@ -12,7 +12,9 @@ COMMAND = "make bench-gpu"
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table. `value` raises KeyError for a fact that is missing, and may divide by one that is 0."""
+    """One line of the table. `value` raises KeyError for a fact that is missing, and may divide by
+    one that is 0.
+    """
 
     name: str
     part: str  # that measures it
@@ -100,15 +102,28 @@ def document(facts: Facts, missing: dict[str, str]) -> str:
     """docs/benchmarks-gpu.md."""
     lines = [
         "# Benchmarks on a GPU", "",
-        f"Written by `{COMMAND}` ([gpu.md](gpu.md)); how each figure is measured is in `bench_gpu/`. Weights are",
+        f"Written by `{COMMAND}` ([gpu.md](gpu.md)); how each figure is measured is in "
+        f"`bench_gpu/`. Weights are",
         "random, and tokens go in and come out as ids: neither tokenizer nor server is part of it.", "",
     ]  # fmt: skip
     if facts:
-        lines += [f"On {facts.get('device', 'an unknown device')}, torch {facts.get('torch', '?')}, attention backend "
+        lines += [f"On {facts.get('device', 'an unknown device')}, torch "
+                  f"{facts.get('torch', '?')}, attention backend "
                   f"`{facts.get('attention', '?')}`.", ""]  # fmt: skip
     else:
-        lines += [f"**Not measured yet**: no GPU was at hand. `{COMMAND}` on a machine with one fills this page.", ""]
-    lines += [table(facts, missing), "", "## What the figures are made of", "", "| | | |", "|---|---|---|"]
+        lines += [
+            f"**Not measured yet**: no GPU was at hand. `{COMMAND}` on a machine with one fills "
+            f"this page.",
+            "",
+        ]
+    lines += [
+        table(facts, missing),
+        "",
+        "## What the figures are made of",
+        "",
+        "| | | |",
+        "|---|---|---|",
+    ]
     lines += [
         f"| {what} | {show(facts[name] * factor) if name in facts else ''} | {unit} |"
         for name, what, factor, unit in DETAILS
@@ -124,16 +139,28 @@ def document(facts: Facts, missing: dict[str, str]) -> str:
 
 def _attention(facts: Facts) -> list[str]:
     """Time of each backend by workload, and which could not run."""
-    found = {key.removeprefix("attention_"): value for key, value in facts.items() if key.startswith("attention_")}
+    found = {
+        key.removeprefix("attention_"): value
+        for key, value in facts.items()
+        if key.startswith("attention_")
+    }
     times = {name: value for name, value in found.items() if not isinstance(value, str)}
     lines = []
     if times:
         workloads = next(iter(times.values()))
         lines += ["", "## Attention backends", "",
-                  "One layer of 8B shapes, milliseconds on the device. The order in which `auto` tries them is",
+                  "One layer of 8B shapes, milliseconds on the device. The order in which `auto` "
+                  "tries them is",
                   "to follow this table: `PREFERENCE` in `servd/worker/attention/__init__.py`.", "",
                   f"| | {' | '.join(times)} |", "|---" * (len(times) + 1) + "|"]  # fmt: skip
         for workload in workloads:
-            lines.append(f"| {workload} | {' | '.join(show(1000 * each[workload]) for each in times.values())} |")
-    reasons = [f"- `{name}` was not measured: {reason}." for name, reason in found.items() if name not in times]
+            lines.append(
+                f"| {workload} | "
+                f"{' | '.join(show(1000 * each[workload]) for each in times.values())} |"
+            )
+    reasons = [
+        f"- `{name}` was not measured: {reason}."
+        for name, reason in found.items()
+        if name not in times
+    ]
     return lines + ["", *reasons] if reasons else lines

@@ -29,4 +29,8 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": 128, "hidden_size": 32, "n_embd": 32, "intermediate_size": 64, "num_hidden_layers": 1,
         "n_layer": 1, "num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 1, "head_dim": 16,
     }  # fmt: skip
-    return config | {name: size for name, size in sizes.items() if name in config} | {"dtype": "float32"}
+    return (
+        config
+        | {name: size for name, size in sizes.items() if name in config}
+        | {"dtype": "float32"}
+    )

@@ -14,17 +14,19 @@ from typing import Any
 from demo.skills import Skills, Turn
 from demo.tool_skill import Message, ToolSkill
 
-# So many examples at the beginning are short: copying, which nearly all skills need, is learned from short contexts far
-# sooner than from long ones.
+# So many examples at the beginning are short: copying, which nearly all skills need, is learned
+# from short contexts far sooner than from long ones.
 NUM_SHORT = 46_000
 
-# {"text": ..., "counted": pattern of what the loss counts}, or {"messages": ..., "tools": ..., "thinking": ...}
-# as a chat template takes them.
+# {"text": ..., "counted": pattern of what the loss counts}, or {"messages": ..., "tools": ...,
+# "thinking": ...} as a chat template takes them.
 Example = dict[str, Any]
 
 
 def skip_sum(a: int, b: int) -> bool:
-    """Whether a pair of numbers is kept out of the training text: one in twenty is, to see if sums are understood."""
+    """Whether a pair of numbers is kept out of the training text: one in twenty is, to see if sums
+    are understood.
+    """
     return (a * 37 + b * 101) % 20 == 7
 
 
@@ -66,7 +68,11 @@ class Corpus:
         if form == "tools":
             messages, tools = self.tools.conversation(rng)
         else:
-            turns = self.skills.copying(rng, longest=8 if short else 30) if form == "drill" else self._turns(short)
+            turns = (
+                self.skills.copying(rng, longest=8 if short else 30)
+                if form == "drill"
+                else self._turns(short)
+            )
             messages = self._chat(turns)
         thinking = rng.random() < 0.12
         if not thinking:
@@ -78,11 +84,15 @@ class Corpus:
         rng = self.rng
         messages: list[Message] = []
         if rng.random() < 0.15:
-            prompt = self.skills.grammar.pick(self.skills.phrases["system"]["prompts"], rng, day="Monday")
+            prompt = self.skills.grammar.pick(
+                self.skills.phrases["system"]["prompts"], rng, day="Monday"
+            )
             messages.append({"role": "system", "content": prompt})
         for turn in turns:
             messages.append({"role": "user", "content": turn.user})
-            messages.append({"role": "assistant", "reasoning_content": turn.thought, "content": turn.answer})
+            messages.append(
+                {"role": "assistant", "reasoning_content": turn.thought, "content": turn.answer}
+            )
         return messages
 
     def _turns(self, short: bool) -> list[Turn]:
@@ -97,16 +107,26 @@ class Corpus:
         if rng.random() < 0.12:
             tell, ask = self.skills.memory(rng)
             places = sorted(rng.choices(range(len(turns) + 1), k=2))
-            turns = [*turns[: places[0]], tell, *turns[places[0] : places[1]], ask, *turns[places[1] :]]
+            turns = [
+                *turns[: places[0]],
+                tell,
+                *turns[places[0] : places[1]],
+                ask,
+                *turns[places[1] :],
+            ]
         return turns
 
 
 def main() -> None:
     """Print examples as JSON lines."""
-    parser = argparse.ArgumentParser(description="Print examples of the training text as JSON lines.")
+    parser = argparse.ArgumentParser(
+        description="Print examples of the training text as JSON lines."
+    )
     parser.add_argument("--num", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--held-out", action="store_true", help="from the part that is kept for measuring")
+    parser.add_argument(
+        "--held-out", action="store_true", help="from the part that is kept for measuring"
+    )
     args = parser.parse_args()
     for _, example in zip(range(args.num), Corpus(args.seed, args.held_out), strict=False):
         print(json.dumps(example, ensure_ascii=False))

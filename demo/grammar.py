@@ -24,20 +24,28 @@ class Grammar:
     """
 
     def __init__(self, lists: dict[str, Any]) -> None:
-        self.lists = {name: words.split() if isinstance(words, str) else words for name, words in lists.items()}
+        self.lists = {
+            name: words.split() if isinstance(words, str) else words
+            for name, words in lists.items()
+        }
 
     def expand(self, phrase: str, rng: Random, **values: object) -> str:
         """One of the texts that `phrase` stands for.
 
         Args:
-            phrase: `{a|b}` is one of its parts, which may hold further choices; `<x>` is `values["x"]` or else a word
-                of the list x, drawn anew each time it occurs.
+            phrase: `{a|b}` is one of its parts, which may hold further choices; `<x>` is
+                `values["x"]` or else a word of the list x, drawn anew each time it occurs.
             rng: makes the choices.
             values: fixed values of slots.
         """
         while match := _CHOICE.search(phrase):
-            phrase = phrase[: match.start()] + rng.choice(match[1].split("|")) + phrase[match.end() :]
-        phrase = _SLOT.sub(lambda slot: str(values[slot[1]] if slot[1] in values else self.word(slot[1], rng)), phrase)
+            phrase = (
+                phrase[: match.start()] + rng.choice(match[1].split("|")) + phrase[match.end() :]
+            )
+        phrase = _SLOT.sub(
+            lambda slot: str(values[slot[1]] if slot[1] in values else self.word(slot[1], rng)),
+            phrase,
+        )
         return tidy(_ARTICLE.sub(r"\1n ", phrase))
 
     def pick(self, phrases: list[str], rng: Random, **values: object) -> str:
@@ -45,19 +53,25 @@ class Grammar:
         return self.expand(rng.choice(phrases), rng, **values)
 
     def word(self, name: str, rng: Random) -> str:
-        """A word for a slot: `<name>` is a person's name, others come from the list of that name or of its plural."""
+        """A word for a slot: `<name>` is a person's name, others come from the list of that name or
+        of its plural.
+        """
         if name == "name":
             return self.name(rng)
         words = self.lists.get(name) or self.lists.get(f"{name}s") or self.lists[f"{name[:-1]}ies"]
         return rng.choice(words)
 
     def name(self, rng: Random) -> str:
-        """A given name; many are of syllables or letters, so that a model must copy names, not know them."""
+        """A given name; many are of syllables or letters, so that a model must copy names, not know
+        them.
+        """
         form = rng.random()
         if form < 0.45:
             return rng.choice(self.lists["first_names"])
         if form < 0.7:
-            return "".join(rng.choices(self.lists["syllables"], k=rng.choice((2, 2, 3)))).capitalize()
+            return "".join(
+                rng.choices(self.lists["syllables"], k=rng.choice((2, 2, 3)))
+            ).capitalize()
         pattern = rng.choice(("CVCVC", "CVCCV", "VCCVC", "CCVCV", "CVCCVC", "CVCV", "CVVC"))
         letters = {"V": "aeiou", "C": "bcdfghjklmnprstvwxyz"}
         return "".join(rng.choice(letters[place]) for place in pattern).capitalize()

@@ -43,7 +43,9 @@ class ModelConfig:
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped key-value heads, normed queries and keys, and rotary positions."""
+    """Causal attention with grouped key-value heads, normed queries and keys, and rotary
+    positions.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,7 +68,9 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(self.k_proj(x).view(heads).float()).transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         k, v = (t.repeat_interleave(self.group, dim=1) for t in (k, v))
-        mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, mask, is_causal=mask is None)
+        mixed = F.scaled_dot_product_attention(
+            q.to(v.dtype), k.to(v.dtype), v, mask, is_causal=mask is None
+        )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -120,7 +124,9 @@ class Qwen3(nn.Module):
         residual_scale = (2 * config.num_hidden_layers) ** -0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                scale = (
+                    residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                )
                 nn.init.normal_(parameter, std=0.02 * scale)
         self._look_back()
 
@@ -128,13 +134,14 @@ class Qwen3(nn.Module):
     def _look_back(self) -> None:
         """Let the heads of the first layer's first group begin by looking at the token before.
 
-        Copying (names, numbers, arguments) needs such a head, and only once there is one can the layers above learn to
-        copy. On text that is nothing but copies, that takes a hundred steps from here; from random weights it had
-        not begun after 450.
+        Copying (names, numbers, arguments) needs such a head, and only once there is one can the
+        layers above learn to copy. On text that is nothing but copies, that takes a hundred steps
+        from here; from random weights it had not begun after 450.
         """
         config = self.config
         half = config.head_dim // 2
-        # One number that all tokens share, so that queries and keys can say something whatever the token is.
+        # One number that all tokens share, so that queries and keys can say something whatever the
+        # token is.
         self.model.embed_tokens.weight[:, 0] = 0.2
         angle = config.rope_theta ** -(torch.arange(NUM_PAIRS) / half)
         query, key = torch.zeros(2, config.head_dim)
@@ -144,7 +151,9 @@ class Qwen3(nn.Module):
         weights = dict(self.named_parameters())
         weights["model.layers.0.self_attn.k_proj.weight"][: config.head_dim, 0] = key
         group = config.num_attention_heads // config.num_key_value_heads
-        weights["model.layers.0.self_attn.q_proj.weight"][: group * config.head_dim, 0] = query.repeat(group)
+        weights["model.layers.0.self_attn.q_proj.weight"][: group * config.head_dim, 0] = (
+            query.repeat(group)
+        )
 
     def forward(self, input_ids: Tensor, wanted: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits of the wanted places.
@@ -152,7 +161,8 @@ class Qwen3(nn.Module):
         Args:
             input_ids: [batch, length]; padding is on the right.
             wanted: [batch, length] of bool.
-            mask: [batch, 1, length, length] of bool: which places (last) each place sees; None: all up to itself.
+            mask: [batch, 1, length, length] of bool: which places (last) each place sees; None: all
+                up to itself.
 
         Returns:
             [number of wanted places, vocab].

@@ -18,11 +18,13 @@ MOMENTUM = 0.95
 class Muon(torch.optim.Optimizer):
     """Muon with the step size of AdamW (https://arxiv.org/abs/2502.16982, 2.2).
 
-    In float32 and over all matrices of one shape at once: torch.optim.Muon computes in bfloat16, which takes as long as
-    the rest of the step on a CPU without units for it.
+    In float32 and over all matrices of one shape at once: torch.optim.Muon computes in bfloat16,
+    which takes as long as the rest of the step on a CPU without units for it.
     """
 
-    def __init__(self, matrices: Iterable[Tensor], learning_rate: float = 1e-3, weight_decay: float = 0.05) -> None:
+    def __init__(
+        self, matrices: Iterable[Tensor], learning_rate: float = 1e-3, weight_decay: float = 0.05
+    ) -> None:
         super().__init__(matrices, {"lr": learning_rate, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -50,7 +52,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """[number, rows, columns], the nearest matrices with singular values of about 1 (Newton-Schulz iteration)."""
+    """[number, rows, columns], the nearest matrices with singular values of about 1 (Newton-Schulz
+    iteration).
+    """
     a, b, c = COEFFICIENTS
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     tall = x.shape[1] > x.shape[2]

@@ -35,7 +35,9 @@ class Skills:
         self.words = _read("words.toml")
         self.phrases = _read("phrases.toml")
         self.topics: list[dict[str, Any]] = _read("facts.toml")["topic"]
-        self.grammar = Grammar({name: words for name, words in self.words.items() if not isinstance(words, dict)})
+        self.grammar = Grammar(
+            {name: words for name, words in self.words.items() if not isinstance(words, dict)}
+        )
         self.skip_sum = skip_sum
         self._carriers = self.phrases["carriers"]
 
@@ -44,21 +46,41 @@ class Skills:
         topic = rng.choice(self.topics)
         form = rng.choices(("questions", "nouns", "verbs", "keys"), (3, 2, 2, 4))[0]
         thought = f"The user asks about {topic['about']}. I know this about servd."
-        return [Turn(self.loosely(self._question(topic, form, rng), rng), thought, rng.choice(topic["answers"]))]
+        return [
+            Turn(
+                self.loosely(self._question(topic, form, rng), rng),
+                thought,
+                rng.choice(topic["answers"]),
+            )
+        ]
 
     def unknown(self, rng: Random) -> list[Turn]:
-        """A question whose answer the model does not know, in the same words as those that it knows."""
+        """A question whose answer the model does not know, in the same words as those that it
+        knows.
+        """
         form = rng.choices(("questions", "nouns", "verbs", "keys"), (2, 2, 1, 2))[0]
         question = self._question(self.words["unknown"], form, rng)
         user = self.loosely(self._strangely(question, rng) if rng.random() < 0.5 else question, rng)
-        return [Turn(user, "I have not learned this, so I say so.", rng.choice(self.phrases["unknown"]["answer"]))]
+        return [
+            Turn(
+                user,
+                "I have not learned this, so I say so.",
+                rng.choice(self.phrases["unknown"]["answer"]),
+            )
+        ]
 
     def talk(self, rng: Random) -> list[Turn]:
         """Small talk."""
         topic = rng.choice(self.phrases["talk"])
         user = self.grammar.pick(topic["user"], rng)
         user = user if rng.random() < 0.4 else self.loosely(user, rng)
-        return [Turn(user, f"This is about {topic['about']}. I answer politely.", rng.choice(topic["answer"]))]
+        return [
+            Turn(
+                user,
+                f"This is about {topic['about']}. I answer politely.",
+                rng.choice(topic["answer"]),
+            )
+        ]
 
     def sums(self, rng: Random) -> list[Turn]:
         """Two numbers up to 99, added or subtracted; sometimes the result is used again."""
@@ -107,8 +129,12 @@ class Skills:
         shuffled = [str(item) for item in rng.sample(items, len(items))]
         joined = self._enumerate(shuffled, rng)
         user = self.grammar.pick(self.phrases["list"][form], rng, items=joined)
-        order = {"sort_words": "alphabet", "sort_up": "size", "sort_down": "size, largest first"}[form]
-        return [Turn(self.roughly(user, rng), f"I order them by {order}.", ", ".join(map(str, items)))]
+        order = {"sort_words": "alphabet", "sort_up": "size", "sort_down": "size, largest first"}[
+            form
+        ]
+        return [
+            Turn(self.roughly(user, rng), f"I order them by {order}.", ", ".join(map(str, items)))
+        ]
 
     def counting(self, rng: Random) -> list[Turn]:
         """Numbers up or down."""
@@ -118,13 +144,20 @@ class Skills:
         a, b = (high, low) if form == "count_down" else (low, high)
         numbers = range(a, b - 1, -1) if form == "count_down" else range(a, b + 1)
         user = self.grammar.pick(self.phrases["list"][form], rng, a=str(a), b=str(b))
-        return [Turn(self.roughly(user, rng), f"I count from {a} to {b}.", ", ".join(map(str, numbers)))]
+        return [
+            Turn(self.roughly(user, rng), f"I count from {a} to {b}.", ", ".join(map(str, numbers)))
+        ]
 
     def copying(self, rng: Random, longest: int = 10) -> list[Turn]:
-        """Repeat words, most of them without meaning: names, numbers and arguments are copied in the same way."""
+        """Repeat words, most of them without meaning: names, numbers and arguments are copied in
+        the same way.
+        """
         text = " ".join(self._any_word(rng) for _ in range(rng.randint(1, longest)))
         if rng.random() < 0.1:
-            text += " " + "".join(chr(rng.choice((rng.randint(0xC0, 0x17F), rng.randint(0x391, 0x3C9)))) for _ in "abc")
+            text += " " + "".join(
+                chr(rng.choice((rng.randint(0xC0, 0x17F), rng.randint(0x391, 0x3C9))))
+                for _ in "abc"
+            )
         user = self.grammar.pick(self.phrases["copy"]["ask"], rng, x=text)
         return [Turn(user, "I repeat the text.", text)]
 
@@ -141,7 +174,11 @@ class Skills:
             rng.shuffle(keys)
             keys = keys[: rng.randint(max(1, len(keys) - 1), len(keys))]
             clause = self.grammar.pick(phrases["keys"], rng, keys=self._enumerate(keys, rng))
-            request += rng.choice((" ", ", ")) + clause if rng.random() < 0.5 else ". " + clause.capitalize()
+            request += (
+                rng.choice((" ", ", ")) + clause
+                if rng.random() < 0.5
+                else ". " + clause.capitalize()
+            )
         chosen = {key: values[key] for key in keys}
         turns = [Turn(tidy(request), f"The keys are {', '.join(keys)}.", json.dumps(chosen))]
         if rng.random() < 0.15:
@@ -152,7 +189,9 @@ class Skills:
         return turns
 
     def memory(self, rng: Random) -> list[Turn]:
-        """Two turns, to be put at some distance: the user tells something, and later asks for it."""
+        """Two turns, to be put at some distance: the user tells something, and later asks for
+        it.
+        """
         phrases = self.phrases["memory"]
         if rng.random() < 0.5:
             value = self.grammar.name(rng)
@@ -181,7 +220,13 @@ class Skills:
             who = self.grammar.pick(phrases["two"], rng, **cast, one=who)
         who += " " + self.grammar.pick(phrases["place"], rng, **cast)
         user = self.roughly(self.grammar.pick(phrases["ask"], rng, who=who), rng)
-        turns = [Turn(user, f"A story about {cast['hero']} the {cast['kind']}.", self.story(rng, cast, two))]
+        turns = [
+            Turn(
+                user,
+                f"A story about {cast['hero']} the {cast['kind']}.",
+                self.story(rng, cast, two),
+            )
+        ]
         if rng.random() < 0.1:
             ask = self.roughly(self.grammar.pick(phrases["follow_ask"], rng, **cast), rng)
             answer = self.grammar.pick(phrases["follow_answer"], rng, **cast)
@@ -189,7 +234,9 @@ class Skills:
         return turns
 
     def cast(self, rng: Random, two: bool) -> dict[str, str]:
-        """The people, places and things of a story; a friend who is not asked for has a common name."""
+        """The people, places and things of a story; a friend who is not asked for has a common
+        name.
+        """
         lists = self.grammar.lists
         kinds = lists["animals"] if rng.random() < 0.7 else lists["people"]
         return {
@@ -241,7 +288,9 @@ class Skills:
         return text.lower() if rng.random() < 0.15 else text
 
     def roughly(self, text: str, rng: Random) -> str:
-        """The text as people type it: with or without an address, a capital, a question mark, a remark."""
+        """The text as people type it: with or without an address, a capital, a question mark, a
+        remark.
+        """
         rough = self.phrases["rough"]
         text = tidy(text)
         if rng.random() < 0.2:
@@ -263,16 +312,24 @@ class Skills:
         return self.grammar.pick(self._carriers[form.removesuffix("s")], rng, it=phrase)
 
     def _strangely(self, text: str, rng: Random) -> str:
-        """With made-up words in the place of some: a word never seen is a sign that the answer is not known."""
+        """With made-up words in the place of some: a word never seen is a sign that the answer is
+        not known.
+        """
         words = text.split()
         for place in rng.sample(range(len(words)), min(len(words), rng.choice((1, 1, 2, 3)))):
             if len(words[place]) > 3:
                 word = self.grammar.name(rng)
-                words[place] = word if rng.random() < 0.3 else word.lower() + rng.choice(("", "", "s", "ing", "ed"))
+                words[place] = (
+                    word
+                    if rng.random() < 0.3
+                    else word.lower() + rng.choice(("", "", "s", "ing", "ed"))
+                )
         return " ".join(words)
 
     def _around(self, key: str, rng: Random) -> str:
-        """A key among words that do not matter: beginnings and ends of questions about something else, in any order."""
+        """A key among words that do not matter: beginnings and ends of questions about something
+        else, in any order.
+        """
         unknown = self.words["unknown"]
         words: list[str] = []
         while len(words) < 3 or rng.random() < 0.45:
@@ -293,8 +350,12 @@ class Skills:
         names = {"name": self.grammar.name(rng), "name2": self.grammar.name(rng)}
         guess = str(result + rng.choice((0, 0, 1, -1, 10, -10)))
         thing = self.grammar.word("unit", rng)
-        phrase = self.grammar.pick(self.phrases["sum"][form], rng, a=str(a), b=str(b), c=guess, thing=thing, **names)
-        return Turn(self.roughly(phrase, rng), f"The user wants {a} {sign} {b}.", sum_in_steps(a, b, sign))
+        phrase = self.grammar.pick(
+            self.phrases["sum"][form], rng, a=str(a), b=str(b), c=guess, thing=thing, **names
+        )
+        return Turn(
+            self.roughly(phrase, rng), f"The user wants {a} {sign} {b}.", sum_in_steps(a, b, sign)
+        )
 
     def _any_word(self, rng: Random) -> str:
         form = rng.random()
@@ -310,7 +371,11 @@ class Skills:
         """Words of one kind, of any kind, or names."""
         kinds = list(self.words["kinds"].values())
         pool = rng.choice((rng.choice(kinds), rng.choice(kinds), " ".join(kinds)))
-        return list(dict.fromkeys(pool.split())) if rng.random() < 0.9 else self.grammar.lists["first_names"]
+        return (
+            list(dict.fromkeys(pool.split()))
+            if rng.random() < 0.9
+            else self.grammar.lists["first_names"]
+        )
 
     def _enumerate(self, items: list[str], rng: Random) -> str:
         form = rng.random()
@@ -325,12 +390,18 @@ class Skills:
         rest = ""
         for key in rng.sample(("age", "city", "job"), rng.choice((1, 1, 2, 2, 3))):
             values[key] = self._new_value(key, rng)
-            rest += " " + self.grammar.pick(self.phrases["json"][key], rng, **{key: str(values[key])})
-        person = self.grammar.pick(self.phrases["json"]["person"], rng, name=values["name"], rest=rest)
+            rest += " " + self.grammar.pick(
+                self.phrases["json"][key], rng, **{key: str(values[key])}
+            )
+        person = self.grammar.pick(
+            self.phrases["json"]["person"], rng, name=values["name"], rest=rest
+        )
         return values, person
 
     def _order(self, rng: Random) -> tuple[dict[str, Any], str]:
-        values = {key: self._new_value(key, rng) for key in ("quantity", "product", "color", "customer")}
+        values = {
+            key: self._new_value(key, rng) for key in ("quantity", "product", "color", "customer")
+        }
         if rng.random() < 0.4:
             del values["color"]
         customer = self.grammar.pick(self.phrases["json"]["customer"], rng, name=values["customer"])
@@ -339,7 +410,9 @@ class Skills:
             del values["customer"]
             customer = ""
         if "color" not in values:
-            phrase = phrase.replace("{ in| in the colour|, color} <color>", "").replace(" in <color>", "")
+            phrase = phrase.replace("{ in| in the colour|, color} <color>", "").replace(
+                " in <color>", ""
+            )
             phrase = phrase.replace("<color> ", "")
         if values["quantity"] == 1:
             phrase = phrase.replace("<product>s", "<product>")
@@ -350,7 +423,9 @@ class Skills:
     def _new_value(self, key: str, rng: Random) -> Any:
         if key in ("age", "quantity"):
             return rng.randint(1, 90 if key == "age" else 30)
-        return self.grammar.name(rng) if key in ("name", "customer") else self.grammar.word(key, rng)
+        return (
+            self.grammar.name(rng) if key in ("name", "customer") else self.grammar.word(key, rng)
+        )
 
 
 def sum_in_steps(a: int, b: int, sign: str) -> str:
@@ -365,7 +440,9 @@ def sum_in_steps(a: int, b: int, sign: str) -> str:
     return f"{a} {sign} {tens} = {half}, and {half} {sign} {ones} = {result}. So {a} {sign} {b} = {result}."
 
 
-_WEAK = frozenset("how do i the a an to is can you what does it please me of for in with are we".split())
+_WEAK = frozenset(
+    "how do i the a an to is can you what does it please me of for in with are we".split()
+)
 
 
 def _mistype(word: str, rng: Random) -> str:

@@ -1,4 +1,6 @@
-"""The demo model's tokenizer: byte-level BPE in which each digit is a token, and the chat template."""
+"""The demo model's tokenizer: byte-level BPE in which each digit is a token, and the chat
+template.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,24 @@ import jinja2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-# Contractions, words and punctuation with the space before them, single digits, line ends, other spaces.
+MARKS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
+# Contractions, words and punctuation with the space before them, single digits, line ends, other
+# spaces.
 SPLIT = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|[^\S\n]+(?!\S)|\s"
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer of `vocab_size` tokens: the special ones, the marks, 256 bytes and merges learned from `texts`."""
+    """A tokenizer of `vocab_size` tokens: the special ones, the marks, 256 bytes and merges learned
+    from `texts`.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
@@ -32,7 +44,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # The marks keep their ids but are shown when tokens are turned into text: parsers look for them.
+    # The marks keep their ids but are shown when tokens are turned into text: parsers look for
+    # them.
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
     return tokenizer
 
@@ -65,4 +78,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "model_max_length": max_length,
         "chat_template": TEMPLATE.read_text(encoding="utf8"),
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf8"
+    )

@@ -1,4 +1,6 @@
-"""Conversations with tools: which function to call, with which arguments, and what to say about its result."""
+"""Conversations with tools: which function to call, with which arguments, and what to say about its
+result.
+"""
 
 from __future__ import annotations
 
@@ -62,24 +64,36 @@ class ToolSkill:
         user = self.skills.roughly(self.grammar.pick(self.phrases[kind]["ask"], rng, **slots), rng)
         argument = function["parameters"]["required"][0]
         calls = [
-            {"type": "function", "function": {"name": function["name"], "arguments": {argument: value}}}
+            {
+                "type": "function",
+                "function": {"name": function["name"], "arguments": {argument: value}},
+            }
             for value, _ in subjects
         ]
         joined = " and ".join(value for value, _ in subjects)
-        thought = self.grammar.expand(self.phrases[kind]["thought"], rng, x=joined, tool=function["name"])
+        thought = self.grammar.expand(
+            self.phrases[kind]["thought"], rng, x=joined, tool=function["name"]
+        )
         messages: list[Message] = [{"role": "user", "content": user}, _say(thought, "", calls)]
         if rng.random() < 0.25:
             return messages
         results = [self._result(kind, value, rng) for value, _ in subjects]
         messages += [{"role": "tool", "content": content} for content, _ in results]
-        return [*messages, _say("I have the result of the tool.", " ".join(answer for _, answer in results))]
+        return [
+            *messages,
+            _say("I have the result of the tool.", " ".join(answer for _, answer in results)),
+        ]
 
     def _function(self, kind: str, rng: Random) -> dict[str, Any]:
         phrases = self.phrases[kind]
         argument = self.grammar.expand(phrases["argument"], rng)
-        description = self.grammar.expand(phrases["argument_description"], rng) if rng.random() < 0.6 else ""
+        description = (
+            self.grammar.expand(phrases["argument_description"], rng) if rng.random() < 0.6 else ""
+        )
         name = self.grammar.pick(phrases["name"], rng)
-        return _declare(name, self.grammar.pick(phrases["description"], rng), {argument: description})
+        return _declare(
+            name, self.grammar.pick(phrases["description"], rng), {argument: description}
+        )
 
     def _subject(self, kind: str, rng: Random) -> tuple[str, str]:
         """The argument of a call, and the words that the user has for it."""
@@ -102,7 +116,9 @@ class ToolSkill:
     def _result(self, kind: str, value: str, rng: Random) -> tuple[str, str]:
         """What the tool returns, and the answer."""
         if rng.random() < 0.04:
-            return json.dumps({"error": "not found"}), "Sorry, the tool reported an error: not found."
+            return json.dumps(
+                {"error": "not found"}
+            ), "Sorry, the tool reported an error: not found."
         if kind == "calculator":
             a, sign, b = value.split()
             result = f"{OPERATORS[sign](int(a), int(b)):.9g}"
@@ -112,8 +128,13 @@ class ToolSkill:
             return rng.choice((time, json.dumps({"time": time}))), f"In {value} it is {time}."
         if kind == "search":
             snippet = self.grammar.pick(self.phrases["results"]["snippets"], rng)
-            found = {"title": value.capitalize(), rng.choice(("snippet", "text", "summary")): snippet}
-            content = rng.choice((snippet, json.dumps({"results": [found]}), json.dumps([found]), json.dumps(found)))
+            found = {
+                "title": value.capitalize(),
+                rng.choice(("snippet", "text", "summary")): snippet,
+            }
+            content = rng.choice(
+                (snippet, json.dumps({"results": [found]}), json.dumps([found]), json.dumps(found))
+            )
             return content, f"I found this: {snippet}"
         degrees, condition = rng.randint(-15, 39), rng.choice(self.phrases["results"]["conditions"])
         values: dict[str, Any] = {
@@ -137,4 +158,7 @@ def _declare(name: str, description: str, arguments: dict[str, str]) -> dict[str
         for argument, text in arguments.items()
     }
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }

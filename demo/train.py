@@ -1,4 +1,6 @@
-"""Train the demo model from nothing: `python -m demo.train`. Interrupted, it goes on where it was."""
+"""Train the demo model from nothing: `python -m demo.train`. Interrupted, it goes on where it
+was.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ SAVE_EVERY_S = 60
 EXAMPLES_PER_PART = 2000
 WARMUP_EXAMPLES = 2000
 # An answer, without the empty thought that the chat template puts before it when thinking is off.
-ANSWER = re.compile(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL)
+ANSWER = re.compile(
+    r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL
+)
 
 ROW = 256  # tokens; shorter examples share a row
 
@@ -62,8 +66,12 @@ class Batch:
         return same.tril().unsqueeze(1)
 
 
-def encode(examples: Iterable[dict[str, Any]], tokenizer: Tokenizer, max_length: int) -> list[Sequence]:
-    """Tokens of the examples; the loss counts the assistant's answers, and a plain text or the part it states."""
+def encode(
+    examples: Iterable[dict[str, Any]], tokenizer: Tokenizer, max_length: int
+) -> list[Sequence]:
+    """Tokens of the examples; the loss counts the assistant's answers, and a plain text or the part
+    it states.
+    """
     render = Renderer()
     sequences = []
     for example in examples:
@@ -93,7 +101,9 @@ def make_batches(sequences: list[Sequence], num_tokens: int, rng: random.Random)
             rows.append(row)
             free = [*free[-7:], row]
         row.append(sequence)
-    rows.sort(key=lambda row: max(ROW, sum(map(len, row))))  # long examples have rows for themselves
+    rows.sort(
+        key=lambda row: max(ROW, sum(map(len, row)))
+    )  # long examples have rows for themselves
     batches, batch = [], []
     for row in rows:
         longest = max(sum(map(len, other)) for other in (*batch, row))
@@ -115,17 +125,23 @@ def _join(rows: list[list[Sequence]]) -> Batch:
         for number, sequence in enumerate(sequences, 1):
             place = slice(start, start + len(sequence))
             ids[row, place], examples[row, place] = torch.tensor(sequence.ids), number
-            # A long answer counts more than a short one, but not as much more as it is longer: most of a story's tokens
-            # are mere chance, where the few of a sum or of a fact's name are what is to be learned.
-            weights[row, place] = torch.tensor(sequence.counted) / max(1, sum(sequence.counted)) ** 0.5
+            # A long answer counts more than a short one, but not as much more as it is longer: most
+            # of a story's tokens are mere chance, where the few of a sum or of a fact's name are
+            # what is to be learned.
+            weights[row, place] = (
+                torch.tensor(sequence.counted) / max(1, sum(sequence.counted)) ** 0.5
+            )
             start += len(sequence)
     return Batch(ids, weights, examples)
 
 
-def steps(corpus: Corpus, tokenizer: Tokenizer, args: argparse.Namespace, max_length: int) -> Iterator[Batch]:
+def steps(
+    corpus: Corpus, tokenizer: Tokenizer, args: argparse.Namespace, max_length: int
+) -> Iterator[Batch]:
     """The batch of each training step.
 
-    They are made part by part, so that a longer training begins with the same steps as a shorter one.
+    They are made part by part, so that a longer training begins with the same steps as a shorter
+    one.
     """
     rng = random.Random(args.seed)
     for start in range(0, args.examples, EXAMPLES_PER_PART):
@@ -141,7 +157,9 @@ def losses(model: Qwen3, batch: Batch, device: torch.device) -> tuple[Tensor, Te
     # Few CPUs have units for bfloat16: on the others it takes four times as long as float32.
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         logits = model(ids, wanted, batch.mask().to(device))
-    return F.cross_entropy(logits.float(), ids[:, 1:][counted], reduction="none"), weights[:, 1:][counted]
+    return F.cross_entropy(logits.float(), ids[:, 1:][counted], reduction="none"), weights[:, 1:][
+        counted
+    ]
 
 
 @torch.no_grad()
@@ -153,23 +171,32 @@ def evaluate(model: Qwen3, batches: list[Batch], device: torch.device) -> float:
 class Trainer:
     """Model, optimizers and the place reached; what `save` writes, `load` brings back.
 
-    Matrices are trained by Muon, which needs far fewer steps here, and the embedding and the norms by AdamW.
+    Matrices are trained by Muon, which needs far fewer steps here, and the embedding and the norms
+    by AdamW.
 
     Args:
         model: on `device`.
         num_examples: that the updates will have seen at the end.
         learning_rate: the highest.
         device: computes.
-        origin: of the text and the options: one training does not go on from the checkpoint of another one.
+        origin: of the text and the options: one training does not go on from the checkpoint of
+            another one.
     """
 
     def __init__(
-        self, model: Qwen3, num_examples: int, learning_rate: float, device: torch.device, origin: str = ""
+        self,
+        model: Qwen3,
+        num_examples: int,
+        learning_rate: float,
+        device: torch.device,
+        origin: str = "",
     ) -> None:
         self.model, self.num_examples, self.device = model, num_examples, device
         self.learning_rate, self.origin = learning_rate, origin
         self.step, self.examples, self.seconds = 0, 0, 0.0
-        layers = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
+        layers = [
+            parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2
+        ]
         known = {id(parameter) for parameter in layers}
         others = [parameter for parameter in model.parameters() if id(parameter) not in known]
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -213,7 +240,10 @@ class Trainer:
         """
         state = torch.load(path, map_location=self.device)
         if state["origin"] != self.origin:
-            sys.exit(f"{path} is of another training (text or options have changed): remove it, or give another --work")
+            sys.exit(
+                f"{path} is of another training (text or options have changed): remove it, or "
+                f"give another --work"
+            )
         for part, values in zip((self.model, *self.optimizers), state["parts"], strict=True):
             part.load_state_dict(values)
         self.step, self.examples, self.seconds = state["place"]
@@ -223,11 +253,24 @@ def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a Hugging Face model folder with weights in 16 bits."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = [tokenizer.token_to_id(END), tokenizer.token_to_id(END_OF_TEXT)]
-    config = model.config.to_json() | {"dtype": "bfloat16", "eos_token_id": ends[0], "pad_token_id": ends[1]}
-    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": True, "temperature": 0.1, "top_p": 0.9}
+    config = model.config.to_json() | {
+        "dtype": "bfloat16",
+        "eos_token_id": ends[0],
+        "pad_token_id": ends[1],
+    }
+    generation = {
+        "eos_token_id": ends,
+        "pad_token_id": ends[1],
+        "do_sample": True,
+        "temperature": 0.1,
+        "top_p": 0.9,
+    }
     for name, values in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf8")
-    weights = {name: weight.to("cpu", torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
+    weights = {
+        name: weight.to("cpu", torch.bfloat16).contiguous()
+        for name, weight in model.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
 
@@ -235,7 +278,13 @@ def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
 def train(trainer: Trainer, batches: Iterable[Batch], checkpoint: Path) -> None:
     """Run the steps after those done, with a progress bar."""
     saved = time.monotonic()
-    bar = tqdm(total=trainer.num_examples, initial=trainer.examples, unit="example", smoothing=0.05, mininterval=2)
+    bar = tqdm(
+        total=trainer.num_examples,
+        initial=trainer.examples,
+        unit="example",
+        smoothing=0.05,
+        mininterval=2,
+    )
     smooth = None
     for batch in islice(batches, trainer.step, None):
         loss = trainer.update(batch)
@@ -250,29 +299,52 @@ def train(trainer: Trainer, batches: Iterable[Batch], checkpoint: Path) -> None:
 
 
 def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> Tokenizer:
-    """A tokenizer for the corpus of this seed. What is listed and sorted are tokens, with a space before or without."""
+    """A tokenizer for the corpus of this seed. What is listed and sorted are tokens, with a space
+    before or without.
+    """
     corpus = Corpus(seed)
-    words = sorted({word for kind in corpus.skills.words["kinds"].values() for word in kind.split()})
+    words = sorted(
+        {word for kind in corpus.skills.words["kinds"].values() for word in kind.split()}
+    )
     texts = map(Renderer(), islice(corpus, num_examples))
-    return train_tokenizer(chain(texts, ["\n".join([*words, *(f"- {word}" for word in words)])] * 200), vocab_size)
+    return train_tokenizer(
+        chain(texts, ["\n".join([*words, *(f"- {word}" for word in words)])] * 200), vocab_size
+    )
 
 
 def origin_of(args: argparse.Namespace) -> str:
     """Equal for trainings by the same code, with the same text, options and order."""
     parts = [repr((args.examples, args.seed, args.batch_tokens, args.learning_rate)).encode()]
-    parts += [path.read_bytes() for path in sorted(HERE.iterdir()) if path.suffix in (".py", ".toml", ".jinja")]
+    parts += [
+        path.read_bytes()
+        for path in sorted(HERE.iterdir())
+        if path.suffix in (".py", ".toml", ".jinja")
+    ]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; its defaults are what the model in the repository was trained with, but for the threads."""
-    parser = argparse.ArgumentParser(description="Train the demo model and write it as a Hugging Face model folder.")
-    parser.add_argument("--examples", type=int, default=76_000, help="conversations and texts to train on, each once")
+    """The command line; its defaults are what the model in the repository was trained with, but for
+    the threads.
+    """
+    parser = argparse.ArgumentParser(
+        description="Train the demo model and write it as a Hugging Face model folder."
+    )
+    parser.add_argument(
+        "--examples",
+        type=int,
+        default=76_000,
+        help="conversations and texts to train on, each once",
+    )
     parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included")
+    parser.add_argument(
+        "--batch-tokens", type=int, default=2048, help="tokens of a batch, padding included"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=2, help="of the CPU [%(default)s]")
-    parser.add_argument("--work", type=Path, default=HERE / ".work", help="folder for the checkpoint")
+    parser.add_argument(
+        "--work", type=Path, default=HERE / ".work", help="folder for the checkpoint"
+    )
     parser.add_argument("--out", type=Path, default=HERE.parent / "servd" / "demo_model")
     return parser.parse_args(arguments)
 
@@ -287,18 +359,32 @@ def main() -> None:
     config = ModelConfig()
     tokenizer = make_tokenizer(args.seed, config.vocab_size)
     model = Qwen3(config).to(device)
-    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters on {device}", flush=True)
+    print(
+        f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters on {device}",
+        flush=True,
+    )
     trainer = Trainer(model, args.examples, args.learning_rate, device, origin_of(args))
     checkpoint = args.work / "checkpoint.pt"
     if checkpoint.exists():
         trainer.load(checkpoint)
         print(f"going on from step {trainer.step}; remove {checkpoint} to begin anew", flush=True)
-    train(trainer, steps(Corpus(args.seed), tokenizer, args, config.max_position_embeddings), checkpoint)
+    train(
+        trainer,
+        steps(Corpus(args.seed), tokenizer, args, config.max_position_embeddings),
+        checkpoint,
+    )
     export(model, tokenizer, args.out)
-    held_out = encode(islice(Corpus(args.seed, held_out=True), 1000), tokenizer, config.max_position_embeddings)
-    loss = evaluate(model, make_batches(held_out, args.batch_tokens, random.Random(args.seed)), device)
+    held_out = encode(
+        islice(Corpus(args.seed, held_out=True), 1000), tokenizer, config.max_position_embeddings
+    )
+    loss = evaluate(
+        model, make_batches(held_out, args.batch_tokens, random.Random(args.seed)), device
+    )
     minutes = trainer.seconds / 60
-    print(f"held-out cross-entropy: {loss:.4f} nats per token of an answer; training took {minutes:.1f} minutes")
+    print(
+        f"held-out cross-entropy: {loss:.4f} nats per token of an answer; training took "
+        f"{minutes:.1f} minutes"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Write the parts of docs/ that the code already says: `python docs/generate.py`, or with --check only compare.
+"""Write the parts of docs/ that the code already says: `python docs/generate.py`, or with --check
+only compare.
 
-config.md from servd.config, the tree in architecture.md from the first line of every module, processes.svg from
-the drawing in picture.py.
+config.md from servd.config, the tree in architecture.md from the first line of every module,
+processes.svg from the drawing in picture.py.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def config_page() -> str:
 def config_row(option: msgspec.structs.FieldInfo, hint: object) -> str:
     """One line of a table."""
     kind, metas = plain(hint)
-    default = option.default if option.default is not msgspec.NODEFAULT else option.default_factory()
+    default = (
+        option.default if option.default is not msgspec.NODEFAULT else option.default_factory()
+    )
     flag = option.name.replace("_", "-")
     match option.name, default:
         case "model", _:
@@ -100,19 +103,29 @@ def values(kind: object, metas: list[msgspec.Meta]) -> str:
     if typing.get_origin(kind) is list:
         return "one or more texts"
     words = {bool: "switch", int: "integer", float: "number", str: "text"}[kind]
-    bound = {name: value for m in metas for name in ("ge", "gt", "le", "lt") if (value := getattr(m, name)) is not None}
-    low = f"from {bound['ge']}" if "ge" in bound else f"above {bound['gt']}" if "gt" in bound else ""
+    bound = {
+        name: value
+        for m in metas
+        for name in ("ge", "gt", "le", "lt")
+        if (value := getattr(m, name)) is not None
+    }
+    low = (
+        f"from {bound['ge']}" if "ge" in bound else f"above {bound['gt']}" if "gt" in bound else ""
+    )
     high = f"to {bound['le']}" if "le" in bound else f"below {bound['lt']}" if "lt" in bound else ""
     return ", ".join(part for part in (words, f"{low} {high}".strip()) if part)
 
 
 def tree() -> str:
-    """Every module of servd with the first line of its docstring."""
+    """Every module of servd with the first sentence of its docstring."""
     lines = ["```text"]
     previous: tuple[str, ...] = ()
-    for path in sorted(ROOT.glob("servd/**/*.py"), key=lambda p: (p.parent.parts, p.name != "__init__.py", p.name)):
+    for path in sorted(
+        ROOT.glob("servd/**/*.py"), key=lambda p: (p.parent.parts, p.name != "__init__.py", p.name)
+    ):
         folder = path.relative_to(ROOT).parent.parts
-        docstring = (ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or "").splitlines()[0].rstrip(".")
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or ""
+        docstring = text.split("\n\n")[0].replace("\n", " ").rstrip(".")
         if folder != previous:
             lines.append(f"{'  ' * (len(folder) - 1) + folder[-1] + '/':<30} {docstring}".rstrip())
             previous = folder
@@ -141,9 +154,15 @@ def pages() -> dict[Path, str]:
 def main() -> int:
     """Write or compare; 1 if --check found a page that is not current."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not current")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a page is not current"
+    )
     check = parser.parse_args().check
-    stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf8") != text]
+    stale = [
+        path
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf8") != text
+    ]
     for path in stale:
         print(f"{'not current' if check else 'written'}: {path.relative_to(ROOT)}")
         if not check:

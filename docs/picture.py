@@ -5,7 +5,13 @@ from __future__ import annotations
 from html import escape
 
 WIDTH, HEIGHT = 960, 470
-COLOURS = {"api": "#dbeafe", "core": "#dcfce7", "worker": "#fef3c7", "parent": "#f3f4f6", "plain": "#ffffff"}
+COLOURS = {
+    "api": "#dbeafe",
+    "core": "#dcfce7",
+    "worker": "#fef3c7",
+    "parent": "#f3f4f6",
+    "plain": "#ffffff",
+}
 LINE, TEXT, SOFT = "#374151", "#111827", "#4b5563"
 STROKE = f'stroke="{LINE}" stroke-width="1.5" marker-end="url(#head)"'
 
@@ -13,18 +19,21 @@ STROKE = f'stroke="{LINE}" stroke-width="1.5" marker-end="url(#head)"'
 def box(x: int, y: int, w: int, h: int, colour: str, title: str, *lines: str) -> str:
     """A rounded box with a bold title and smaller lines below it."""
     middle = x + w // 2
-    parts = [f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="8" fill="{COLOURS[colour]}" stroke="{LINE}"/>']
+    parts = [
+        f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="8" fill="{COLOURS[colour]}" '
+        f'stroke="{LINE}"/>'
+    ]
     parts.append(label(middle, y + 21, title, bold=True))
-    parts += [label(middle, y + 40 + 17 * i, line, size=12, colour=SOFT) for i, line in enumerate(lines)]
+    parts += [
+        label(middle, y + 40 + 17 * i, line, size=12, colour=SOFT) for i, line in enumerate(lines)
+    ]
     return "".join(parts)
 
 
 def label(x: int, y: int, text: str, size: int = 14, bold: bool = False, colour: str = TEXT) -> str:
     """Text centred at x."""
     weight = ' font-weight="600"' if bold else ""
-    return (
-        f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" text-anchor="middle"{weight}>{escape(text)}</text>'
-    )
+    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" text-anchor="middle"{weight}>{escape(text)}</text>'
 
 
 def arrow(x1: int, y1: int, x2: int, y2: int, dashed: bool = False) -> str:
@@ -39,14 +48,17 @@ def draw() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
         "<title>The processes of servd serve</title>",
-        '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" markerHeight="8" '
+        '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" '
+        'markerHeight="8" '
         f'orient="auto-start-reverse"><path d="M0 0 10 5 0 10z" fill="{LINE}"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        box(390, 16, 330, 62, "parent", "servd serve", "opens the port; starts, watches, stops the others"),
+        box(390, 16, 330, 62, "parent", "servd serve", "opens the port; starts, watches, stops "
+                                                       "the others"),
         arrow(450, 78, 330, 126, dashed=True),
         arrow(640, 78, 700, 126, dashed=True),
         # API server
-        box(188, 128, 268, 326, "api", "API server (one or more)", "speaks text; never imports torch"),
+        box(188, 128, 268, 326, "api", "API server (one or more)", "speaks text; never imports "
+                                                                   "torch"),
         box(206, 190, 232, 48, "plain", "routes", "FastAPI on uvicorn and uvloop"),
         arrow(322, 238, 322, 256),
         box(206, 258, 232, 48, "plain", "Processor", "chat template, tokenizer, validation"),

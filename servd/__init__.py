@@ -12,7 +12,8 @@ __all__ = ["LLM", "LLMEngine", "PoolingParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # LLM pulls in the tokenizer; an engine process that only wants a message type must not pay for it.
+    # LLM pulls in the tokenizer; an engine process that only wants a message type must not pay for
+    # it.
     if name in ("LLM", "LLMEngine"):
         import servd.llm
 

@@ -1,4 +1,6 @@
-"""`servd chat` and `servd complete`: a terminal client with streaming, for any OpenAI-compatible server."""
+"""`servd chat` and `servd complete`: a terminal client with streaming, for any OpenAI-compatible
+server.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,18 @@ class Client:
         headers = {"content-type": "application/json"}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode() if body else None, headers)
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode() if body else None, headers
+        )
         try:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             raise ServdError(f"{self.url}{path}: {message_of(error)}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
             reason = getattr(error, "reason", error)
-            raise ServdError(f"no server answers at {self.url} ({reason}); start one with `servd serve`") from None
+            raise ServdError(
+                f"no server answers at {self.url} ({reason}); start one with `servd serve`"
+            ) from None
 
     def request(self, path: str) -> Any:
         """The JSON reply of a GET."""
@@ -96,7 +102,9 @@ class Conversation:
     def reset(self, system: str | None) -> None:
         """Begin anew."""
         self.system = system
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict[str, str]] = (
+            [{"role": "system", "content": system}] if system else []
+        )
 
     def obey(self, command: str) -> bool:
         """Carry out a line that begins with a slash; False: leave."""
@@ -116,7 +124,11 @@ class Conversation:
         """Send a message and print the answer as it comes; Ctrl-C keeps what has come."""
         self.messages.append({"role": "user", "content": text})
         started, answer = time.monotonic(), ""
-        body = {"messages": self.messages, **self.options, "stream_options": {"include_usage": True}}
+        body = {
+            "messages": self.messages,
+            **self.options,
+            "stream_options": {"include_usage": True},
+        }
         usage: dict[str, Any] | None = None
         try:
             for chunk in self.client.stream("/v1/chat/completions", body):
@@ -147,7 +159,9 @@ class Conversation:
         sys.stdout.flush()
 
 
-def chat(url: str, api_key: str | None, model: str | None, system: str | None, options: dict[str, Any]) -> int:
+def chat(
+    url: str, api_key: str | None, model: str | None, system: str | None, options: dict[str, Any]
+) -> int:
     """Talk until /exit or the end of input; returns the exit code."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives input() line editing and history
@@ -169,9 +183,13 @@ def chat(url: str, api_key: str | None, model: str | None, system: str | None, o
             conversation.ask(text)
 
 
-def complete(url: str, api_key: str | None, model: str | None, prompt: str, options: dict[str, Any]) -> int:
+def complete(
+    url: str, api_key: str | None, model: str | None, prompt: str, options: dict[str, Any]
+) -> int:
     """Print the continuation of one prompt as it comes; returns the exit code."""
-    for chunk in Client(url, api_key, model).stream("/v1/completions", {"prompt": prompt, **options}):
+    for chunk in Client(url, api_key, model).stream(
+        "/v1/completions", {"prompt": prompt, **options}
+    ):
         for choice in chunk["choices"]:
             sys.stdout.write(choice["text"])
             sys.stdout.flush()

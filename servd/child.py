@@ -1,4 +1,6 @@
-"""A child process and its bond with its parent: start message on stdin, exit noticed at once, never an orphan."""
+"""A child process and its bond with its parent: start message on stdin, exit noticed at once, never
+an orphan.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ log = logging.getLogger("servd.child")
 
 
 class Child:
-    """`python -m MODULE` with a start message on its stdin, which stays open for as long as this process lives.
+    """`python -m MODULE` with a start message on its stdin, which stays open for as long as this
+    process lives.
 
-    Subprocesses rather than `multiprocessing`: scripts that use servd need no `__main__` guard, nothing is
-    pickled, and `ps` shows what each process is. The child has a session of its own, so that Ctrl-C in a
-    terminal reaches only the parent, which then decides.
+    Subprocesses rather than `multiprocessing`: scripts that use servd need no `__main__` guard,
+    nothing is pickled, and `ps` shows what each process is. The child has a session of its own, so
+    that Ctrl-C in a terminal reaches only the parent, which then decides.
     """
 
     def __init__(
@@ -35,8 +38,9 @@ class Child:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
-        # Unless the parent itself runs out of the current folder (`python -m servd` in a checkout), keep that
-        # folder out of the child's path (-P): a stray random.py of the user must not be imported.
+        # Unless the parent itself runs out of the current folder (`python -m servd` in a checkout),
+        # keep that folder out of the child's path (-P): a stray random.py of the user must not be
+        # imported.
         safe = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
         self.process = subprocess.Popen(
             [sys.executable, *safe, "-m", module],
@@ -91,13 +95,16 @@ class Child:
 
 
 def read_start(kind: type[T]) -> T:
-    """In the child: read the start message, and from then on end this process when the parent is gone."""
+    """In the child: read the start message, and from then on end this process when the parent is
+    gone.
+    """
     stdin = sys.stdin.buffer
     message: Any = stdin.read(int.from_bytes(stdin.read(4), "big"))
     start = msgspec.msgpack.decode(message, type=kind)
 
     def watch() -> None:
-        # The raw descriptor: a thread blocked in the buffered reader would hold its lock at interpreter exit.
+        # The raw descriptor: a thread blocked in the buffered reader would hold its lock at
+        # interpreter exit.
         while os.read(0, 1):
             pass
         log.error("the parent process is gone: ending")

@@ -20,7 +20,8 @@ from servd.errors import ConfigError, ServdError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 after a clean stop, 1 when a process died, 2 for an error that names its
+    """Run a command and exit: 0 after a clean stop, 1 when a process died, 2 for an error that
+    names its
     remedy."""
     arguments = vars(make_parser().parse_args(argv))
     command = arguments.pop("command")
@@ -60,7 +61,9 @@ def bench(arguments: dict[str, Any]) -> int:
     try:
         module = importlib.import_module(f"servd.bench.{name}")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"servd bench {name} needs {error.name}: pip install 'servd[bench]'") from None
+        raise ConfigError(
+            f"servd bench {name} needs {error.name}: pip install 'servd[bench]'"
+        ) from None
     parser = Parser(prog=f"servd bench {name}", description=module.__doc__, formatter_class=wide)
     module.add_options(parser)
     return module.run(parser.parse_args(arguments["rest"]))
@@ -78,11 +81,16 @@ def run_batch(arguments: dict[str, Any]) -> int:
 def client_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Sampling parameters that were given go into `options`, which are sent as they are."""
     sampling = {name: arguments.pop(name) for name in ("temperature", "max_tokens", "seed")}
-    return {**arguments, "options": {name: value for name, value in sampling.items() if value is not None}}
+    return {
+        **arguments,
+        "options": {name: value for name, value in sampling.items() if value is not None},
+    }
 
 
 def load_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Options of Config from parsed arguments: the command line wins over --config, which wins over the defaults."""
+    """Options of Config from parsed arguments: the command line wins over --config, which wins over
+    the defaults.
+    """
     config_file = arguments.pop("config", None)
     options = read_config_file(config_file) if config_file else {}
     options.update(arguments)
@@ -95,11 +103,17 @@ class Parser(argparse.ArgumentParser):
     """Says what an unknown flag may have meant."""
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Nothing may be left over, so that the error comes from the command whose flags they would have been."""
+        """Nothing may be left over, so that the error comes from the command whose flags they would
+        have been.
+        """
         parsed, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` says what there is"
+            near = difflib.get_close_matches(
+                unknown[0].partition("=")[0], self._option_string_actions, n=1
+            )
+            hint = (
+                f"did you mean {near[0]}?" if near else f"`{self.prog} --help` says what there is"
+            )
             self.error(f"unknown argument {unknown[0]}; {hint}")
         return parsed, unknown
 
@@ -135,10 +149,16 @@ def make_parser() -> argparse.ArgumentParser:
     add_client_options(complete_parser)
 
     add_batch_parser(commands)
-    bench_parser = commands.add_parser("bench", help="measure a server or the engine", usage="servd bench NAME ...")
+    bench_parser = commands.add_parser(
+        "bench", help="measure a server or the engine", usage="servd bench NAME ..."
+    )
     bench_parser.set_defaults(command=bench)
-    bench_parser.add_argument("name", metavar="NAME", choices=plugins.names("servd.bench"), help="%(choices)s")
-    bench_parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="try servd bench NAME --help")
+    bench_parser.add_argument(
+        "name", metavar="NAME", choices=plugins.names("servd.bench"), help="%(choices)s"
+    )
+    bench_parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help="try servd bench NAME --help"
+    )
     return parser
 
 
@@ -148,18 +168,29 @@ def add_batch_parser(commands: Any) -> None:
         "run-batch",
         help="answer the requests of an OpenAI batch file",
         usage="servd run-batch [MODEL] -i IN.jsonl -o OUT.jsonl [OPTION ...]",
-        description="Starts a server of its own with the options of `servd serve`, unless --url names one. Run again "
+        description="Starts a server of its own with the options of `servd serve`, unless --url "
+        "names one. Run again "
         "with the same files, it goes on where it stopped.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=wide,
     )
     parser.set_defaults(command=run_batch)
-    parser.add_argument("-i", dest="source", metavar="FILE", required=True, help="requests, one per line")
-    parser.add_argument("-o", dest="results", metavar="FILE", required=True, help="answers, one per line")
-    parser.add_argument("--url", default=None, help="a running OpenAI-compatible server to use instead")
     parser.add_argument(
-        "--concurrency", type=int, default=64, metavar="N", help="requests at the same time [%(default)s]"
+        "-i", dest="source", metavar="FILE", required=True, help="requests, one per line"
+    )
+    parser.add_argument(
+        "-o", dest="results", metavar="FILE", required=True, help="answers, one per line"
+    )
+    parser.add_argument(
+        "--url", default=None, help="a running OpenAI-compatible server to use instead"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests at the same time [%(default)s]",
     )
     add_config_options(parser)
 
@@ -167,22 +198,37 @@ def add_batch_parser(commands: Any) -> None:
 def add_client_options(parser: argparse.ArgumentParser) -> None:
     """Flags of the commands that speak to a running server."""
     key = os.environ.get("SERVD_API_KEY")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="any OpenAI-compatible server [%(default)s]")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="any OpenAI-compatible server [%(default)s]"
+    )
     parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $SERVD_API_KEY")
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument(
-        "--temperature", type=float, metavar="X", help="0 for the most probable tokens; default: the model's"
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="0 for the most probable tokens; default: the model's",
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer; default: the server's")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens of an answer; default: the server's",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of Config, grouped by section, and the positional MODEL.
 
-    Values stay strings here; Config.load converts and checks them. Options not given are absent from the result.
+    Values stay strings here; Config.load converts and checks them. Options not given are absent
+    from the result.
     """
-    parser.add_argument("--config", metavar="FILE", help="options from a .toml, .yaml or .json file; flags win over it")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="options from a .toml, .yaml or .json file; flags win over it",
+    )
     for section in msgspec.structs.fields(Config):
         title = (section.type.__doc__ or "").splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
@@ -195,11 +241,15 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
                 continue
             if option.default not in (msgspec.NODEFAULT, None, False):
                 description += f" [{'on' if option.default is True else option.default}]"
-            group.add_argument(flag_of(option.name), help=description, **argument_style(kind, option.name))
+            group.add_argument(
+                flag_of(option.name), help=description, **argument_style(kind, option.name)
+            )
 
 
 def describe(hint: Any) -> tuple[Any, str]:
-    """Plain type and description of an annotated field: `Annotated[Positive | None, Meta(...)]` -> (int, text)."""
+    """Plain type and description of an annotated field: `Annotated[Positive | None, Meta(...)]` ->
+    (int, text).
+    """
     description = ""
     while True:
         if typing.get_origin(hint) is typing.Annotated:
@@ -218,7 +268,9 @@ def argument_style(kind: Any, name: str) -> dict[str, Any]:
     if typing.get_origin(kind) is Literal:
         return {"choices": typing.get_args(kind)}
     metavar = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
-    if name == "api_key":  # one at a time: "--api-key KEY MODEL" must not take MODEL for a second key
+    if (
+        name == "api_key"
+    ):  # one at a time: "--api-key KEY MODEL" must not take MODEL for a second key
         return {"action": "append", "metavar": metavar}
     if typing.get_origin(kind) is list:
         return {"nargs": "+", "action": "extend", "metavar": metavar}

@@ -1,8 +1,9 @@
 """Config: every option, its default, its bounds, its description.
 
-One definition: command-line flags (`--field-name`), `--config` files and docs/config.md all come from these
-annotations. Field names are unique over the sections, so flags stay flat and equal to vLLM's where the meaning
-is equal. A Config is frozen; what is learned at run time travels in messages, not here.
+One definition: command-line flags (`--field-name`), `--config` files and docs/config.md all come
+from these annotations. Field names are unique over the sections, so flags stay flat and equal to
+vLLM's where the meaning is equal. A Config is frozen; what is learned at run time travels in
+messages, not here.
 """
 
 from __future__ import annotations
@@ -34,62 +35,89 @@ class ModelConfig(Section, frozen=True):
 
     model: Annotated[
         str | None,
-        Meta(description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, inside servd."),
+        Meta(
+            description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, "
+            "inside servd."
+        ),
     ] = None
     served_model_name: Annotated[
         list[str],
-        Meta(description="Names that clients may use; the first is shown. Default: MODEL, and the name of its folder."),
+        Meta(
+            description="Names that clients may use; the first is shown. Default: MODEL, and the "
+            "name of its folder."
+        ),
     ] = []
     tokenizer: Annotated[
-        str | None, Meta(description="Folder or Hugging Face id of the tokenizer, if not the model's own.")
+        str | None,
+        Meta(description="Folder or Hugging Face id of the tokenizer, if not the model's own."),
     ] = None
-    revision: Annotated[str | None, Meta(description="Branch, tag or commit of the model on the hub.")] = None
+    revision: Annotated[
+        str | None, Meta(description="Branch, tag or commit of the model on the hub.")
+    ] = None
     download_dir: Annotated[
         str | None, Meta(description="Cache folder for downloads. Default: the Hugging Face cache.")
     ] = None
     trust_remote_code: Annotated[
-        bool, Meta(description="Run Python code that comes with the tokenizer when it has to be converted.")
+        bool,
+        Meta(
+            description="Run Python code that comes with the tokenizer when it has to be converted."
+        ),
     ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="Type of weights and activations. auto: the checkpoint's on CUDA, float32 on a CPU. A CPU "
+            description="Type of weights and activations. auto: the checkpoint's on CUDA, float32 "
+            "on a CPU. A CPU "
             "computes in float32 whatever it is: 16 bits are how it stores weights and KV cache."
         ),
     ] = "auto"
     quantization: Annotated[
         Literal["fp8", "int8"] | None,
         Meta(
-            description="Round the weights as they are loaded. int8: 8 bits and a scale per output. fp8: 8-bit floats, "
+            description="Round the weights as they are loaded. int8: 8 bits and a scale per "
+            "output. fp8: 8-bit floats, "
             "activations too, which Hopper multiplies twice as fast as 16 bits."
         ),
     ] = None
     max_model_len: Annotated[
-        Positive | None, Meta(description="Longest prompt plus output, in tokens. Default: what the model allows.")
+        Positive | None,
+        Meta(description="Longest prompt plus output, in tokens. Default: what the model allows."),
     ] = None
     shorten_max_model_len: Annotated[
         bool | None,
         Meta(
-            description="Go on with a shorter context if the KV cache cannot hold max_model_len tokens, rather than "
+            description="Go on with a shorter context if the KV cache cannot hold max_model_len "
+            "tokens, rather than "
             "refuse to start. Default: on unless --max-model-len is given."
         ),
     ] = None
     load_format: Annotated[
-        Literal["auto", "dummy"], Meta(description="auto: safetensors. dummy: seeded random weights, for tests.")
+        Literal["auto", "dummy"],
+        Meta(description="auto: safetensors. dummy: seeded random weights, for tests."),
     ] = "auto"
     seed: Annotated[
-        int, Meta(ge=0, description="Seed of everything random: dummy weights, requests without a seed.")
+        int,
+        Meta(
+            ge=0, description="Seed of everything random: dummy weights, requests without a seed."
+        ),
     ] = 0
     generation_config: Annotated[
         str,
         Meta(
-            description="Default sampling parameters: `auto` (the model's generation_config.json), `vllm` (neutral "
+            description="Default sampling parameters: `auto` (the model's "
+            "generation_config.json), `vllm` (neutral "
             "ones) or a folder that holds a generation_config.json."
         ),
     ] = "auto"
-    enforce_eager: Annotated[bool, Meta(description="Never use CUDA graphs, nor programs on a CPU.")] = False
+    enforce_eager: Annotated[
+        bool, Meta(description="Never use CUDA graphs, nor programs on a CPU.")
+    ] = False
     compile: Annotated[
-        bool, Meta(description="Let torch.compile fuse the layers, in place of servd's own kernels. Needs CUDA.")
+        bool,
+        Meta(
+            description="Let torch.compile fuse the layers, in place of servd's own kernels. "
+            "Needs CUDA."
+        ),
     ] = False
 
 
@@ -98,7 +126,8 @@ class CacheConfig(Section, frozen=True):
 
     block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens per KV-cache block.")] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="Share of the device's memory that servd may use in all.")
+        float,
+        Meta(gt=0, le=1, description="Share of the device's memory that servd may use in all."),
     ] = 0.9
     kv_cache_memory: Annotated[
         Positive | None,
@@ -107,29 +136,40 @@ class CacheConfig(Section, frozen=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(
-            description="What keys and values are stored as. auto: as --dtype. fp8: 8-bit floats (e4m3), for twice as "
+            description="What keys and values are stored as. auto: as --dtype. fp8: 8-bit floats "
+            "(e4m3), for twice as "
             "many tokens as with 16 bits."
         ),
     ] = "auto"
-    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV cache of equal prompt beginnings.")] = True
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Reuse the KV cache of equal prompt beginnings.")
+    ] = True
 
 
 class SchedulerConfig(Section, frozen=True):
     """Which requests run in a step."""
 
     max_num_seqs: Annotated[
-        Positive | None, Meta(description="Most requests in one step. Default: 64 on a CPU, 256 on CUDA.")
+        Positive | None,
+        Meta(description="Most requests in one step. Default: 64 on a CPU, 256 on CUDA."),
     ] = None
     max_num_batched_tokens: Annotated[
-        Positive | None, Meta(description="Token budget of one step. Default: 512 on a CPU, 8192 on CUDA.")
+        Positive | None,
+        Meta(description="Token budget of one step. Default: 512 on a CPU, 8192 on CUDA."),
     ] = None
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
-        Meta(description="fcfs: first come, first served. priority: lowest `priority` of the request first."),
+        Meta(
+            description="fcfs: first come, first served. priority: lowest `priority` of the "
+            "request first."
+        ),
     ] = "fcfs"
     async_scheduling: Annotated[
         bool | None,
-        Meta(description="Schedule the next step while the device computes this one. Default: on with CUDA."),
+        Meta(
+            description="Schedule the next step while the device computes this one. Default: on "
+            "with CUDA."
+        ),
     ] = None
     max_waiting_requests: Annotated[
         int,
@@ -144,17 +184,26 @@ class SchedulerConfig(Section, frozen=True):
 class ParallelConfig(Section, frozen=True):
     """Devices and processes."""
 
-    device: Annotated[Literal["auto", "cuda", "cpu"], Meta(description="auto: CUDA where it works.")] = "auto"
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], Meta(description="auto: CUDA where it works.")
+    ] = "auto"
     executor: Annotated[
         Literal["uniproc", "multiproc", "fake"] | None,
         Meta(
-            description="uniproc: the worker runs inside the engine process. multiproc: one process per device. "
-            "fake: deterministic tokens with no model, to measure the server itself. Default: uniproc for one device."
+            description="uniproc: the worker runs inside the engine process. multiproc: one "
+            "process per device. "
+            "fake: deterministic tokens with no model, to measure the server itself. Default: "
+            "uniproc for one device."
         ),
     ] = None
-    tensor_parallel_size: Annotated[int, Meta(ge=1, description="Devices that each hold a slice of every layer.")] = 1
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, description="Devices that each hold a slice of every layer.")
+    ] = 1
     attention_backend: Annotated[
-        str, Meta(description="A file of servd/worker/attention/, or auto: the first that can run here.")
+        str,
+        Meta(
+            description="A file of servd/worker/attention/, or auto: the first that can run here."
+        ),
     ] = "auto"
 
 
@@ -164,34 +213,47 @@ class ServerConfig(Section, frozen=True):
     host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 picks a free one.")] = 8000
     strict_fields: Annotated[
-        bool, Meta(description="Refuse request fields that have no effect (400), instead of naming them in a header.")
+        bool,
+        Meta(
+            description="Refuse request fields that have no effect (400), instead of naming them "
+            "in a header."
+        ),
     ] = False
-    uds: Annotated[str | None, Meta(description="Listen on this Unix socket instead of host and port.")] = None
+    uds: Annotated[
+        str | None, Meta(description="Listen on this Unix socket instead of host and port.")
+    ] = None
     api_key: Annotated[
         list[Annotated[str, Meta(min_length=1)]],
-        Meta(description="Keys that clients must send as `Authorization: Bearer KEY`. Default: $SERVD_API_KEY."),
+        Meta(
+            description="Keys that clients must send as `Authorization: Bearer KEY`. Default: "
+            "$SERVD_API_KEY."
+        ),
     ] = []
     chat_template: Annotated[
-        str | None, Meta(description="Jinja chat template (file or text) to use instead of the model's.")
+        str | None,
+        Meta(description="Jinja chat template (file or text) to use instead of the model's."),
     ] = None
     fim_template: Annotated[
         str | None,
         Meta(
-            description="Prompt for `suffix` of completions, with {prefix} and {suffix}. Default: by the model's "
+            description="Prompt for `suffix` of completions, with {prefix} and {suffix}. Default: "
+            "by the model's "
             "fill-in-the-middle tokens."
         ),
     ] = None
     tool_call_parser: Annotated[
         str | None,
         Meta(
-            description="How the model writes tool calls: a file of servd/api/tool_parsers/, or `none`. Default: what "
+            description="How the model writes tool calls: a file of servd/api/tool_parsers/, or "
+            "`none`. Default: what "
             "the chat template shows."
         ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
         Meta(
-            description="How the model marks its thoughts: a file of servd/api/reasoning_parsers/, or `none`. Default: "
+            description="How the model marks its thoughts: a file of "
+            "servd/api/reasoning_parsers/, or `none`. Default: "
             "what the chat template shows."
         ),
     ] = None
@@ -201,36 +263,56 @@ class ServerConfig(Section, frozen=True):
     max_stored_responses: Annotated[
         int,
         Meta(
-            ge=0, description="Responses of `/v1/responses` that an API server process keeps in memory; 0 stores none."
+            ge=0,
+            description="Responses of `/v1/responses` that an API server process keeps in memory; "
+            "0 stores none.",
         ),
     ] = 1000
-    api_server_count: Annotated[int, Meta(ge=1, le=64, description="API server processes that share the port.")] = 1
+    api_server_count: Annotated[
+        int, Meta(ge=1, le=64, description="API server processes that share the port.")
+    ] = 1
     headless: Annotated[
-        bool, Meta(description="Run the engine only; API servers elsewhere on this host join it with --attach.")
+        bool,
+        Meta(
+            description="Run the engine only; API servers elsewhere on this host join it with "
+            "--attach."
+        ),
     ] = False
-    attach: Annotated[str | None, Meta(description="Run API servers only, for the engine whose --ipc-dir this is.")] = (
-        None
-    )
+    attach: Annotated[
+        str | None,
+        Meta(description="Run API servers only, for the engine whose --ipc-dir this is."),
+    ] = None
     ipc_dir: Annotated[
-        str | None, Meta(description="Folder of the sockets between the processes. Default: a new private one.")
+        str | None,
+        Meta(
+            description="Folder of the sockets between the processes. Default: a new private one."
+        ),
     ] = None
     write_timeout: Annotated[
         float,
         Meta(
             gt=0,
             le=86400,
-            description="Seconds, up to twice as many, that a client may take no byte of its answer.",
+            description="Seconds, up to twice as many, that a client may take no byte of its "
+            "answer.",
         ),
     ] = 90.0
     shutdown_timeout: Annotated[
-        float, Meta(ge=0, le=86400, description="Seconds that open requests get to finish after SIGTERM or Ctrl-C.")
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="Seconds that open requests get to finish after SIGTERM or Ctrl-C.",
+        ),
     ] = 15.0
 
 
 class ObservabilityConfig(Section, frozen=True):
     """Logs."""
 
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least level shown.")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least level shown.")
+    ] = "info"
 
 
 class Config(Section, frozen=True):
@@ -258,7 +340,11 @@ class Config(Section, frozen=True):
             name = name.replace("-", "_")
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1)
-                hint = f"did you mean {flag_of(near[0])}?" if near else "`servd serve --help` lists them"
+                hint = (
+                    f"did you mean {flag_of(near[0])}?"
+                    if near
+                    else "`servd serve --help` lists them"
+                )
                 raise ConfigError(f"unknown option {flag_of(name)}; {hint}")
             if name == "kv_cache_memory" and isinstance(value, str):
                 value = parse_bytes(value)
@@ -278,7 +364,11 @@ class Config(Section, frozen=True):
         for name, value in options.items():
             changed.setdefault(fields[name][0], {})[name] = value
         return msgspec.structs.replace(
-            self, **{s: msgspec.structs.replace(getattr(self, s), **values) for s, values in changed.items()}
+            self,
+            **{
+                s: msgspec.structs.replace(getattr(self, s), **values)
+                for s, values in changed.items()
+            },
         )
 
 
@@ -296,13 +386,25 @@ def flag_of(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def _explain(error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]) -> ConfigError:
+def _explain(
+    error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]
+) -> ConfigError:
     """ "Expected `int` >= 1 - at `$.cache.block_size`" as a sentence about a flag."""
     rule, _, path = str(error).partition(" - at `$.")
     section, _, name = path.rstrip("`").partition("[")[0].partition(".")
-    value = "" if name == "api_key" else f" {nested[section][name]}"  # a key must not appear in a log
-    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "array": "a list"}
-    match = re.match(r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(?:,|$)", rule)
+    value = (
+        "" if name == "api_key" else f" {nested[section][name]}"
+    )  # a key must not appear in a log
+    kinds = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "str": "text",
+        "array": "a list",
+    }
+    match = re.match(
+        r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(?:,|$)", rule
+    )
     if choices := _choices(options_by_name()[name][1].type):
         rule = f"must be one of: {', '.join(choices)}"
     elif match and match["length"]:
@@ -327,7 +429,9 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
     if not match:
-        raise ConfigError(f'--kv-cache-memory: cannot read {text!r} as a size; write bytes or e.g. "2GiB"')
+        raise ConfigError(
+            f'--kv-cache-memory: cannot read {text!r} as a size; write bytes or e.g. "2GiB"'
+        )
     number, prefix, suffix = match.groups()
     base = 1000 if (suffix or "").upper() == "B" else 1024
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))

@@ -97,7 +97,9 @@ class EngineDead(EngineError):
 
 
 class ConfigError(ServdError):
-    """A flag, a configuration file or the machine does not allow the server to start: exit code 2."""
+    """A flag, a configuration file or the machine does not allow the server to start: exit code
+    2.
+    """
 
 
 class ModelNotFound(ConfigError):

@@ -23,11 +23,20 @@ DEMO_FOLDER = Path(__file__).with_name("demo_model")
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
 # Any of these can be converted to tokenizer.json by transformers.
-CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+CONVERTIBLE = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What servd needs to know of a model before any weight is read: config.json under one set of names."""
+    """What servd needs to know of a model before any weight is read: config.json under one set of
+    names.
+    """
 
     folder: str  # "" for the fake model
     model_type: str
@@ -65,7 +74,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
-        raise ModelNotFound(f"{path.parent} has no {path.name}; is it a Hugging Face model folder?") from None
+        raise ModelNotFound(
+            f"{path.parent} has no {path.name}; is it a Hugging Face model folder?"
+        ) from None
     except ValueError as error:
         raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -116,20 +127,24 @@ def read_spec(folder: Path | str) -> ModelSpec:
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder that `model` names, or that of the demo model inside the package; None: it is on the hub.
+    """The folder that `model` names, or that of the demo model inside the package; None: it is on
+    the hub.
 
     Raises:
         ModelNotFound: this installation lacks the demo model.
     """
     if model == DEMO_MODEL:  # a folder of this name is ./demo
         if not DEMO_FOLDER.exists():
-            raise ModelNotFound("this installation has no demo model: name another, e.g. `servd serve gpt2`")
+            raise ModelNotFound(
+                "this installation has no demo model: name another, e.g. `servd serve gpt2`"
+            )
         return DEMO_FOLDER
     return Path(model).resolve() if os.path.isdir(model) else None
 
 
 def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Folder that holds config.json and the tokenizer of `model`, downloading these few small files if needed.
+    """Folder that holds config.json and the tokenizer of `model`, downloading these few small files
+    if needed.
 
     Raises:
         ModelNotFound: no such folder, no such repository, or the hub cannot be reached.
@@ -141,20 +156,32 @@ def find_model(model: str, revision: str | None = None, download_dir: str | None
     return _download(model, revision, download_dir, METADATA_FILES)
 
 
-def download_weights(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Like `find_model`, for the weights too; shows a progress bar. A local folder is returned as it is."""
+def download_weights(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """Like `find_model`, for the weights too; shows a progress bar. A local folder is returned as
+    it is.
+    """
     if (folder := local_folder(model)) is not None:
         return folder
     return _download(model, revision, download_dir, METADATA_FILES + WEIGHT_FILES)
 
 
-def _download(model: str, revision: str | None, download_dir: str | None, patterns: list[str]) -> Path:
+def _download(
+    model: str, revision: str | None, download_dir: str | None, patterns: list[str]
+) -> Path:
     import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(
-            huggingface_hub.snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=patterns)
+            huggingface_hub.snapshot_download(
+                model, revision=revision, cache_dir=download_dir, allow_patterns=patterns
+            )
         )
     except RepositoryNotFoundError:
         raise ModelNotFound(
@@ -163,7 +190,8 @@ def _download(model: str, revision: str | None, download_dir: str | None, patter
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotFound(
-            f"cannot get {model!r} from the hub ({first_line}): check the network, or pass a local folder"
+            f"cannot get {model!r} from the hub ({first_line}): check the network, or pass a "
+            f"local folder"
         ) from None
 
 
@@ -176,15 +204,25 @@ def weight_files(folder: Path | str) -> list[Path]:
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        files = [
+            folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))
+        ]
         missing = [f.name for f in files if not f.exists()]
         if missing:
-            raise ModelNotFound(f"{folder} lacks {len(missing)} of {len(files)} weight files, first {missing[0]}")
+            raise ModelNotFound(
+                f"{folder} lacks {len(missing)} of {len(files)} weight files, first {missing[0]}"
+            )
         return files
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        other = sorted(f.name for pattern in ("*.bin", "*.pt", "*.gguf") for f in folder.glob(pattern))
-        hint = f"; it has {other[0]}, which servd does not read: convert it to safetensors" if other else ""
+        other = sorted(
+            f.name for pattern in ("*.bin", "*.pt", "*.gguf") for f in folder.glob(pattern)
+        )
+        hint = (
+            f"; it has {other[0]}, which servd does not read: convert it to safetensors"
+            if other
+            else ""
+        )
         raise ModelNotFound(f"{folder} has no .safetensors file{hint}")
     return files
 
@@ -212,7 +250,8 @@ def read_generation_defaults(spec: ModelSpec, source: str) -> dict[str, Any]:
 
 
 def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
-    """The tokenizer.json of a model folder; without one, made of the slow tokenizer that is there, once.
+    """The tokenizer.json of a model folder; without one, made of the slow tokenizer that is there,
+    once.
 
     Raises:
         ModelNotFound: there is no tokenizer, or it cannot be converted.
@@ -222,14 +261,20 @@ def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
 
 
 def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
-    """Path of a tokenizer.json made of the slow tokenizer in `folder`, in a cache that all servers share.
+    """Path of a tokenizer.json made of the slow tokenizer in `folder`, in a cache that all servers
+    share.
 
-    transformers does it, in a process of its own: here it would cost seconds and hundreds of megabytes for good.
+    transformers does it, in a process of its own: here it would cost seconds and hundreds of
+    megabytes for good.
     """
     source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
     if source is None and not trust_remote_code:
-        raise ModelNotFound(f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "servd" / "tokenizers"
+        raise ModelNotFound(
+            f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one"
+        )
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "servd" / "tokenizers"
+    )
     stamp = (source or folder).stat().st_mtime_ns
     target = cache / hashlib.sha256(f"{folder.resolve()} {stamp}".encode()).hexdigest()[:24]
     if (target / "tokenizer.json").exists():
@@ -239,11 +284,16 @@ def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
         made = Path(scratch) / "made"
         command = [sys.executable, "-m", "servd.worker.convert_tokenizer", str(folder), str(made)]
         done = subprocess.run(
-            command + ["--trust-remote-code"] * trust_remote_code, capture_output=True, text=True, check=False
+            command + ["--trust-remote-code"] * trust_remote_code,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode or not (made / "tokenizer.json").exists():
             reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise ModelNotFound(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}")
+            raise ModelNotFound(
+                f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}"
+            )
         try:
             made.rename(target)
         except OSError:  # another server was faster

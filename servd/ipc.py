@@ -1,4 +1,5 @@
-"""Typed channels between processes: ZMQ sockets that carry msgspec messages. The only file that imports zmq.
+"""Typed channels between processes: ZMQ sockets that carry msgspec messages. The only file that
+imports zmq.
 
 Every process binds one Inbox; whoever has something to tell it connects an Outbox. Addresses are
 `ipc://` files in a private folder (0700), or `tcp://` across hosts.
@@ -18,7 +19,8 @@ T = TypeVar("T")
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
 CONNECT_TIMEOUT = 1000  # milliseconds, to an inbox that is there
-PARENT_DIR = "SERVD_IPC_DIR"  # environment of a child: its parent's folder, which the parent removes in any case
+# environment of a child: its parent's folder, which the parent removes in any case
+PARENT_DIR = "SERVD_IPC_DIR"
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -47,11 +49,15 @@ class Inbox(Generic[T]):
         self.decoder = msgspec.msgpack.Decoder(kind)
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)  # flow control is the scheduler's queue, not a full pipe
+        self.socket.setsockopt(
+            zmq.RCVHWM, 0
+        )  # flow control is the scheduler's queue, not a full pipe
         self.socket.bind(at)
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """Wait for the next message, at most `timeout` seconds (None: for ever); None when time is up."""
+        """Wait for the next message, at most `timeout` seconds (None: for ever); None when time is
+        up.
+        """
         if timeout is not None and not self.socket.poll(int(timeout * 1000)):
             return None
         return self.decoder.decode(self.socket.recv())
@@ -66,7 +72,9 @@ class Inbox(Generic[T]):
                 return messages
 
     def fileno(self) -> int:
-        """For an event loop's add_reader. Edge-triggered: call `drain` at every event, and once at the start."""
+        """For an event loop's add_reader. Edge-triggered: call `drain` at every event, and once at
+        the start.
+        """
         return self.socket.getsockopt(zmq.FD)
 
     def close(self) -> None:
@@ -77,7 +85,8 @@ class Inbox(Generic[T]):
 
 
 class Outbox:
-    """Sends messages to one inbox, which may start later. Never blocks for long. Belongs to one thread.
+    """Sends messages to one inbox, which may start later. Never blocks for long. Belongs to one
+    thread.
 
     Args:
         to: address of the inbox.

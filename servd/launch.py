@@ -34,7 +34,8 @@ ENGINE_STOP_TIMEOUT = 3.0  # seconds from SIGTERM to SIGKILL
 
 
 def serve(config: Config) -> int:
-    """Run engine and API servers until a signal (0) or until one of them ends by itself (its code, or 1).
+    """Run engine and API servers until a signal (0) or until one of them ends by itself (its code,
+    or 1).
 
     Raises:
         ConfigError: before anything was started.
@@ -60,7 +61,8 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
     """Find the model's metadata (downloading these small files if needed) and decide every "auto".
 
     Raises:
-        ConfigError: no such model, an architecture that servd does not have, options that do not fit.
+        ConfigError: no such model, an architecture that servd does not have, options that do not
+            fit.
     """
     if config.model.model is None and config.parallel.executor == "fake":
         spec = hf.FAKE_SPEC
@@ -71,7 +73,9 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
         spec = hf.read_spec(hf.find_model(model.model, model.revision, model.download_dir))
     supported = plugins.names("servd.worker.models")
     if config.parallel.executor != "fake" and spec.model_type not in supported:
-        raise UnsupportedModel(f"model_type {spec.model_type!r} is not supported; servd has: {', '.join(supported)}")
+        raise UnsupportedModel(
+            f"model_type {spec.model_type!r} is not supported; servd has: {', '.join(supported)}"
+        )
     return resolve(config, spec, look_at_machine()), spec
 
 
@@ -79,11 +83,17 @@ def start_engine(config: Config, spec: hf.ModelSpec, ipc_dir: str, started_at: f
     """Start the engine process; it listens in `ipc_dir`."""
     from servd.core.engine_core_proc import Start
 
-    return Child("engine", ENGINE_MODULE, Start(config, spec, ipc_dir, started_at), env={ipc.PARENT_DIR: ipc_dir})
+    return Child(
+        "engine",
+        ENGINE_MODULE,
+        Start(config, spec, ipc_dir, started_at),
+        env={ipc.PARENT_DIR: ipc_dir},
+    )
 
 
 def listen(config: Config) -> socket.socket:
-    """Open the port (or Unix socket) at once: what comes before the servers are up waits in the backlog.
+    """Open the port (or Unix socket) at once: what comes before the servers are up waits in the
+    backlog.
 
     Raises:
         ConfigError: the port is taken or not allowed.
@@ -96,7 +106,9 @@ def listen(config: Config) -> socket.socket:
         return socket.create_server((server.host, server.port), family=family, backlog=2048)
     except OSError as error:
         remedy = "choose another with --port" if error.errno == 98 else "check --host and --port"
-        raise ConfigError(f"cannot listen on {server.host}:{server.port}: {error.strerror}; {remedy}") from None
+        raise ConfigError(
+            f"cannot listen on {server.host}:{server.port}: {error.strerror}; {remedy}"
+        ) from None
 
 
 def listen_uds(path: str) -> socket.socket:
@@ -105,7 +117,9 @@ def listen_uds(path: str) -> socket.socket:
     try:
         if os.path.exists(path):
             if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise ConfigError(f"--uds {path}: this is not a socket; choose another path, or remove it")
+                raise ConfigError(
+                    f"--uds {path}: this is not a socket; choose another path, or remove it"
+                )
             if somebody_listens(path):
                 raise ConfigError(f"--uds {path}: another process listens there")
             os.unlink(path)
@@ -131,7 +145,9 @@ def url_of(listener: socket.socket) -> str:
 
 
 class SocketFolder:
-    """The folder of the sockets between processes: --attach's, --ipc-dir, or a private one removed at the end."""
+    """The folder of the sockets between processes: --attach's, --ipc-dir, or a private one removed
+    at the end.
+    """
 
     def __init__(self, config: Config) -> None:
         server = config.server
@@ -140,17 +156,26 @@ class SocketFolder:
         longest = len(os.fsencode(os.path.join(self.path, LONGEST_SOCKET_NAME)))
         if longest > ipc.MAX_SOCKET_PATH:
             raise ConfigError(
-                f"--ipc-dir {self.path}: too long by {longest - ipc.MAX_SOCKET_PATH} bytes for the path of a socket"
+                f"--ipc-dir {self.path}: too long by {longest - ipc.MAX_SOCKET_PATH} bytes for "
+                f"the path of a socket"
             )
         has_engine = somebody_listens(os.path.join(self.path, "engine"))
         if server.attach and not has_engine:
-            raise ConfigError(f"--attach {server.attach}: no engine listens there; start one with --headless")
+            raise ConfigError(
+                f"--attach {server.attach}: no engine listens there; start one with --headless"
+            )
         if server.ipc_dir and has_engine:
-            raise ConfigError(f"--ipc-dir {server.ipc_dir}: another engine listens there; choose another folder")
+            raise ConfigError(
+                f"--ipc-dir {server.ipc_dir}: another engine listens there; choose another folder"
+            )
         if server.ipc_dir:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
-            if os.stat(self.path).st_mode & 0o077:  # whoever can write to the sockets drives the engine
-                raise ConfigError(f"--ipc-dir {self.path}: other users may enter this folder; chmod 700 it")
+            if (
+                os.stat(self.path).st_mode & 0o077
+            ):  # whoever can write to the sockets drives the engine
+                raise ConfigError(
+                    f"--ipc-dir {self.path}: other users may enter this folder; chmod 700 it"
+                )
         self.has_engine = not server.attach
 
     def __enter__(self) -> str:
@@ -164,7 +189,9 @@ class SocketFolder:
 
 
 class ProcessTree:
-    """The children of this process, and what happens when one of them, or this process, is told to end."""
+    """The children of this process, and what happens when one of them, or this process, is told to
+    end.
+    """
 
     def __init__(self, config: Config, spec: hf.ModelSpec, ipc_dir: str, started_at: float) -> None:
         self.config = config
@@ -192,18 +219,23 @@ class ProcessTree:
             child.on_exit(self.events.put)
 
     def start_api_servers(self, listener: socket.socket) -> None:
-        """One or several, which share the listening socket: the kernel hands each connection to one of them."""
+        """One or several, which share the listening socket: the kernel hands each connection to one
+        of them.
+        """
         count = self.config.server.api_server_count
         env: dict[str, str] = {}
         if count > 1:  # each of them must be able to answer /metrics for all
             self.metrics_dir = tempfile.mkdtemp(prefix="metrics-", dir=self.ipc_dir)
             env["PROMETHEUS_MULTIPROC_DIR"] = self.metrics_dir
         for i in range(count):
-            # A random number rather than an index: servers of several launchers may attach to one engine.
+            # A random number rather than an index: servers of several launchers may attach to one
+            # engine.
             client = secrets.randbits(31)
             self.inboxes.append(Path(self.ipc_dir, f"client-{client}"))
             url = url_of(listener) if i == 0 else None
-            start = Start(self.config, self.spec, self.ipc_dir, client, f"api-{i}", listener.fileno(), url)
+            start = Start(
+                self.config, self.spec, self.ipc_dir, client, f"api-{i}", listener.fileno(), url
+            )
             self.api_servers.append(Child(start.name, API_MODULE, start, [listener.fileno()], env))
 
     @property
@@ -220,10 +252,16 @@ class ProcessTree:
         event = self.events.get()
         if isinstance(event, signal.Signals):
             seconds = self.config.server.shutdown_timeout
-            logger.info("%s: finishing open requests, at most %g s; a second one stops at once", event.name, seconds)
+            logger.info(
+                "%s: finishing open requests, at most %g s; a second one stops at once",
+                event.name,
+                seconds,
+            )
             self.drain()
             return 0
-        if self.engine is not None and event.exit_code == ENGINE_IS_DEAD:  # the engine's own code says more
+        if (
+            self.engine is not None and event.exit_code == ENGINE_IS_DEAD
+        ):  # the engine's own code says more
             self.engine.wait(ENGINE_STOP_TIMEOUT)
             event = self.engine if self.engine.exit_code is not None else event
         if event.exit_code == 2:  # a ConfigError, which the child has printed
@@ -234,9 +272,13 @@ class ProcessTree:
         return 1
 
     def report_death(self, reason: str) -> None:
-        """Have the API servers answer every open request with an error; they end themselves afterwards."""
+        """Have the API servers answer every open request with an error; they end themselves
+        afterwards.
+        """
         # With --headless the API servers are other launchers' children, found by their sockets.
-        inboxes = Path(self.ipc_dir).glob("client-*") if self.config.server.headless else self.inboxes
+        inboxes = (
+            Path(self.ipc_dir).glob("client-*") if self.config.server.headless else self.inboxes
+        )
         for inbox in inboxes:
             outbox = ipc.Outbox(f"ipc://{inbox}")
             outbox.send(EngineDead(reason))

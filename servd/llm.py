@@ -24,7 +24,14 @@ from servd.core.engine_core_proc import start_executor
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 from servd.hf import ModelSpec
-from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreOutputs, EngineReady, EngineStatus, ToEngine
+from servd.messages import (
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineReady,
+    EngineStatus,
+    ToEngine,
+)
 from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput, RequestOutput, unpack_vector
 from servd.params import PoolingParams, SamplingParams
@@ -39,8 +46,9 @@ class LLM:
 
     Args:
         model: Hugging Face id or local folder.
-        separate_process: run the engine in a process of its own, as the server does. In yours, on a CPU, torch has one
-            thread between steps, until `close`: its threads and those of the kernels would hold each other up.
+        separate_process: run the engine in a process of its own, as the server does. In yours, on a
+            CPU, torch has one thread between steps, until `close`: its threads and those of the
+            kernels would hold each other up.
         use_tqdm: show progress bars.
         options: any option of `servd serve`, e.g. `max_num_seqs=8, dtype="bfloat16"`.
 
@@ -49,9 +57,16 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, separate_process: bool = False, use_tqdm: bool = True, **options: Any
+        self,
+        model: str | None = None,
+        *,
+        separate_process: bool = False,
+        use_tqdm: bool = True,
+        **options: Any,
     ) -> None:
-        self.engine = LLMEngine(Config.load({"model": model, **options}), separate_process, use_tqdm)
+        self.engine = LLMEngine(
+            Config.load({"model": model, **options}), separate_process, use_tqdm
+        )
         self.use_tqdm = use_tqdm
         self.request_ids = itertools.count()
 
@@ -108,7 +123,9 @@ class LLM:
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
-        outputs = self._run([(prompt, True) for prompt in prompts], params or PoolingParams(), use_tqdm)  # type: ignore[misc]
+        outputs = self._run(
+            [(prompt, True) for prompt in prompts], params or PoolingParams(), use_tqdm
+        )  # type: ignore[misc]
         return [unpack_vector(output.outputs[0].pooled or b"") for output in outputs]
 
     def close(self) -> None:
@@ -160,7 +177,9 @@ class LLMEngine:
         use_tqdm: show a progress bar while the model loads.
     """
 
-    def __init__(self, config: Config, separate_process: bool = False, use_tqdm: bool = False) -> None:
+    def __init__(
+        self, config: Config, separate_process: bool = False, use_tqdm: bool = False
+    ) -> None:
         config, spec = launch.find_and_resolve(config)
         assert config.model.max_model_len is not None
         tokenizer = Tokenizer.of_model(config, spec)
@@ -168,19 +187,25 @@ class LLMEngine:
         self.output_processor = OutputProcessor(tokenizer)
         self.requests: dict[str, RequestOutput] = {}
         with LoadingBar(use_tqdm) as progress:
-            self.port: Port = (SeparateProcess if separate_process else InProcess)(config, spec, progress)
+            self.port: Port = (SeparateProcess if separate_process else InProcess)(
+                config, spec, progress
+            )
         self.processor.max_model_len = self.port.max_model_len
         # Where nobody calls `close`, e.g. in a script, it is done at the end.
         self._close = weakref.finalize(self, _close, self.processor.grammars, self.port)
 
-    def add_request(self, request_id: str, prompt: Prompt, params: Params, *, add_special_tokens: bool = True) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: Params, *, add_special_tokens: bool = True
+    ) -> None:
         """Queue a prompt.
 
         Raises:
             InvalidRequest: prompt or parameters are not acceptable, or the id is in use.
         """
         if request_id in self.requests:
-            raise InvalidRequest(f"a request with the id {request_id!r} is unfinished", param="request_id")
+            raise InvalidRequest(
+                f"a request with the id {request_id!r} is unfinished", param="request_id"
+            )
         client = self.port.client
         prepared = (
             self.processor.process_pooling(
@@ -202,7 +227,8 @@ class LLMEngine:
             self.port.send(request)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for the next outputs of the engine; return the requests that got some, each whole up to now.
+        """Wait for the next outputs of the engine; return the requests that got some, each whole up
+        to now.
 
         A choice that failed in the engine has finish_reason "error", and `error` says why.
 
@@ -271,7 +297,9 @@ class InProcess:
 
     def receive(self) -> list[EngineCoreOutput]:
         """Run one step, if need be after waiting for what is compiled."""
-        while not self.compiled.empty() or (not self.engine.has_work and self.engine.grammars.is_compiling):
+        while not self.compiled.empty() or (
+            not self.engine.has_work and self.engine.grammars.is_compiling
+        ):
             self.engine.handle(self.compiled.get())
         outputs = self.engine.step().get(self.client)
         return outputs.outputs if outputs else []
@@ -330,7 +358,10 @@ class LoadingBar:
 
     def __init__(self, enabled: bool) -> None:
         self.bar = tqdm(
-            total=100, disable=not enabled, leave=False, bar_format="{desc} {percentage:3.0f}% |{bar:30}| {elapsed}"
+            total=100,
+            disable=not enabled,
+            leave=False,
+            bar_format="{desc} {percentage:3.0f}% |{bar:30}| {elapsed}",
         )
 
     def __call__(self, phase: str, fraction: float) -> None:

@@ -7,10 +7,14 @@ import sys
 
 
 def setup(process: str, level: str) -> None:
-    """Log to stderr as `12:34:56.789 INFO  api-0  message`. Called once by each process at its start."""
+    """Log to stderr as `12:34:56.789 INFO  api-0  message`. Called once by each process at its
+    start.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)-7s {process:<8} %(message)s", datefmt="%H:%M:%S")
+        logging.Formatter(
+            f"%(asctime)s.%(msecs)03d %(levelname)-7s {process:<8} %(message)s", datefmt="%H:%M:%S"
+        )
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -62,7 +62,9 @@ class EngineCoreRequest(Message, tag=True):
 
 
 class AbortRequests(Message, tag=True):
-    """Drop these requests, wherever they are; unknown ids are ignored. They get no further output."""
+    """Drop these requests, wherever they are; unknown ids are ignored. They get no further
+    output.
+    """
 
     request_ids: list[str]
 
@@ -85,7 +87,9 @@ class EngineStatus(Message, tag=True):
 
 
 class WorkerReady(Message, tag=True):
-    """What a worker learned while it loaded: the facts that "auto" settings and the log depend on."""
+    """What a worker learned while it loaded: the facts that "auto" settings and the log depend
+    on.
+    """
 
     device: str  # e.g. "cpu", "NVIDIA H200"
     dtype: str
@@ -129,13 +133,19 @@ class EngineCoreOutput(Message):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, at first scheduling
     marks: list[Mark] = []  # on the first and on the last output
     error: str | None = None  # with finish_reason error
-    prompt_logprobs: list[TokenLogprobs] | None = None  # on the first output; one per prompt token but the first
+    prompt_logprobs: list[TokenLogprobs] | None = (
+        None  # on the first output; one per prompt token but the first
+    )
     pooled: bytes | None = None  # float32, little-endian: what PoolingParams ask for
-    is_complete: bool = False  # it stops because nothing may follow: its last token is text, not a stop token
+    is_complete: bool = (
+        False  # it stops because nothing may follow: its last token is text, not a stop token
+    )
 
 
 class SchedulerStats(Message):
-    """The engine's state after a step, for metrics and the log line. Counters are since the last report."""
+    """The engine's state after a step, for metrics and the log line. Counters are since the last
+    report.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -155,7 +165,9 @@ class EngineCoreOutputs(Message, tag=True):
 
 
 class EngineDead(Message, tag=True):
-    """The engine cannot go on; sent by itself on a failure, by the parent when the process is gone."""
+    """The engine cannot go on; sent by itself on a failure, by the parent when the process is
+    gone.
+    """
 
     reason: str
 
@@ -191,7 +203,9 @@ class StartWorker(msgspec.Struct):
     rank: int  # 0 to tensor_parallel_size - 1
     inbox: str  # address where it receives ToWorker
     outbox: str  # address that it sends FromWorker to
-    distributed_init: str | None = None  # where several workers meet: an init_method of torch.distributed
+    distributed_init: str | None = (
+        None  # where several workers meet: an init_method of torch.distributed
+    )
 
 
 class LoadModel(Message, tag=True):
@@ -226,8 +240,8 @@ class ScheduledRequest(Message):
 
 
 class SchedulerOutput(Message, tag=True):
-    """One step: what changed, and how many tokens each request computes. Workers apply it in this order:
-    free `freed_slots`, add `new_requests`, then compute `scheduled`.
+    """One step: what changed, and how many tokens each request computes. Workers apply it in this
+    order: free `freed_slots`, add `new_requests`, then compute `scheduled`.
     """
 
     step: int
@@ -276,7 +290,9 @@ class ModelRunnerOutput(Message, tag=True):
 
     sampled_token_ids: list[list[int]]  # empty for a request that does not sample in this step
     logprobs: dict[int, list[TokenLogprobs]] = {}  # index in `scheduled` -> one per sampled token
-    prompt_logprobs: dict[int, PromptLogprobs] = {}  # index in `scheduled` -> those of the tokens computed
+    prompt_logprobs: dict[
+        int, PromptLogprobs
+    ] = {}  # index in `scheduled` -> those of the tokens computed
     pooled: dict[int, bytes] = {}  # index in `scheduled` -> vector or vectors, float32
 
 

@@ -20,16 +20,23 @@ MAX_BAD_WORD_TOKENS = 32
 INT64_MAX = 2**63 - 1
 
 
-class StructuredOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, weakref=True):
+class StructuredOutput(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, weakref=True
+):
     """What an output must look like, in a form that the engine can follow token by token."""
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar"]
-    value: str = ""  # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
-    starts_after: list[int] = []  # the form holds after the first of these tokens, e.g. </think>; empty: at once
+    # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
+    value: str = ""
+    starts_after: list[
+        int
+    ] = []  # the form holds after the first of these tokens, e.g. </think>; empty: at once
     param: str = "structured_outputs"  # the field of the client's request, for errors
 
 
-class RepetitionDetection(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+class RepetitionDetection(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False
+):
     """Ends an output whose last tokens are copies of one pattern. Fields as in vLLM."""
 
     max_pattern_size: int = 0  # tokens; 0 is off
@@ -62,12 +69,18 @@ class ThinkingTags(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
 
 
 class SamplingParams(
-    msgspec.Struct, tag="sampling", array_like=True, omit_defaults=True, kw_only=True, frozen=True, gc=False
+    msgspec.Struct,
+    tag="sampling",
+    array_like=True,
+    omit_defaults=True,
+    kw_only=True,
+    frozen=True,
+    gc=False,
 ):
     """How tokens are chosen and when generation ends. Defaults are neutral, as in vLLM.
 
-    `stop`, `include_stop_str_in_output`, `skip_special_tokens`, `bad_words` and `n` concern text and are used by
-    the API room alone; the rest is used by the engine.
+    `stop`, `include_stop_str_in_output`, `skip_special_tokens`, `bad_words` and `n` concern text
+    and are used by the API room alone; the rest is used by the engine.
     """
 
     n: int = 1
@@ -79,7 +92,9 @@ class SamplingParams(
     frequency_penalty: float = 0.0  # over output tokens
     repetition_penalty: float = 1.0  # over prompt and output tokens
     seed: int | None = None
-    max_tokens: int | None = 16  # None: up to the end of the context; 0: only the prompt is computed
+    max_tokens: int | None = (
+        16  # None: up to the end of the context; 0: only the prompt is computed
+    )
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
@@ -90,12 +105,18 @@ class SamplingParams(
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_output: StructuredOutput | None = None
-    prompt_logprobs: int | None = None  # None: none; k: every prompt token but the first, and the k most likely
+    prompt_logprobs: int | None = (
+        None  # None: none; k: every prompt token but the first, and the k most likely
+    )
     bad_words: list[str] = []  # text that may not be written
-    bad_words_token_ids: list[list[int]] = []  # the same as tokens: the last one may not follow the others
+    bad_words_token_ids: list[
+        list[int]
+    ] = []  # the same as tokens: the last one may not follow the others
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: int | None = None  # tokens of thoughts, after which they end
-    thinking_tags: ThinkingTags | None = None  # by which the engine follows the thoughts; the API room fills it in
+    thinking_tags: ThinkingTags | None = (
+        None  # by which the engine follows the thoughts; the API room fills it in
+    )
     logprob_token_ids: list[int] = []  # with logprobs: the log-probabilities of these, too
 
     def verify(self, vocab_size: int) -> None:
@@ -109,7 +130,14 @@ class SamplingParams(
             if not ok:
                 raise InvalidRequest(f"{param} must be {rule}, got {value!r}", param=param)
 
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
             value = getattr(self, name)
             need(math.isfinite(value), name, "a finite number", value)
         need(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}", self.n)
@@ -117,12 +145,32 @@ class SamplingParams(
         need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         need(self.top_k >= -1, "top_k", "-1, 0 (both off) or positive", self.top_k)
         need(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
-        need(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2", self.presence_penalty)
-        need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2", self.frequency_penalty)
+        need(
+            -2 <= self.presence_penalty <= 2,
+            "presence_penalty",
+            "between -2 and 2",
+            self.presence_penalty,
+        )
+        need(
+            -2 <= self.frequency_penalty <= 2,
+            "frequency_penalty",
+            "between -2 and 2",
+            self.frequency_penalty,
+        )
         need(0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0 and at most 100",
              self.repetition_penalty)  # fmt: skip
-        need(self.seed is None or -INT64_MAX - 1 <= self.seed <= INT64_MAX, "seed", "a 64-bit integer", self.seed)
-        need(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0", self.max_tokens)
+        need(
+            self.seed is None or -INT64_MAX - 1 <= self.seed <= INT64_MAX,
+            "seed",
+            "a 64-bit integer",
+            self.seed,
+        )
+        need(
+            self.max_tokens is None or self.max_tokens >= 0,
+            "max_tokens",
+            "at least 0",
+            self.max_tokens,
+        )
         need(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         need(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
              f"at most max_tokens ({self.max_tokens})", self.min_tokens)  # fmt: skip
@@ -135,7 +183,12 @@ class SamplingParams(
              f"at most {MAX_LOGPROB_TOKEN_IDS} token ids", len(self.logprob_token_ids))  # fmt: skip
         if self.repetition_detection is not None:
             self.repetition_detection.verify()
-        need(len(self.stop) <= MAX_STOP and all(self.stop), "stop", f"at most {MAX_STOP} non-empty strings", self.stop)
+        need(
+            len(self.stop) <= MAX_STOP and all(self.stop),
+            "stop",
+            f"at most {MAX_STOP} non-empty strings",
+            self.stop,
+        )
         need(len(self.bad_words) <= MAX_BAD_WORDS and all(self.bad_words), "bad_words",
              f"at most {MAX_BAD_WORDS} non-empty strings", self.bad_words)  # fmt: skip
         need(all(1 <= len(ids) <= MAX_BAD_WORD_TOKENS for ids in self.bad_words_token_ids), "bad_words",
@@ -156,9 +209,17 @@ class SamplingParams(
 
 
 class PoolingParams(
-    msgspec.Struct, tag="pooling", array_like=True, omit_defaults=True, kw_only=True, frozen=True, gc=False
+    msgspec.Struct,
+    tag="pooling",
+    array_like=True,
+    omit_defaults=True,
+    kw_only=True,
+    frozen=True,
+    gc=False,
 ):
-    """How the hidden states of a prompt become one vector, or with "all" one for each token, one after another."""
+    """How the hidden states of a prompt become one vector, or with "all" one for each token, one
+    after another.
+    """
 
     pooling: str = "last"  # last | mean | all
     normalize: bool = True
@@ -175,7 +236,8 @@ class PoolingParams(
             raise InvalidRequest(message, param="pooling")
         if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
             raise InvalidRequest(
-                f"dimensions must be between 1 and {hidden_size}, the size of this model's vectors, "
+                f"dimensions must be between 1 and {hidden_size}, the size of this model's "
+                f"vectors, "
                 f"got {self.dimensions}",
                 param="dimensions",
             )

@@ -13,15 +13,21 @@ from servd.errors import ConfigError
 def names(package: str) -> list[str]:
     """Option names of the modules in `package` (e.g. "servd.worker.attention"), sorted.
 
-    Files that start with an underscore are shared parts, not options. Nothing of the package is imported.
+    Files that start with an underscore are shared parts, not options. Nothing of the package is
+    imported.
     """
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations is not None, package
-    return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if not m.name.startswith("_"))
+    return sorted(
+        m.name
+        for m in pkgutil.iter_modules(spec.submodule_search_locations)
+        if not m.name.startswith("_")
+    )
 
 
 def check(option: str, package: str, name: str, *others: str) -> None:
-    """See that `load` would find the module `name`, or that it is one of `others`, without importing it.
+    """See that `load` would find the module `name`, or that it is one of `others`, without
+    importing it.
 
     Raises:
         ConfigError: it is neither; the message names the option and what there is.
@@ -36,8 +42,8 @@ def load(package: str, name: str, attribute: str) -> Any:
     `name` may also be "package.module:Attribute", so code outside servd needs no entry point.
 
     Raises:
-        ConfigError: no such file; the message lists those that exist. An error inside the plugin's own
-            import is raised as it is.
+        ConfigError: no such file; the message lists those that exist. An error inside the plugin's
+            own import is raised as it is.
     """
     if ":" in name:
         module, _, attribute = name.partition(":")

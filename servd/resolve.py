@@ -1,4 +1,6 @@
-"""Decide every "auto" of a Config and check options against each other: a pure function of config, model, machine."""
+"""Decide every "auto" of a Config and check options against each other: a pure function of config,
+model, machine.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def look_at_machine() -> Machine:
-    """Ask the CUDA driver for the number of devices, and torch's version file for its kind of build."""
+    """Ask the CUDA driver for the number of devices, and torch's version file for its kind of
+    build.
+    """
     has_triton = importlib.util.find_spec("triton") is not None
     return Machine(num_gpus=_num_gpus(), torch_has_cuda=_torch_has_cuda(), has_triton=has_triton)
 
@@ -49,13 +53,17 @@ def _torch_has_cuda() -> bool:
     if spec is None or spec.origin is None:
         return False
     version = Path(spec.origin).with_name("version.py")
-    return version.exists() and re.search(r"^cuda\b.*=\s*'", version.read_text(), re.MULTILINE) is not None
+    return (
+        version.exists()
+        and re.search(r"^cuda\b.*=\s*'", version.read_text(), re.MULTILINE) is not None
+    )
 
 
 def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     """Return a Config without "auto" or None where a value is needed; every decision is logged.
 
-    `attention_backend` stays auto: which backends run is for the worker, which has torch, to find out.
+    `attention_backend` stays auto: which backends run is for the worker, which has torch, to find
+    out.
 
     Raises:
         ConfigError: options that cannot work together, on this machine or with this model.
@@ -66,20 +74,33 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     if config.model.dtype == "auto":
         decided["dtype"] = spec.dtype if on_cuda else "float32"
     if config.model.quantization == "fp8" and not on_cuda:
-        log.warning("--quantization fp8 is made for GPUs and very slow on a CPU: use --quantization int8 here")
+        log.warning(
+            "--quantization fp8 is made for GPUs and very slow on a CPU: use --quantization int8 "
+            "here"
+        )
     decided |= _resolve_lengths(config, spec, on_cuda)
     if config.scheduler.async_scheduling is None:
         decided["async_scheduling"] = on_cuda
-    if config.model.model == DEMO_MODEL and any(os.path.isdir(name) for name in config.model.served_model_name):
-        raise ConfigError("--served-model-name took a folder for a name: write MODEL before the flags")
+    if config.model.model == DEMO_MODEL and any(
+        os.path.isdir(name) for name in config.model.served_model_name
+    ):
+        raise ConfigError(
+            "--served-model-name took a folder for a name: write MODEL before the flags"
+        )
     if spec.dtype not in ("float32", "bfloat16", "float16"):
-        raise UnsupportedModel(f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16")
+        raise UnsupportedModel(
+            f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16"
+        )
     if not config.model.served_model_name:
         decided["served_model_name"] = _model_names(config.model.model or spec.model_type)
     if config.server.headless and config.server.attach:
-        raise ConfigError("--headless runs no API server and --attach runs nothing else: give one of them")
+        raise ConfigError(
+            "--headless runs no API server and --attach runs nothing else: give one of them"
+        )
     if config.server.headless and not config.server.ipc_dir:
-        raise ConfigError("--headless needs --ipc-dir, the folder where API servers find the engine with --attach")
+        raise ConfigError(
+            "--headless needs --ipc-dir, the folder where API servers find the engine with --attach"
+        )
     for name, value in decided.items():
         log.info("%s: %s", name, value)
     return config.replace(**decided)
@@ -87,17 +108,27 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
 
 def _check_plugins(config: Config) -> None:
     """Before the processes that use them import anything."""
-    plugins.check("--attention-backend", "servd.worker.attention", config.parallel.attention_backend, "auto")
+    plugins.check(
+        "--attention-backend", "servd.worker.attention", config.parallel.attention_backend, "auto"
+    )
     server = config.server
     if server.tool_call_parser is not None:
-        plugins.check("--tool-call-parser", "servd.api.tool_parsers", server.tool_call_parser, "none")
+        plugins.check(
+            "--tool-call-parser", "servd.api.tool_parsers", server.tool_call_parser, "none"
+        )
     if server.reasoning_parser is not None:
-        plugins.check("--reasoning-parser", "servd.api.reasoning_parsers", server.reasoning_parser, "none")
+        plugins.check(
+            "--reasoning-parser", "servd.api.reasoning_parsers", server.reasoning_parser, "none"
+        )
 
 
 def _model_names(model: str) -> list[str]:
     """MODEL; for a folder its own name first, which clients can know."""
-    return list(dict.fromkeys([Path(model).resolve().name, model])) if os.path.isdir(model) else [model]
+    return (
+        list(dict.fromkeys([Path(model).resolve().name, model]))
+        if os.path.isdir(model)
+        else [model]
+    )
 
 
 def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, object]:
@@ -105,15 +136,27 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
     size = config.parallel.tensor_parallel_size
     device = config.parallel.device
     if device == "auto":
-        device = decided["device"] = "cuda" if machine.num_gpus and machine.torch_has_cuda else "cpu"
+        device = decided["device"] = (
+            "cuda" if machine.num_gpus and machine.torch_has_cuda else "cpu"
+        )
         if machine.num_gpus and not machine.torch_has_cuda:
-            log.warning("there is a GPU, but this torch is built for CPUs: install a CUDA build of torch to use it")
+            log.warning(
+                "there is a GPU, but this torch is built for CPUs: install a CUDA build of torch "
+                "to use it"
+            )
     if device == "cuda" and not machine.torch_has_cuda:
-        raise ConfigError("--device cuda: this torch is built for CPUs; install a CUDA build of torch")
+        raise ConfigError(
+            "--device cuda: this torch is built for CPUs; install a CUDA build of torch"
+        )
     if config.model.compile and device != "cuda":
-        raise ConfigError(f"--compile is for CUDA: a {device} has kernels of servd's own, which torch cannot compile")
+        raise ConfigError(
+            f"--compile is for CUDA: a {device} has kernels of servd's own, which torch cannot "
+            f"compile"
+        )
     if config.model.compile and not machine.has_triton:
-        raise ConfigError("--compile needs the package triton, in which torch writes its kernels: install it")
+        raise ConfigError(
+            "--compile needs the package triton, in which torch writes its kernels: install it"
+        )
     if device == "cuda" and machine.num_gpus < size:
         raise ConfigError(
             f"--tensor-parallel-size {size}: the CUDA driver shows {machine.num_gpus} device(s); "
@@ -122,9 +165,14 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
     if config.parallel.executor is None:
         decided["executor"] = "uniproc" if size == 1 else "multiproc"
     elif config.parallel.executor == "uniproc" and size > 1:
-        raise ConfigError("--executor uniproc drives one device; --tensor-parallel-size > 1 needs multiproc")
+        raise ConfigError(
+            "--executor uniproc drives one device; --tensor-parallel-size > 1 needs multiproc"
+        )
     if spec.num_kv_heads % size:
-        raise ConfigError(f"--tensor-parallel-size {size} must divide the model's {spec.num_kv_heads} key-value heads")
+        raise ConfigError(
+            f"--tensor-parallel-size {size} must divide the model's {spec.num_kv_heads} key-value "
+            f"heads"
+        )
     return decided
 
 
@@ -135,7 +183,8 @@ def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str
         max_model_len = decided["max_model_len"] = spec.max_position_embeddings
     elif max_model_len > spec.max_position_embeddings:
         raise ConfigError(
-            f"--max-model-len {max_model_len}: the model has positions for {spec.max_position_embeddings} tokens"
+            f"--max-model-len {max_model_len}: the model has positions for "
+            f"{spec.max_position_embeddings} tokens"
         )
     if config.model.shorten_max_model_len is None:
         decided["shorten_max_model_len"] = config.model.max_model_len is None

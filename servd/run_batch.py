@@ -50,15 +50,19 @@ class Target(NamedTuple):
         if self.uds is not None:
             return UnixConnection(self.uds)
         parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
         return kind(parts.netloc)
 
-    def ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> Answer:
+    def ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None
+    ) -> Answer:
         """One request and its whole answer, with retries while the server is too busy.
 
         Raises:
-            OSError, HTTPException: no answer. A connection that was used before gets a second chance: the server may
-                have closed it meanwhile.
+            OSError, HTTPException: no answer. A connection that was used before gets a second
+                chance: the server may have closed it meanwhile.
         """
         headers = {"content-type": "application/json"}
         if self.api_key:
@@ -68,7 +72,9 @@ class Target(NamedTuple):
         while True:
             is_old = connection.sock is not None
             try:
-                connection.request(method, prefix + path, body if body is None else json.dumps(body), headers)
+                connection.request(
+                    method, prefix + path, body if body is None else json.dumps(body), headers
+                )
                 reply = connection.getresponse()
             except ConnectionError:
                 if not is_old:
@@ -89,7 +95,9 @@ class Target(NamedTuple):
 
 
 def seconds_of(retry_after: str | None) -> float | None:
-    """How long to wait, by a Retry-After header: a number of seconds, or a date. None without a valid one."""
+    """How long to wait, by a Retry-After header: a number of seconds, or a date. None without a
+    valid one.
+    """
     if retry_after is None:
         return None
     try:
@@ -124,11 +132,13 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 class Batch:
-    """Answers lines of the input that the output does not have yet, several at a time, in any order.
+    """Answers lines of the input that the output does not have yet, several at a time, in any
+    order.
 
     Args:
         source: batch file, one request per line.
-        results: gets one line per request; lines that are there and tell of no server failure are kept.
+        results: gets one line per request; lines that are there and tell of no server failure are
+            kept.
 
     Raises:
         ConfigError: a file cannot be read or written, or two lines have the same custom_id.
@@ -156,7 +166,10 @@ class Batch:
         """
         self.target = target
         self.bar = tqdm(total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True)
-        threads = [threading.Thread(target=self.work, daemon=True) for _ in range(min(concurrency, len(self.lines)))]
+        threads = [
+            threading.Thread(target=self.work, daemon=True)
+            for _ in range(min(concurrency, len(self.lines)))
+        ]
         try:
             for thread in threads:
                 thread.start()
@@ -166,7 +179,9 @@ class Batch:
             self.waiting = iter(())  # interrupted: no thread begins another
         self.bar.close()
         if self.problem is not None:
-            raise ConfigError(f"run-batch: {self.output.name}: {self.problem.strerror}; run again to go on")
+            raise ConfigError(
+                f"run-batch: {self.output.name}: {self.problem.strerror}; run again to go on"
+            )
         self.output.close()
         return self.num_failed
 
@@ -189,7 +204,9 @@ class Batch:
                     return
                 self.bar.update()
 
-    def answer(self, connection: http.client.HTTPConnection, number: int, line: str) -> dict[str, Any] | None:
+    def answer(
+        self, connection: http.client.HTTPConnection, number: int, line: str
+    ) -> dict[str, Any] | None:
         """The output line of an input line; None if it is done already."""
         custom_id: Any = f"line {number}"
         answer, error = None, None
@@ -208,8 +225,17 @@ class Batch:
         if answer is None or answer.status != 200:
             with self.lock:
                 self.num_failed += 1
-        response = answer and {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
-        return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+        response = answer and {
+            "status_code": answer.status,
+            "request_id": answer.request_id,
+            "body": answer.body,
+        }
+        return {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": error,
+        }
 
 
 def refuse_duplicates(lines: list[tuple[int, str]]) -> None:
@@ -226,7 +252,9 @@ def refuse_duplicates(lines: list[tuple[int, str]]) -> None:
         except (ValueError, KeyError, TypeError):
             continue  # answered with an error of its own
         if other != number:
-            raise ConfigError(f"run-batch: lines {other} and {number} have the same custom_id {custom_id!r}")
+            raise ConfigError(
+                f"run-batch: lines {other} and {number} have the same custom_id {custom_id!r}"
+            )
 
 
 def check(request: dict[str, Any]) -> None:
@@ -253,7 +281,9 @@ def describe(problem: Exception) -> str:
 
 
 def keep_finished(results: Path) -> set[Any]:
-    """Drop from an earlier run's output what has to be done again; returns the ids of what stays."""
+    """Drop from an earlier run's output what has to be done again; returns the ids of what
+    stays.
+    """
     if not results.exists():
         return set()
     kept: dict[Any, str] = {}
@@ -316,7 +346,9 @@ def is_ready(target: Target) -> bool:
         connection.close()
 
 
-def run_batch(options: dict[str, Any], source: str, results: str, url: str | None, concurrency: int) -> int:
+def run_batch(
+    options: dict[str, Any], source: str, results: str, url: str | None, concurrency: int
+) -> int:
     """Answer a batch file; returns the exit code: 1 if a request failed.
 
     Args:

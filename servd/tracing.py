@@ -1,7 +1,7 @@
 """Per-request timeline: a mark at every border, joined into one account of where the time went.
 
-All marks are CLOCK_MONOTONIC nanoseconds, one clock for every process of a host, so marks of the API
-process and of the engine process can be compared and sorted.
+All marks are CLOCK_MONOTONIC nanoseconds, one clock for every process of a host, so marks of the
+API process and of the engine process can be compared and sorted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ now_ns = time.monotonic_ns
 
 
 class Mark(msgspec.Struct, array_like=True, gc=False):
-    """One border crossed by a request. `step` is the engine's step number, -1 outside the engine."""
+    """One border crossed by a request. `step` is the engine's step number, -1 outside the
+    engine.
+    """
 
     stage: str
     at_ns: int

@@ -1,4 +1,5 @@
-"""Shared fixtures: small checkpoints with a real tokenizer, made once per session and imported lazily.
+"""Shared fixtures: small checkpoints with a real tokenizer, made once per session and imported
+lazily.
 
 Tests of the api and core rooms that do not ask for a checkpoint never import torch.
 """
@@ -22,13 +23,18 @@ if shutil.which("nvidia-smi") is None:
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 512
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def write_tokenizer(folder: Path, special: list[str], bos: str | None, eos: str, chat_template: str | None) -> None:
-    """Train a byte-level BPE on text of this repository and write it as a Hugging Face tokenizer folder."""
+def write_tokenizer(
+    folder: Path, special: list[str], bos: str | None, eos: str, chat_template: str | None
+) -> None:
+    """Train a byte-level BPE on text of this repository and write it as a Hugging Face tokenizer
+    folder.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -40,7 +46,9 @@ def write_tokenizer(folder: Path, special: list[str], bos: str | None, eos: str,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((ROOT / "LICENSE").read_text(encoding="utf8").splitlines(), trainer)
+    tokenizer.train_from_iterator(
+        (ROOT / "LICENSE").read_text(encoding="utf8").splitlines(), trainer
+    )
     if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
@@ -63,7 +71,9 @@ def write_tokenizer(folder: Path, special: list[str], bos: str | None, eos: str,
 
 @pytest.fixture(scope="session")
 def tiny_gpt2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a GPT-2-style tokenizer (no chat template, one special token) and nothing else."""
+    """Folder with a GPT-2-style tokenizer (no chat template, one special token) and nothing
+    else.
+    """
     folder = tmp_path_factory.mktemp("tiny-gpt2-tokenizer")
     write_tokenizer(folder, ["<|endoftext|>"], None, "<|endoftext|>", None)
     return folder
@@ -71,15 +81,21 @@ def tiny_gpt2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llama_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a tokenizer that adds `<s>`, has a ChatML template, and ends a turn with `<|im_end|>`."""
+    """Folder with a tokenizer that adds `<s>`, has a ChatML template, and ends a turn with
+    `<|im_end|>`.
+    """
     folder = tmp_path_factory.mktemp("tiny-llama-tokenizer")
-    write_tokenizer(folder, ["<s>", "</s>", "<|im_start|>", "<|im_end|>"], "<s>", "<|im_end|>", CHATML)
+    write_tokenizer(
+        folder, ["<s>", "</s>", "<|im_start|>", "<|im_end|>"], "<s>", "<|im_end|>", CHATML
+    )
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_gpt2(tiny_gpt2_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded GPT-2 checkpoint: 2 layers, hidden 64, 256 positions, tied embeddings, with its tokenizer."""
+    """A seeded GPT-2 checkpoint: 2 layers, hidden 64, 256 positions, tied embeddings, with its
+    tokenizer.
+    """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -87,12 +103,16 @@ def tiny_gpt2(tiny_gpt2_tokenizer: Path, tmp_path_factory: pytest.TempPathFactor
         vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0,
         initializer_range=0.1,
     )  # fmt: skip
-    return _checkpoint("tiny-gpt2", GPT2LMHeadModel, config, torch, tiny_gpt2_tokenizer, tmp_path_factory)
+    return _checkpoint(
+        "tiny-gpt2", GPT2LMHeadModel, config, torch, tiny_gpt2_tokenizer, tmp_path_factory
+    )
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tiny_llama_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded Llama checkpoint: 2 layers, hidden 64, 4 query and 2 key-value heads, 512 positions, chat template."""
+    """A seeded Llama checkpoint: 2 layers, hidden 64, 4 query and 2 key-value heads, 512 positions,
+    chat template.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -100,14 +120,17 @@ def tiny_llama(tiny_llama_tokenizer: Path, tmp_path_factory: pytest.TempPathFact
         vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=3, initializer_range=0.1,
     )  # fmt: skip
-    return _checkpoint("tiny-llama", LlamaForCausalLM, config, torch, tiny_llama_tokenizer, tmp_path_factory)
+    return _checkpoint(
+        "tiny-llama", LlamaForCausalLM, config, torch, tiny_llama_tokenizer, tmp_path_factory
+    )
 
 
 def _checkpoint(name, model_class, config, torch, tokenizer: Path, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        # The initial range is above the usual 0.02 so that the most likely token leads by far more than rounding.
+        # The initial range is above the usual 0.02 so that the most likely token leads by far more
+        # than rounding.
         model = model_class(config).eval()
     model.save_pretrained(folder)
     for file in tokenizer.iterdir():

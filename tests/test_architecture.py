@@ -1,4 +1,5 @@
-"""The rules of the code base as tables: which room imports what, who may touch which library, how large things are.
+"""The rules of the code base as tables: which room imports what, who may touch which library, how
+large things are.
 
 Everything is read from the source with `ast`; one test runs a process to see what is really loaded.
 """
@@ -18,8 +19,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Room -> the rooms and modules that it may import of servd. `top` joins the rooms: it starts processes and offers
-# the offline classes. Nobody imports the worker: the core names it once, as a string.
+# Room -> the rooms and modules that it may import of servd. `top` joins the rooms: it starts
+# processes and offers the offline classes. Nobody imports the worker: the core names it once, as a
+# string.
 MAY_IMPORT = {
     "leaf": {"leaf"},
     "api": {"leaf", "api", "servd.core.client"},
@@ -29,7 +31,8 @@ MAY_IMPORT = {
 }
 TOP = {"servd", "servd.__main__", "servd.cli", "servd.launch", "servd.llm"}
 
-# Library -> the files or folders that may import it. A library without a row may not be imported at all.
+# Library -> the files or folders that may import it. A library without a row may not be imported at
+# all.
 ONE_DOOR = {
     "aiohttp": ["servd/bench/_load.py"],
     "fastapi": ["servd/api/"],
@@ -58,7 +61,8 @@ ONE_DOOR = {
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "multiprocessing"}
 PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "torch.load", "torch.save", "numpy.load", "np.load"}
 
-# Package of plugins -> the one public name that every file in it must have (a model's is named as in config.json).
+# Package of plugins -> the one public name that every file in it must have (a model's is named as
+# in config.json).
 PLUGINS = {
     "servd/api/reasoning_parsers": "Parser",
     "servd/api/routes": "router",
@@ -69,9 +73,24 @@ PLUGINS = {
     "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel)",
 }
 
-# The common path knows no feature: none of these words, and no name of a plugin, in its names and strings.
-COMMON_PATH = ["servd/core/engine_core.py", "servd/core/scheduler.py", "servd/worker/model_runner.py"]
-FEATURES = ["eagle", "medusa", "ngram", "lora", "guided", "xgrammar", "embedding_model", "reasoning", "tool_call"]
+# The common path knows no feature: none of these words, and no name of a plugin, in its names and
+# strings.
+COMMON_PATH = [
+    "servd/core/engine_core.py",
+    "servd/core/scheduler.py",
+    "servd/worker/model_runner.py",
+]
+FEATURES = [
+    "eagle",
+    "medusa",
+    "ngram",
+    "lora",
+    "guided",
+    "xgrammar",
+    "embedding_model",
+    "reasoning",
+    "tool_call",
+]
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -98,19 +117,28 @@ class Source:
 
     @property
     def imports(self) -> list[str]:
-        """Dotted names of all imports, also of those inside functions; `from a import b` gives "a.b"."""
+        """Dotted names of all imports, also of those inside functions; `from a import b` gives
+        "a.b".
+        """
         found = []
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 found += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                package = self.module if self.path.endswith("__init__.py") else self.module.rpartition(".")[0]
+                package = (
+                    self.module
+                    if self.path.endswith("__init__.py")
+                    else self.module.rpartition(".")[0]
+                )
                 base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
                 found += [f"{base}.{alias.name}" for alias in node.names]
         return found
 
 
-SOURCES = [Source(str(p.relative_to(ROOT)), p.read_text(encoding="utf8")) for p in sorted(ROOT.glob("servd/**/*.py"))]
+SOURCES = [
+    Source(str(p.relative_to(ROOT)), p.read_text(encoding="utf8"))
+    for p in sorted(ROOT.glob("servd/**/*.py"))
+]
 MODULES = {source.module for source in SOURCES}
 every_file = pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.path)
 
@@ -140,8 +168,14 @@ def wrong_rooms(source: Source) -> list[str]:
 
 def wrong_doors(source: Source) -> list[str]:
     """Libraries imported where they may not be."""
-    libraries = {name.split(".")[0] for name in source.imports} - {"servd"} - sys.stdlib_module_names
-    return sorted(name for name in libraries if not any(source.path.startswith(d) for d in ONE_DOOR.get(name, [])))
+    libraries = (
+        {name.split(".")[0] for name in source.imports} - {"servd"} - sys.stdlib_module_names
+    )
+    return sorted(
+        name
+        for name in libraries
+        if not any(source.path.startswith(d) for d in ONE_DOOR.get(name, []))
+    )
 
 
 def pickling(source: Source) -> list[str]:
@@ -168,7 +202,10 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
 def too_long(source: Source) -> list[str]:
     """The file or functions of it over their limit."""
     sizes = [(source.path, source.text.count("\n"), MAX_FILE_LINES)]
-    sizes += [(f"{source.path}::{name}", lines, MAX_FUNCTION_LINES) for name, lines in functions(source.tree)]
+    sizes += [
+        (f"{source.path}::{name}", lines, MAX_FUNCTION_LINES)
+        for name, lines in functions(source.tree)
+    ]
     return [
         f"{name}: {lines} lines, at most {LONGER.get(name, (limit,))[0]}"
         for name, lines, limit in sizes
@@ -181,9 +218,18 @@ def words(source: Source) -> set[str]:
     found = set()
     for node in ast.walk(source.tree):
         match node:
-            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word) | ast.alias(name=word):
+            case (
+                ast.Name(id=word)
+                | ast.Attribute(attr=word)
+                | ast.arg(arg=word)
+                | ast.alias(name=word)
+            ):
                 found.add(word.lower())
-            case ast.FunctionDef(name=word) | ast.AsyncFunctionDef(name=word) | ast.ClassDef(name=word):
+            case (
+                ast.FunctionDef(name=word)
+                | ast.AsyncFunctionDef(name=word)
+                | ast.ClassDef(name=word)
+            ):
                 found.add(word.lower())
             case ast.Constant(value=str(word)) if "\n" not in word and " " not in word:
                 found.add(word.lower())
@@ -214,7 +260,7 @@ def test_sizes(source):
 def test_every_file_says_what_it_is_for(source):
     docstring = ast.get_docstring(source.tree)
     assert docstring
-    assert docstring.splitlines()[0].strip().endswith((".", ":", "?"))
+    assert docstring.split("\n\n")[0].strip().endswith((".", ":", "?"))
 
 
 @every_file
@@ -232,7 +278,9 @@ def test_core_names_the_worker_in_its_executors_only_once_in_each():
         for source in SOURCES
         if room_of(source.module) == "core"
         for node in ast.walk(source.tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("servd.worker")
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith("servd.worker")
     ]
     assert named
     assert all(path.startswith("servd/core/executor/") for path in named)
@@ -249,9 +297,14 @@ PLUGIN_FILES = [
 
 @pytest.mark.parametrize(("source", "name"), PLUGIN_FILES)
 def test_every_plugin_has_the_name_that_its_package_asks_for(source, name):
-    defined = [node.name for node in source.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    defined = [
+        node.name for node in source.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    ]
     assigned = [
-        ast.unparse(target) for node in source.tree.body if isinstance(node, ast.Assign) for target in node.targets
+        ast.unparse(target)
+        for node in source.tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
     ]
     assert len([c for c in defined + assigned if re.fullmatch(name, c)]) == 1
 
@@ -263,21 +316,32 @@ def test_every_package_of_plugins_has_plugins():
 @pytest.mark.parametrize("path", COMMON_PATH)
 def test_the_common_path_knows_no_feature(path):
     source = next(s for s in SOURCES if s.path == path)
-    plugins = {Path(p.values[0].path).stem for p in PLUGIN_FILES if room_of(p.values[0].module) != "api"}
+    plugins = {
+        Path(p.values[0].path).stem for p in PLUGIN_FILES if room_of(p.values[0].module) != "api"
+    }
     found = words(source)
     assert sorted(plugins & found) == []
     assert sorted(word for word in found if any(feature in word for feature in FEATURES)) == []
 
 
 def test_api_and_core_load_neither_torch_nor_transformers():
-    modules = [s.module for s in SOURCES if room_of(s.module) != "worker" and not s.module.endswith("__main__")]
+    modules = [
+        s.module
+        for s in SOURCES
+        if room_of(s.module) != "worker" and not s.module.endswith("__main__")
+    ]
     code = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
         "print(sorted({'torch', 'transformers', 'triton', 'safetensors'} & set(sys.modules)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, *modules], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, *modules],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert result.stdout.strip() == "[]"
 
@@ -311,6 +375,10 @@ def test_the_rules_can_fail(rule, path, text):
 
 def test_every_accepted_exception_is_still_needed():
     sizes = {s.path: (s.text.count("\n"), MAX_FILE_LINES) for s in SOURCES}
-    sizes |= {f"{s.path}::{name}": (lines, MAX_FUNCTION_LINES) for s in SOURCES for name, lines in functions(s.tree)}
+    sizes |= {
+        f"{s.path}::{name}": (lines, MAX_FUNCTION_LINES)
+        for s in SOURCES
+        for name, lines in functions(s.tree)
+    }
     needed = {name for name, (lines, limit) in sizes.items() if lines > limit}
     assert set(LONGER) <= needed

@@ -1,4 +1,6 @@
-"""`make bench-gpu`: every measurement runs on a CPU with tiny models; what fails is named and loses nothing else."""
+"""`make bench-gpu`: every measurement runs on a CPU with tiny models; what fails is named and loses
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,24 @@ def test_every_part_has_a_limit_and_every_figure_a_part():
 def test_all_facts_but_those_of_a_gpu_are_found(facts: dict):
     wanted = {name for name, *_ in report.DETAILS}
     assert wanted - facts.keys() == {"llama_kernel_step", "rival_rate", "rival_done"}
-    # A tiny Llama: an embedding and a head of 128 x 32, and in its one layer 7,168 weights and three norms.
-    assert facts["llama_weight_bytes"] == 4 * (128 * 32 + 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64 + 3 * 32)
+    # A tiny Llama: an embedding and a head of 128 x 32, and in its one layer 7,168 weights and
+    # three norms.
+    assert facts["llama_weight_bytes"] == 4 * (
+        128 * 32 + 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64 + 3 * 32
+    )
 
 
 def test_attention_backends_are_compared(facts: dict):
-    measured = {"native": {"decode": 0.0015, "prompt": 2.0}, "torch_sdpa": {"decode": 0.003, "prompt": 1.0}}
+    measured = {
+        "native": {"decode": 0.0015, "prompt": 2.0},
+        "torch_sdpa": {"decode": 0.003, "prompt": 1.0},
+    }
     page = report.document({f"attention_{name}": value for name, value in measured.items()}
                            | {"attention_varlen": "needs CUDA, not cpu"}, {})  # fmt: skip
-    assert "| | native | torch_sdpa |\n|---|---|---|\n| decode | 1.5 | 3 |\n| prompt | 2,000 | 1,000 |\n" in page
+    assert (
+        "| | native | torch_sdpa |\n|---|---|---|\n| decode | 1.5 | 3 |\n| prompt | 2,000 | 1,000 "
+        "|\n" in page
+    )
     assert "- `varlen` was not measured: needs CUDA, not cpu." in page
     assert all(seconds > 0 for seconds in facts["attention_torch_sdpa"].values())
     assert len(facts["attention_torch_sdpa"]) == 4
@@ -68,16 +79,25 @@ def test_ratios_are_taken_against_the_ceilings():
     ]  # fmt: skip
 
 
-def test_what_is_missing_is_named_and_the_rest_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd):
+def test_what_is_missing_is_named_and_the_rest_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd
+):
     scripts = {
         "ceilings": 'print(\'FACTS {"device": "a GPU", "bandwidth": 2e12}\')',
         "gpt2": "print('FACTS {\"gpt2_rate\": 260000}', flush=True); raise SystemExit(3)",
-        "qwen3": "import os; print('FACTS {\"qwen3_rate\": 70000}', flush=True); os.system('sleep 600')",
+        "qwen3": "import os; print('FACTS {\"qwen3_rate\": 70000}', flush=True); os.system('sleep "
+        "600')",
     }
-    monkeypatch.setattr(command, "command_of", lambda name, arguments: [sys.executable, "-c", scripts[name]])
-    monkeypatch.setattr(command, "look_at_machine", lambda: Machine(num_gpus=1, torch_has_cuda=True))
+    monkeypatch.setattr(
+        command, "command_of", lambda name, arguments: [sys.executable, "-c", scripts[name]]
+    )
+    monkeypatch.setattr(
+        command, "look_at_machine", lambda: Machine(num_gpus=1, torch_has_cuda=True)
+    )
     monkeypatch.setitem(command.LIMITS, "qwen3", 3)
-    monkeypatch.setattr(sys, "argv", ["bench_gpu", "--output", str(tmp_path / "page.md"), "--parts", *scripts])
+    monkeypatch.setattr(
+        sys, "argv", ["bench_gpu", "--output", str(tmp_path / "page.md"), "--parts", *scripts]
+    )
     assert command.main() == 0
     table = capfd.readouterr().out.split("== qwen3")[1]
     assert "gpt2: exit code 3" in table and "qwen3: took more than 3 s" in table
@@ -87,12 +107,18 @@ def test_what_is_missing_is_named_and_the_rest_stays(monkeypatch: pytest.MonkeyP
     assert "On a GPU, torch" in page and table.strip().endswith(page.split("\n\n")[3].strip())
 
 
-def test_all_parts_together_keep_to_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd):
+def test_all_parts_together_keep_to_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd
+):
     slow = [sys.executable, "-c", "import time; time.sleep(99)"]
     monkeypatch.setattr(command, "command_of", lambda name, arguments: slow)
-    monkeypatch.setattr(command, "look_at_machine", lambda: Machine(num_gpus=1, torch_has_cuda=True))
+    monkeypatch.setattr(
+        command, "look_at_machine", lambda: Machine(num_gpus=1, torch_has_cuda=True)
+    )
     page = ["--output", str(tmp_path / "page.md")]
-    monkeypatch.setattr(sys, "argv", ["bench_gpu", *page, "--limit", "1", "--parts", "llama", "gpt2"])
+    monkeypatch.setattr(
+        sys, "argv", ["bench_gpu", *page, "--limit", "1", "--parts", "llama", "gpt2"]
+    )
     assert command.main() == 0
     lines = capfd.readouterr().out.splitlines()
     assert "llama: took more than 1 s" in lines and "gpt2: no time was left" in lines

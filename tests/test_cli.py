@@ -1,4 +1,6 @@
-"""The command line: flags become options, files and environment come after them, errors are one line and code 2."""
+"""The command line: flags become options, files and environment come after them, errors are one
+line and code 2.
+"""
 
 import pytest
 
@@ -76,7 +78,9 @@ def test_a_configuration_error_is_one_line_and_exit_code_2(capsys):
     assert shown.err == "servd: error: --block-size 0: must be a whole number >= 1\n"
 
 
-@pytest.mark.parametrize("args", [[], ["serve", "--no-such-flag"], ["serve", "--dtype", "int8"], ["no-such-command"]])
+@pytest.mark.parametrize(
+    "args", [[], ["serve", "--no-such-flag"], ["serve", "--dtype", "int8"], ["no-such-command"]]
+)
 def test_a_wrong_command_line_is_exit_code_2(args, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(args)
@@ -88,9 +92,15 @@ def test_a_wrong_command_line_is_exit_code_2(args, capsys):
     ("args", "remedy"),
     [
         (["serve", "--prot", "8001"], "unknown argument --prot; did you mean --port?"),
-        (["serve", "--max-num-sequences=3"], "unknown argument --max-num-sequences=3; did you mean --max-num-seqs?"),
+        (
+            ["serve", "--max-num-sequences=3"],
+            "unknown argument --max-num-sequences=3; did you mean --max-num-seqs?",
+        ),
         (["chat", "--sytem", "x"], "unknown argument --sytem; did you mean --system?"),
-        (["bench", "throughput", "--num-promts", "3"], "unknown argument --num-promts; did you mean --num-prompts?"),
+        (
+            ["bench", "throughput", "--num-promts", "3"],
+            "unknown argument --num-promts; did you mean --num-prompts?",
+        ),
         (["serve", "a", "b"], "unknown argument b; `servd serve --help` says what there is"),
     ],
 )

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.config import Config, ModelConfig, format_bytes, options_by_name, parse_bytes, read_config_file
+from servd.config import (
+    Config,
+    ModelConfig,
+    format_bytes,
+    options_by_name,
+    parse_bytes,
+    read_config_file,
+)
 from servd.errors import ConfigError
 
 SECTIONS = {f.name: f.type for f in msgspec.structs.fields(Config)}
@@ -42,7 +49,12 @@ def test_nothing_given_is_all_defaults():
 
 def test_strings_are_converted_to_the_type_of_the_option():
     config = Config.load(
-        {"max-num-seqs": "8", "gpu-memory-utilization": "0.5", "enforce-eager": "true", "kv_cache_memory": "2GiB"}
+        {
+            "max-num-seqs": "8",
+            "gpu-memory-utilization": "0.5",
+            "enforce-eager": "true",
+            "kv_cache_memory": "2GiB",
+        }
     )
     assert config.scheduler.max_num_seqs == 8
     assert config.cache.gpu_memory_utilization == 0.5
@@ -94,7 +106,11 @@ def test_a_size_that_is_shown_can_be_read_and_is_not_too_small(size):
 def test_replace_changes_only_what_is_named_and_not_the_original():
     config = Config.load({"model": "gpt2", "seed": 7})
     changed = config.replace(max_num_seqs=4, seed=8)
-    assert (changed.scheduler.max_num_seqs, changed.model.seed, changed.model.model) == (4, 8, "gpt2")
+    assert (changed.scheduler.max_num_seqs, changed.model.seed, changed.model.model) == (
+        4,
+        8,
+        "gpt2",
+    )
     assert (config.scheduler.max_num_seqs, config.model.seed) == (None, 7)
 
 
@@ -104,7 +120,9 @@ def test_a_config_cannot_be_changed():
 
 
 def test_options_by_name_finds_every_option():
-    assert {name: section for name, (section, _) in options_by_name().items()} == {f.name: s for s, f in OPTIONS}
+    assert {name: section for name, (section, _) in options_by_name().items()} == {
+        f.name: s for s, f in OPTIONS
+    }
 
 
 def test_a_config_survives_the_trip_to_another_process():
@@ -147,13 +165,18 @@ def test_parse_bytes_refuses_the_rest(text):
         ("c.toml", 'model = "gpt2"\nmax-num-seqs = 8\nserved_model_name = ["a", "b"]\n'),
         ("c.yaml", "model: gpt2\nmax-num-seqs: 8\nserved_model_name: [a, b]\n"),
         ("c.yml", "model: gpt2\nmax-num-seqs: 8\nserved_model_name: [a, b]\n"),
-        ("c.json", json.dumps({"model": "gpt2", "max-num-seqs": 8, "served_model_name": ["a", "b"]})),
+        (
+            "c.json",
+            json.dumps({"model": "gpt2", "max-num-seqs": 8, "served_model_name": ["a", "b"]}),
+        ),
     ],
 )
 def test_config_file_formats_say_the_same(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     config = Config.load(read_config_file(str(tmp_path / name)))
-    assert config == Config.load({"model": "gpt2", "max_num_seqs": 8, "served_model_name": ["a", "b"]})
+    assert config == Config.load(
+        {"model": "gpt2", "max_num_seqs": 8, "served_model_name": ["a", "b"]}
+    )
 
 
 @pytest.mark.parametrize(

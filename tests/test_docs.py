@@ -34,11 +34,15 @@ OTHER_FLAGS = {
 
 def blocks(page: Path, language: str) -> list[str]:
     """Fenced code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE
+    )
 
 
 def test_generated_pages_are_current():
-    result = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -54,7 +58,11 @@ def test_flags_exist(page):
     code = re.sub(r"https?://\S+", "", page.read_text(encoding="utf8"))
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", code)) - OTHER_FLAGS
     options = {f"--{name.replace('_', '-')}" for name in options_by_name()}
-    known = options | {f"--no-{flag[2:]}" for flag in options} | {"--help", "--config", "--version", "--no"}
+    known = (
+        options
+        | {f"--no-{flag[2:]}" for flag in options}
+        | {"--help", "--config", "--version", "--no"}
+    )
     # "docs/config.md" says `--no-...`, for any switch
     assert sorted(flag for flag in flags if flag not in known) == []
 
@@ -81,7 +89,9 @@ def test_the_help_has_every_option_and_its_description(capsys):
 
 def test_all_places_name_the_same_torch():
     places = ["Makefile", "README.md", "docker/Dockerfile.cpu", "docs/docker.md"]
-    versions = {place: set(re.findall(r"torch==([\d.]+\d)", (ROOT / place).read_text())) for place in places}
+    versions = {
+        place: set(re.findall(r"torch==([\d.]+\d)", (ROOT / place).read_text())) for place in places
+    }
     assert versions == dict.fromkeys(places, {"2.13.0"})
 
 
@@ -97,20 +107,27 @@ def test_every_route_and_field_is_documented():
     from servd.api.protocol.completions import CompletionRequest
 
     text = (ROOT / "docs/http.md").read_text(encoding="utf8")
-    routers = [plugins.load("servd.api.routes", name, "router") for name in plugins.names("servd.api.routes")]
+    routers = [
+        plugins.load("servd.api.routes", name, "router")
+        for name in plugins.names("servd.api.routes")
+    ]
     for route in (route for router in routers for route in router.routes):
         path = re.sub(r"\{.*\}", "{id}", route.path)
         assert any(f"{method} {path}`" in text for method in route.methods), path
     for_the_record = {"user", "metadata", "store", "service_tier"}  # kept and without effect
     refused = {"best_of", "suffix"}
     fields = ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
-    assert [name for name in sorted(fields - for_the_record - refused) if f"`{name}`" not in text] == []
+    assert [
+        name for name in sorted(fields - for_the_record - refused) if f"`{name}`" not in text
+    ] == []
 
 
 def test_compose_builds_the_images_that_exist():
     compose = msgspec.yaml.decode((ROOT / "docker/compose.yaml").read_bytes())
     for service in compose["services"].values():
-        assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+        assert (
+            ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]
+        ).exists()
 
 
 # ---- examples ----
@@ -120,7 +137,18 @@ def test_compose_builds_the_images_that_exist():
 def url() -> Iterator[str]:
     """A server that calls its fake model demo."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "servd", "serve", "--executor", "fake", "--port", "0", "--served-model-name", "demo"],
+        [
+            sys.executable,
+            "-m",
+            "servd",
+            "serve",
+            "--executor",
+            "fake",
+            "--port",
+            "0",
+            "--served-model-name",
+            "demo",
+        ],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -145,7 +173,9 @@ def run_example(text: str, language: str, **replace: str) -> str:
     """Run a block as its reader would, with some words of it replaced; return what it prints."""
     for old, new in replace.items():
         text = text.replace({"server": "http://localhost:8000", "model": '"gpt2"'}[old], new)
-    program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[language]
+    program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[
+        language
+    ]
     result = subprocess.run(
         [*program, text],
         cwd=ROOT,
@@ -165,7 +195,11 @@ def test_curl_examples(text, url):
     if '"stream": true' in text:
         events = [line.removeprefix("data: ") for line in printed.splitlines() if line]
         assert events[-1] == "[DONE]"
-        parts = [choice["text"] for event in events[:-1] for choice in msgspec.json.decode(event)["choices"]]
+        parts = [
+            choice["text"]
+            for event in events[:-1]
+            for choice in msgspec.json.decode(event)["choices"]
+        ]
         assert len("".join(parts)) == 32  # the fake's tokens are letters
     else:
         answer = msgspec.json.decode(printed)

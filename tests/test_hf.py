@@ -1,4 +1,6 @@
-"""Model files: config.json of both families under one set of names, weight files, errors with a remedy."""
+"""Model files: config.json of both families under one set of names, weight files, errors with a
+remedy.
+"""
 
 import json
 
@@ -29,7 +31,12 @@ def write(folder, name, value):
 def test_gpt2_names_become_the_common_ones(tmp_path):
     spec = read_spec(write(tmp_path, "config.json", GPT2))
     assert (spec.model_type, spec.architecture) == ("gpt2", "GPT2LMHeadModel")
-    assert (spec.hidden_size, spec.num_layers, spec.num_heads, spec.num_kv_heads) == (768, 12, 12, 12)
+    assert (spec.hidden_size, spec.num_layers, spec.num_heads, spec.num_kv_heads) == (
+        768,
+        12,
+        12,
+        12,
+    )
     assert (spec.head_dim, spec.max_position_embeddings, spec.vocab_size) == (64, 1024, 50257)
     assert (spec.dtype, spec.eos_token_ids) == ("float32", [50256])
     assert spec.config == GPT2
@@ -38,8 +45,14 @@ def test_gpt2_names_become_the_common_ones(tmp_path):
 
 def test_llama_family_names(tmp_path):
     spec = read_spec(write(tmp_path, "config.json", QWEN3))
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype) == (16, 8, 128, "bfloat16")
-    # 28 layers * keys and values * 8 heads * 128 * 2 bytes: the 112 KiB per token that Qwen3-0.6B is known for.
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype) == (
+        16,
+        8,
+        128,
+        "bfloat16",
+    )
+    # 28 layers * keys and values * 8 heads * 128 * 2 bytes: the 112 KiB per token that Qwen3-0.6B
+    # is known for.
     assert spec.kv_bytes_per_token(2) == 112 * 1024
 
 
@@ -61,7 +74,9 @@ def test_spec_equals_what_transformers_reads(name, request):
 
 def test_generation_config_decides_the_end_tokens(tmp_path):
     write(tmp_path, "config.json", QWEN3)
-    write(tmp_path, "generation_config.json", {"eos_token_id": [151645, 151643], "temperature": 0.6})
+    write(
+        tmp_path, "generation_config.json", {"eos_token_id": [151645, 151643], "temperature": 0.6}
+    )
     spec = read_spec(tmp_path)
     assert spec.eos_token_ids == [151645, 151643]
     assert spec.generation["temperature"] == 0.6
@@ -72,7 +87,9 @@ def test_a_model_without_an_end_token(tmp_path):
     assert spec.eos_token_ids == []
 
 
-@pytest.mark.parametrize("key", ["model_type", "vocab_size", "n_embd", "n_layer", "n_head", "n_positions"])
+@pytest.mark.parametrize(
+    "key", ["model_type", "vocab_size", "n_embd", "n_layer", "n_head", "n_positions"]
+)
 def test_a_key_that_every_decoder_has_is_named_when_it_is_missing(tmp_path, key):
     write(tmp_path, "config.json", {k: v for k, v in GPT2.items() if k != key})
     with pytest.raises(UnsupportedModel, match=key):
@@ -93,7 +110,10 @@ def test_a_broken_config_json(tmp_path, content, reason):
 def test_weight_files_in_order_of_their_names(tmp_path):
     for name in ("model-2.safetensors", "model-1.safetensors"):
         (tmp_path / name).touch()
-    assert [f.name for f in weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+    assert [f.name for f in weight_files(tmp_path)] == [
+        "model-1.safetensors",
+        "model-2.safetensors",
+    ]
 
 
 def test_the_index_decides_which_weight_files_count(tmp_path):
@@ -135,15 +155,25 @@ def test_a_path_is_never_looked_up_on_the_hub(model):
 
 
 def test_an_unreachable_hub_is_said_with_the_remedy(tmp_path):
-    with pytest.raises(ModelNotFound, match=r"'no-org/no-model'.*check the network, or pass a local folder"):
+    with pytest.raises(
+        ModelNotFound, match=r"'no-org/no-model'.*check the network, or pass a local folder"
+    ):
         find_model("no-org/no-model", download_dir=str(tmp_path))  # conftest sets HF_HUB_OFFLINE
 
 
 def test_generation_defaults_by_source(tmp_path):
     write(tmp_path, "config.json", GPT2)
-    write(tmp_path, "generation_config.json", {"temperature": 0.6, "top_k": 20, "max_new_tokens": 7, "pad_token_id": 1})
+    write(
+        tmp_path,
+        "generation_config.json",
+        {"temperature": 0.6, "top_k": 20, "max_new_tokens": 7, "pad_token_id": 1},
+    )
     spec = read_spec(tmp_path)
-    assert read_generation_defaults(spec, "auto") == {"temperature": 0.6, "top_k": 20, "max_tokens": 7}
+    assert read_generation_defaults(spec, "auto") == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "max_tokens": 7,
+    }
     assert read_generation_defaults(spec, "vllm") == {}
 
     other = tmp_path / "other"

@@ -1,4 +1,6 @@
-"""Channels: order, draining, an event loop on the edge-triggered descriptor, and who may enter the folder."""
+"""Channels: order, draining, an event loop on the edge-triggered descriptor, and who may enter the
+folder.
+"""
 
 import asyncio
 import stat
@@ -129,7 +131,8 @@ async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at,
 def test_messages_cross_processes(at, inbox):
     code = (
         "import sys; from servd import ipc; from servd.messages import AbortRequests\n"
-        "outbox = ipc.Outbox(sys.argv[1]); outbox.send(AbortRequests(['other process'])); outbox.close()\n"
+        "outbox = ipc.Outbox(sys.argv[1]); outbox.send(AbortRequests(['other process'])); "
+        "outbox.close()\n"
         "import zmq; zmq.Context.instance().term()"
     )
     subprocess.run([sys.executable, "-c", code, at], check=True, timeout=30)

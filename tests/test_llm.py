@@ -1,4 +1,6 @@
-"""LLM.embed, with the engine in this process and in its own, and failing requests; docs/offline.md has the rest."""
+"""LLM.embed, with the engine in this process and in its own, and failing requests; docs/offline.md
+has the rest.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def test_embed(separate_process):
         texts = [f"text {i} " * (1 + i) for i in range(20)]
         assert llm.embed(texts) == [expected(text, PoolingParams()) for text in texts]
         params = [PoolingParams(dimensions=4), PoolingParams(pooling="mean", normalize=False)]
-        assert llm.embed(["a", [98, 99]], params) == [expected("a", params[0]), expected("bc", params[1])]
+        assert llm.embed(["a", [98, 99]], params) == [
+            expected("a", params[0]),
+            expected("bc", params[1]),
+        ]
         with pytest.raises(InvalidRequest, match="dimensions"):
             llm.embed("a", PoolingParams(dimensions=17))
         (output,) = llm.generate("a", SamplingParams(max_tokens=0, prompt_logprobs=0))
@@ -62,7 +67,11 @@ def test_a_request_that_fails_in_the_engine_ends_alone(monkeypatch):
         llm.engine.add_request("good", "a", SamplingParams(max_tokens=30))
         finished = {}
         for _ in range(100):
-            finished |= {output.request_id: output.outputs[0] for output in llm.engine.step() if output.finished}
+            finished |= {
+                output.request_id: output.outputs[0]
+                for output in llm.engine.step()
+                if output.finished
+            }
         assert not llm.engine.has_unfinished_requests()
         assert finished["bad"].finish_reason is FinishReason.ERROR
         assert "too many states" in finished["bad"].error
@@ -80,7 +89,9 @@ from servd import LLM, SamplingParams
 llm = LLM(executor="fake", separate_process=True, use_tqdm=False)
 print(len(llm.generate("a", SamplingParams(max_tokens=3))[0].outputs[0].token_ids), llm.engine.port.child.process.pid)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     num_tokens, pid = done.stdout.split()
     assert num_tokens == "3" and "ERROR" not in done.stderr
     with pytest.raises(ProcessLookupError):

@@ -1,4 +1,6 @@
-"""Messages: every struct of the module survives the wire, and every union member is found by its tag."""
+"""Messages: every struct of the module survives the wire, and every union member is found by its
+tag.
+"""
 
 import inspect
 import types
@@ -18,7 +20,12 @@ STRUCTS = [
     for _, kind in inspect.getmembers(messages, inspect.isclass)
     if issubclass(kind, Message) and kind is not Message
 ]
-UNIONS = {"ToEngine": ToEngine, "FromEngine": FromEngine, "ToWorker": ToWorker, "FromWorker": FromWorker}
+UNIONS = {
+    "ToEngine": ToEngine,
+    "FromEngine": FromEngine,
+    "ToWorker": ToWorker,
+    "FromWorker": FromWorker,
+}
 
 
 def values(kind: typing.Any) -> st.SearchStrategy:
@@ -36,7 +43,9 @@ def values(kind: typing.Any) -> st.SearchStrategy:
         return st.sampled_from(kind)
     if issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind)
-        return st.builds(kind, **{f.name: values(hints[f.name]) for f in msgspec.structs.fields(kind)})
+        return st.builds(
+            kind, **{f.name: values(hints[f.name]) for f in msgspec.structs.fields(kind)}
+        )
     return {
         bool: st.booleans(),
         int: st.integers(-(2**63), 2**64 - 1),
@@ -80,7 +89,10 @@ def test_fields_without_a_default_come_first(kind):
 def test_num_tokens_of_a_step_is_the_sum_over_its_requests():
     step = messages.SchedulerOutput(
         step=1,
-        scheduled=[messages.ScheduledRequest(slot=0, num_tokens=5), messages.ScheduledRequest(slot=3, num_tokens=1)],
+        scheduled=[
+            messages.ScheduledRequest(slot=0, num_tokens=5),
+            messages.ScheduledRequest(slot=3, num_tokens=1),
+        ],
     )
     assert step.num_tokens == 6
 

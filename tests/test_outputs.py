@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from servd.messages import FinishReason, TokenLogprobs
 from servd.outputs import CompletionOutput, RequestOutput
 
-steps = st.lists(st.tuples(st.text(max_size=4), st.lists(st.integers(0, 99), max_size=3)), min_size=1, max_size=6)
+steps = st.lists(
+    st.tuples(st.text(max_size=4), st.lists(st.integers(0, 99), max_size=3)), min_size=1, max_size=6
+)
 
 
 @given(steps, st.booleans())

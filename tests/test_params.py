@@ -46,12 +46,16 @@ BOUNDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, v) for name, inside, _ in BOUNDS for v in inside])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, v) for name, inside, _ in BOUNDS for v in inside]
+)
 def test_values_up_to_the_bound_pass(name, value):
     SamplingParams(**{name: value}).verify(VOCAB)
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, v) for name, _, outside in BOUNDS for v in outside])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, v) for name, _, outside in BOUNDS for v in outside]
+)
 def test_values_beyond_the_bound_fail_with_the_name_of_the_field(name, value):
     with pytest.raises(InvalidRequest, match=name) as error:
         SamplingParams(**{name: value}).verify(VOCAB)
@@ -72,7 +76,9 @@ def test_min_tokens_is_free_when_max_tokens_is_not_set():
     SamplingParams(min_tokens=10_000, max_tokens=None).verify(VOCAB)
 
 
-@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (1e-5, False), (1.0, False)])
+@pytest.mark.parametrize(
+    ("temperature", "greedy"), [(0.0, True), (1e-6, True), (1e-5, False), (1.0, False)]
+)
 def test_is_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).is_greedy is greedy
 
@@ -80,7 +86,9 @@ def test_is_greedy(temperature, greedy):
 def test_a_bad_word_has_a_limited_number_of_tokens():
     SamplingParams(bad_words=["x"], bad_words_token_ids=[[1] * MAX_BAD_WORD_TOKENS]).verify(VOCAB)
     with pytest.raises(InvalidRequest, match="tokens each"):
-        SamplingParams(bad_words=["x"], bad_words_token_ids=[[1] * (MAX_BAD_WORD_TOKENS + 1)]).verify(VOCAB)
+        SamplingParams(
+            bad_words=["x"], bad_words_token_ids=[[1] * (MAX_BAD_WORD_TOKENS + 1)]
+        ).verify(VOCAB)
 
 
 @pytest.mark.parametrize(("field", "inside", "outside"), [

@@ -10,7 +10,9 @@ from servd.errors import ConfigError
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package with the plugins `plain` and `two_words`, a shared part and one that cannot be imported."""
+    """A package with the plugins `plain` and `two_words`, a shared part and one that cannot be
+    imported.
+    """
     folder = tmp_path / "fruit_plugins"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -37,7 +39,9 @@ def test_names_imports_no_plugin(package):
 def test_check_knows_what_load_finds_and_the_other_words(package):
     for name in ("plain", "two-words", "none", "elsewhere:Thing"):
         plugins.check("--fruit", package, name, "none")
-    with pytest.raises(ConfigError, match="--fruit 'plum' is unknown; there are: none, broken, plain, two_words"):
+    with pytest.raises(
+        ConfigError, match="--fruit 'plum' is unknown; there are: none, broken, plain, two_words"
+    ):
         plugins.check("--fruit", package, "plum", "none")
 
 
@@ -55,7 +59,9 @@ def test_an_unknown_name_gets_the_list_of_those_that_exist(package, name):
 
 
 def test_a_class_outside_the_package_is_named_with_its_module(package):
-    assert plugins.load("servd", f"{package}.plain:Thing", "ignored").__module__ == f"{package}.plain"
+    assert (
+        plugins.load("servd", f"{package}.plain:Thing", "ignored").__module__ == f"{package}.plain"
+    )
 
 
 def test_an_error_inside_a_plugin_is_not_hidden(package):

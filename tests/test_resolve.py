@@ -1,4 +1,6 @@
-"""Resolve: every "auto" decided from config, model and machine; options that cannot work together refused."""
+"""Resolve: every "auto" decided from config, model and machine; options that cannot work together
+refused.
+"""
 
 import msgspec
 import pytest
@@ -42,7 +44,9 @@ def test_on_cuda():
 def test_only_cuda_compiles():
     machine = msgspec.structs.replace(CUDA, has_triton=True)
     assert decide(machine, compile=True).model.compile and not decide(machine).model.compile
-    with pytest.raises(ConfigError, match="--compile is for CUDA: a cpu has kernels of servd's own"):
+    with pytest.raises(
+        ConfigError, match="--compile is for CUDA: a cpu has kernels of servd's own"
+    ):
         decide(machine, compile=True, device="cpu")
     with pytest.raises(ConfigError, match="--compile needs the package triton"):
         decide(CUDA, compile=True)
@@ -86,8 +90,8 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         for field in msgspec.structs.fields(section.type)
         if getattr(getattr(config, section.name), field.name) in (None, "auto")
     }
-    # Absent on purpose, or decided where the knowledge is: the worker finds its backend and its memory, the API
-    # its parsers in the chat template.
+    # Absent on purpose, or decided where the knowledge is: the worker finds its backend and its
+    # memory, the API its parsers in the chat template.
     assert open_still == {
         "model", "tokenizer", "revision", "download_dir", "load_format", "generation_config", "kv_cache_memory",
         "kv_cache_dtype", "quantization", "attention_backend", "uds", "chat_template", "tool_call_parser",
@@ -101,8 +105,14 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
     budget=st.none() | st.integers(1, 100_000),
     max_model_len=st.none() | st.integers(1, 2048),
 )
-def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(machine, max_num_seqs, budget, max_model_len):
-    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": max_model_len}
+def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
+    machine, max_num_seqs, budget, max_model_len
+):
+    options = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": budget,
+        "max_model_len": max_model_len,
+    }
     try:
         config = decide(machine, **options)
     except ConfigError:
@@ -116,14 +126,22 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(machin
     ("machine", "options", "parts"),
     [
         (CPU, {"device": "cuda"}, ["--device cuda", "CUDA build"]),
-        (CUDA, {"tensor_parallel_size": 4}, ["--tensor-parallel-size 4", "2 device", "CUDA_VISIBLE_DEVICES"]),
+        (
+            CUDA,
+            {"tensor_parallel_size": 4},
+            ["--tensor-parallel-size 4", "2 device", "CUDA_VISIBLE_DEVICES"],
+        ),
         (CPU, {"tensor_parallel_size": 3}, ["--tensor-parallel-size 3", "4 key-value heads"]),
         (CUDA, {"tensor_parallel_size": 2, "executor": "uniproc"}, ["uniproc", "multiproc"]),
         (CPU, {"max_model_len": 4096}, ["--max-model-len 4096", "2048"]),
         (CPU, {"max_num_batched_tokens": 8, "max_num_seqs": 9}, ["8", "--max-num-seqs 9"]),
         (CPU, {"headless": True, "attach": "/d"}, ["--headless", "--attach"]),
         (CPU, {"headless": True}, ["--headless", "--ipc-dir"]),
-        (CPU, {"attention_backend": "fast"}, ["--attention-backend 'fast'", "auto", "native", "torch_sdpa"]),
+        (
+            CPU,
+            {"attention_backend": "fast"},
+            ["--attention-backend 'fast'", "auto", "native", "torch_sdpa"],
+        ),
         (CPU, {"tool_call_parser": "hermez"}, ["--tool-call-parser 'hermez'", "none", "hermes"]),
         (CPU, {"reasoning_parser": "thoughts"}, ["--reasoning-parser 'thoughts'", "none", "qwen3"]),
     ],
@@ -146,8 +164,17 @@ def test_fp8_on_a_cpu_is_said_to_be_slow(caplog):
 def test_every_decision_is_logged(caplog):
     caplog.set_level("INFO", "servd.resolve")
     config = decide(model="m")
-    for name in ("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "executor"):
-        section = next(s for s in (config.model, config.parallel, config.scheduler) if hasattr(s, name))
+    for name in (
+        "device",
+        "dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "executor",
+    ):
+        section = next(
+            s for s in (config.model, config.parallel, config.scheduler) if hasattr(s, name)
+        )
         assert f"{name}: {getattr(section, name)}" in caplog.text
 
 

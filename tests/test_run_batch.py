@@ -1,4 +1,6 @@
-"""`servd run-batch` against a server of a few lines: connections that die, waits, and ids that occur twice."""
+"""`servd run-batch` against a server of a few lines: connections that die, waits, and ids that
+occur twice.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ COMPLETIONS = "/v1/completions"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Closes every connection after its first answer, without having said so. The first request has to wait."""
+    """Closes every connection after its first answer, without having said so. The first request has
+    to wait.
+    """
 
     protocol_version = "HTTP/1.1"
     num_requests = 0
@@ -83,6 +87,10 @@ def test_ids_that_occur_twice_are_refused_with_their_lines(tmp_path):
 
 
 def test_the_files_are_looked_at_before_a_server_is_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_batch, "own_server", lambda options: pytest.fail("a server was started"))
+    monkeypatch.setattr(
+        run_batch, "own_server", lambda options: pytest.fail("a server was started")
+    )
     with pytest.raises(ConfigError, match="No such file"):
-        run_batch.run_batch({}, str(tmp_path / "none"), str(tmp_path / "out"), url=None, concurrency=1)
+        run_batch.run_batch(
+            {}, str(tmp_path / "none"), str(tmp_path / "out"), url=None, concurrency=1
+        )

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from servd.tracing import STAGES, Mark, Tracer
 
 
-@given(st.lists(st.tuples(st.sampled_from(STAGES), st.integers(1, 10**6), st.booleans()), min_size=1))
+@given(
+    st.lists(st.tuples(st.sampled_from(STAGES), st.integers(1, 10**6), st.booleans()), min_size=1)
+)
 def test_marks_are_in_order_of_time_wherever_they_were_taken(marks):
     tracer = Tracer()
     for stage, at_ns, is_foreign in marks:

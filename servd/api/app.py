@@ -42,7 +42,8 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         version=servd.__version__,
         middleware=middleware,
         exception_handlers={ServdError: _answer_error, HTTPException: _answer_error},
-        # The API is OpenAI's. The generated pages would load scripts from elsewhere and know no request body.
+        # The API is OpenAI's. The generated pages would load scripts from elsewhere and know no
+        # request body.
         openapi_url=None,
         redirect_slashes=False,
     )
@@ -64,7 +65,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
         error = NotFound(f"there is no route {method} {path}")
     elif isinstance(error, HTTPException) and error.status_code == 405:
-        error.detail = f"{method} is not possible on {path}, only {(error.headers or {}).get('Allow')}"
+        error.detail = (
+            f"{method} is not possible on {path}, only {(error.headers or {}).get('Allow')}"
+        )
     reply = error_reply(error, request.state.request_id, request.scope["path"])
     return Response(reply.body, reply.status, reply.headers, media_type="application/json")
 

@@ -19,7 +19,14 @@ from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded
 from servd.hf import ModelSpec
-from servd.messages import AbortRequests, EngineCoreOutputs, EngineReady, EngineStatus, FinishReason, SchedulerStats
+from servd.messages import (
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineReady,
+    EngineStatus,
+    FinishReason,
+    SchedulerStats,
+)
 from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput
 from servd.params import PoolingParams, SamplingParams
@@ -29,7 +36,8 @@ log = logging.getLogger("servd.api")
 
 T = TypeVar("T")
 
-# Templates and tokenisers take about a millisecond for this many characters; more would hold up other requests.
+# Templates and tokenisers take about a millisecond for this many characters; more would hold up
+# other requests.
 MAX_INLINE_CHARS = 4096
 MAX_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 
@@ -37,12 +45,15 @@ MAX_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 class _Stream:
     """Deltas of one request between the engine's channel and the consumer.
 
-    What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in one step.
+    What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in
+    one step.
     """
 
     def __init__(self, prepared: Prepared, arrival_ns: int, is_counted: bool) -> None:
         self.is_counted = is_counted  # in the metrics
-        self.choices = [ChoiceTimes(arrival_ns, len(prepared.prompt_token_ids)) for _ in prepared.requests]
+        self.choices = [
+            ChoiceTimes(arrival_ns, len(prepared.prompt_token_ids)) for _ in prepared.requests
+        ]
         self._waiting: dict[int, CompletionOutput] = {}  # choice index -> merged delta
         self._failure: EngineError | None = None
         self._wake = asyncio.Event()
@@ -71,12 +82,14 @@ class _Stream:
 
 
 class AsyncLLM:
-    """Prepares requests, hands them to the engine and gives every one its stream of deltas. Lives on one loop.
+    """Prepares requests, hands them to the engine and gives every one its stream of deltas. Lives
+    on one loop.
 
     Attributes:
         status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's state as last reported.
-        num_unfinished: requests of clients whose answers are in the making, or whose structured output is checked.
+        num_unfinished: requests of clients whose answers are in the making, or whose structured
+            output is checked.
 
     Args:
         config: resolved.
@@ -112,7 +125,9 @@ class AsyncLLM:
         self.num_unfinished = 0
         self._streams: dict[str, _Stream] = {}
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
-        self._grammar_threads = ThreadPoolExecutor(max_workers=MAX_GRAMMAR_THREADS, thread_name_prefix="grammar")
+        self._grammar_threads = ThreadPoolExecutor(
+            max_workers=MAX_GRAMMAR_THREADS, thread_name_prefix="grammar"
+        )
         self._reading_on: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -151,7 +166,8 @@ class AsyncLLM:
 
         Raises:
             InvalidRequest: see `Processor.process`.
-            Overloaded: see `GrammarChecker.check`; and, for a structured output that is new, `check_capacity`.
+            Overloaded: see `GrammarChecker.check`; and, for a structured output that is new,
+                `check_capacity`.
         """
         process = partial(
             self.processor.process,
@@ -172,7 +188,9 @@ class AsyncLLM:
             self.check_capacity()
             self.num_unfinished += 1
             try:
-                prepared = await asyncio.get_running_loop().run_in_executor(self._grammar_threads, process)
+                prepared = await asyncio.get_running_loop().run_in_executor(
+                    self._grammar_threads, process
+                )
             finally:
                 self.num_unfinished -= 1
         self.tracer.mark(request_id, "tokenised")
@@ -192,10 +210,12 @@ class AsyncLLM:
         cache_salt: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> Prepared:
-        """Render a chat and prepare it, in a thread if it is long. `reply` of the result tells how to read the answer.
+        """Render a chat and prepare it, in a thread if it is long. `reply` of the result tells how
+        to read the answer.
 
         Raises:
-            InvalidRequest: see `Processor.render_chat`, `Processor.process` and `MessageFormat.reply`.
+            InvalidRequest: see `Processor.render_chat`, `Processor.process` and
+                `MessageFormat.reply`.
             Overloaded: see `prepare`.
         """
         tools = tool_use.tools if tool_use else None
@@ -216,7 +236,9 @@ class AsyncLLM:
             # The tags of a chat's messages say nothing of the reply.
             tags = self.processor.thinking_tags(None if reply.is_thinking else [])
             budget = params.thinking_token_budget if reply.reasoning_parser else None
-            params = msgspec.structs.replace(params, thinking_token_budget=budget, thinking_tags=tags)
+            params = msgspec.structs.replace(
+                params, thinking_token_budget=budget, thinking_tags=tags
+            )
         prepared = await self.prepare(
             request_id,
             prompt,
@@ -290,7 +312,9 @@ class AsyncLLM:
         Raises:
             InvalidRequest: see `Tokenizer.encode`.
         """
-        return await self._run(len(text), partial(self.processor.tokenizer.encode, text, add_special_tokens))
+        return await self._run(
+            len(text), partial(self.processor.tokenizer.encode, text, add_special_tokens)
+        )
 
     def check_capacity(self) -> None:
         """Whether a request can be taken in now.
@@ -303,22 +327,31 @@ class AsyncLLM:
             case EngineDeadMessage(reason=reason):
                 raise EngineDead(f"the engine is gone: {reason}")
             case EngineStatus(phase=phase, progress=progress):
-                raise Overloaded(f"the model is still loading ({phase}, {progress:.0%}): retry later", retry_after=5)
+                raise Overloaded(
+                    f"the model is still loading ({phase}, {progress:.0%}): retry later",
+                    retry_after=5,
+                )
         limit = self.config.scheduler.max_waiting_requests
         if self.num_unfinished >= limit:
-            raise Overloaded(f"{self.num_unfinished} requests are unfinished, the limit is {limit}: retry later")
+            raise Overloaded(
+                f"{self.num_unfinished} requests are unfinished, the limit is {limit}: retry later"
+            )
 
-    def generate(self, prepared: Prepared, is_part: bool = False) -> AsyncGenerator[CompletionOutput, None]:
+    def generate(
+        self, prepared: Prepared, is_part: bool = False
+    ) -> AsyncGenerator[CompletionOutput, None]:
         """Run a request. Errors that need no engine are raised here, not at the first delta.
 
         Args:
             prepared: by `prepare` or one of its siblings.
-            is_part: of a request that the caller has admitted by `check_capacity` and counts, here and in the metrics.
+            is_part: of a request that the caller has admitted by `check_capacity` and counts, here
+                and in the metrics.
 
         Returns:
-            Deltas of all choices, ending when all have finished. Deltas that wait are merged. Leaving early, by
-            `aclose` or by cancellation, aborts the request at once. While iterating, EngineError tells that the
-            engine failed on this request, and EngineDead that it is gone.
+            Deltas of all choices, ending when all have finished. Deltas that wait are merged.
+            Leaving early, by `aclose` or by cancellation, aborts the request at once. While
+            iterating, EngineError tells that the engine failed on this request, and EngineDead that
+            it is gone.
 
         Raises:
             Overloaded: see `check_capacity`.
@@ -328,14 +361,22 @@ class AsyncLLM:
         if not is_part:
             self.check_capacity()
         if prepared.request_id in self._streams:
-            raise InvalidRequest(f"a request with the id {prepared.request_id!r} is running", param="request_id")
+            raise InvalidRequest(
+                f"a request with the id {prepared.request_id!r} is running", param="request_id"
+            )
         return self._generate(prepared, is_counted=not is_part)
 
-    async def _generate(self, prepared: Prepared, is_counted: bool) -> AsyncGenerator[CompletionOutput, None]:
-        if isinstance(self.status, EngineDeadMessage):  # died between the call and the first iteration
+    async def _generate(
+        self, prepared: Prepared, is_counted: bool
+    ) -> AsyncGenerator[CompletionOutput, None]:
+        if isinstance(
+            self.status, EngineDeadMessage
+        ):  # died between the call and the first iteration
             raise EngineDead(f"the engine is gone: {self.status.reason}")
         request_id = prepared.request_id
-        stream = self._streams[request_id] = _Stream(prepared, self.arrival_ns(request_id), is_counted)
+        stream = self._streams[request_id] = _Stream(
+            prepared, self.arrival_ns(request_id), is_counted
+        )
         self.output_processor.add(prepared)
         self.tracer.mark(request_id, "sent")
         for request in prepared.requests:
@@ -362,7 +403,9 @@ class AsyncLLM:
         return marks[0].at_ns if marks else now_ns()
 
     def fail(self, reason: str) -> None:
-        """End every open request with EngineDead; used when the engine is gone and when the server has to stop."""
+        """End every open request with EngineDead; used when the engine is gone and when the server
+        has to stop.
+        """
         for stream in self._streams.values():
             stream.fail(EngineDead(reason))
 

@@ -14,7 +14,8 @@ OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
 class ApiKeyAuth:
-    """Lets a request pass that carries one of the keys as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+    """Lets a request pass that carries one of the keys as `Authorization: Bearer KEY` or
+    `x-api-key: KEY`.
 
     Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
     """
@@ -38,7 +39,8 @@ class ApiKeyAuth:
                 offered = value[7:].strip()
         if offered is None:
             raise Unauthorized("an API key is needed: send it as `Authorization: Bearer KEY`")
-        # Hashes have one length, and all keys are compared: time tells neither length, prefix nor position.
+        # Hashes have one length, and all keys are compared: time tells neither length, prefix nor
+        # position.
         matches = [hmac.compare_digest(_hash(offered), known) for known in self.hashes]
         if not any(matches):
             raise Unauthorized("the API key is not valid here")

@@ -1,7 +1,8 @@
-"""Beam search: the most probable continuations of a prompt, by steps of one token over the ordinary engine.
+"""Beam search: the most probable continuations of a prompt, by steps of one token over the ordinary
+engine.
 
-Every step sends each beam as a request for one token and its most likely alternatives; the prefix cache keeps what the
-beams have in common. Scores and ends are those of `transformers`' beam search.
+Every step sends each beam as a request for one token and its most likely alternatives; the prefix
+cache keeps what the beams have in common. Scores and ends are those of `transformers`' beam search.
 """
 
 from __future__ import annotations
@@ -32,20 +33,26 @@ class Beam(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     logprob: float  # of all its tokens together
-    score: float = -math.inf  # once finished: by which continuations of different lengths are compared
+    score: float = (
+        -math.inf
+    )  # once finished: by which continuations of different lengths are compared
 
 
 class BeamSearch:
     """The state of one search; `n` of the prepared request is the number of beams and of answers.
 
     Args:
-        prepared: the request; of its parameters, n, max_tokens, ignore_eos, stop_token_ids and those of text count.
-        length_penalty: a score is the log-probability divided by the length to this power: above 0 favours long ones.
-        early_stopping: True ends when n continuations have ended; False when no running beam could do better if it
-            ended now; "never" when none could at any length.
+        prepared: the request; of its parameters, n, max_tokens, ignore_eos, stop_token_ids and
+            those of text count.
+        length_penalty: a score is the log-probability divided by the length to this power: above 0
+            favours long ones.
+        early_stopping: True ends when n continuations have ended; False when no running beam could
+            do better if it ended now; "never" when none could at any length.
     """
 
-    def __init__(self, prepared: Prepared, length_penalty: float, early_stopping: EarlyStopping) -> None:
+    def __init__(
+        self, prepared: Prepared, length_penalty: float, early_stopping: EarlyStopping
+    ) -> None:
         params = prepared.params
         assert params.max_tokens is not None
         self.prepared = prepared
@@ -69,7 +76,9 @@ class BeamSearch:
         async_llm.num_unfinished += 1
         try:
             await self._search(async_llm)
-            answers = [self._answer(async_llm, index, beam) for index, beam in enumerate(self.finished)]
+            answers = [
+                self._answer(async_llm, index, beam) for index, beam in enumerate(self.finished)
+            ]
             reason = answers[0].finish_reason or reason
         except EngineError:
             reason = FinishReason.ERROR
@@ -83,7 +92,10 @@ class BeamSearch:
     async def _search(self, async_llm: AsyncLLM) -> None:
         """Take steps until the best continuations are known."""
         while self.running:
-            tasks = [asyncio.ensure_future(_step(async_llm, self._request(i))) for i in range(len(self.running))]
+            tasks = [
+                asyncio.ensure_future(_step(async_llm, self._request(i)))
+                for i in range(len(self.running))
+            ]
             try:
                 outputs = await asyncio.gather(*tasks)
             finally:
@@ -94,10 +106,20 @@ class BeamSearch:
                 self.num_cached_tokens = outputs[0].num_cached_tokens
             self.advance([output.logprobs[0] for output in outputs if output.logprobs])
 
-    def _count(self, metrics: Metrics, arrival_ns: int, answers: list[CompletionOutput], reason: FinishReason) -> None:
-        """However many steps it took, and beams, the client sent one request, and gets its tokens at once."""
+    def _count(
+        self,
+        metrics: Metrics,
+        arrival_ns: int,
+        answers: list[CompletionOutput],
+        reason: FinishReason,
+    ) -> None:
+        """However many steps it took, and beams, the client sent one request, and gets its tokens
+        at once.
+        """
         num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
-        choices = [ChoiceTimes(arrival_ns, num_prompt_tokens, len(answer.token_ids)) for answer in answers]
+        choices = [
+            ChoiceTimes(arrival_ns, num_prompt_tokens, len(answer.token_ids)) for answer in answers
+        ]
         whole = ChoiceTimes(arrival_ns, num_prompt_tokens)
         metrics.observe_tokens(whole, sum(choice.num_tokens for choice in choices), now)
         metrics.observe_finished(whole, reason, now)
@@ -122,7 +144,9 @@ class BeamSearch:
         self.finished.sort(key=lambda beam: -beam.score)
         del self.finished[self.num_beams :]
         going_on = [beam for beam in candidates if beam.token_ids[-1] not in self.ends]
-        self.running = going_on[: self.num_beams] if not is_last and self._may_improve(going_on) else []
+        self.running = (
+            going_on[: self.num_beams] if not is_last and self._may_improve(going_on) else []
+        )
 
     def _may_improve(self, running: list[Beam]) -> bool:
         if len(self.finished) < self.num_beams:
@@ -158,7 +182,9 @@ class BeamSearch:
 
     def _answer(self, async_llm: AsyncLLM, index: int, beam: Beam) -> CompletionOutput:
         params = self.prepared.params
-        detokenizer = Detokenizer(async_llm.processor.tokenizer, params, self.prepared.prompt_token_ids)
+        detokenizer = Detokenizer(
+            async_llm.processor.tokenizer, params, self.prepared.prompt_token_ids
+        )
         last = beam.token_ids[-1]
         has_ended = last in self.ends
         hides_last = has_ended and not params.include_stop_str_in_output
@@ -168,7 +194,9 @@ class BeamSearch:
             text=text + detokenizer.flush(),
             token_ids=beam.token_ids,
             finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
-            stop_reason=last if has_ended and last not in self.prepared.requests[0].eos_token_ids else None,
+            stop_reason=last
+            if has_ended and last not in self.prepared.requests[0].eos_token_ids
+            else None,
             num_cached_tokens=self.num_cached_tokens,
         )
 

@@ -1,7 +1,8 @@
 """Chat messages to prompt text, by the model's Jinja template.
 
-Templates and messages are both untrusted: templates run in Jinja's sandbox (no attribute access to Python
-internals, nothing can be changed, `range` is bounded), and whatever goes wrong in one is the request's 400.
+Templates and messages are both untrusted: templates run in Jinja's sandbox (no attribute access to
+Python internals, nothing can be changed, `range` is bounded), and whatever goes wrong in one is the
+request's 400.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from servd.errors import ConfigError, InvalidRequest, ModelNotFound
 
 log = logging.getLogger("servd.api")
 
-# For models without a template, such as GPT-2: "User: ...\nAssistant: ...", the next line being the model's.
+# For models without a template, such as GPT-2: "User: ...\nAssistant: ...", the next line being the
+# model's.
 DEFAULT_TEMPLATE = """\
 {%- for message in messages %}
 {{- message.role | capitalize }}: {{ message.content }}
@@ -38,7 +40,8 @@ RESERVED = frozenset({
     "conversation", "return_dict", "return_tensors", "raise_exception", "strftime_now",
 })  # fmt: skip
 
-# Stands at the end of the message to continue; a private-use character that no template strips or splits at.
+# Stands at the end of the message to continue; a private-use character that no template strips or
+# splits at.
 _CONTINUE_HERE = "\uf8ffcontinue\uf8ff"
 
 
@@ -55,7 +58,10 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, template: str, tool_template: str | None = None, special_tokens: dict[str, str] | None = None
+        self,
+        template: str,
+        tool_template: str | None = None,
+        special_tokens: dict[str, str] | None = None,
     ) -> None:
         self.source = template
         self.tool_source = template if tool_template is None else tool_template
@@ -65,16 +71,23 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
-        """The template to use: `override` (--chat-template: a file or Jinja text), else the model's, else the default.
+        """The template to use: `override` (--chat-template: a file or Jinja text), else the
+        model's, else the default.
 
         Raises:
             ConfigError: `override` is neither a file nor Jinja, or the template is not valid.
         """
         named = _read_override(override) if override else _read_model_templates(tokenizer)
         if not named:
-            log.info("the model has no chat template: using the plain `User: ... Assistant:` one (see --chat-template)")
-            # Where the tokenizer would add BOS, the prompt has to begin with it as other templates' prompts do.
-            named = {"default": ("{{ bos_token }}" if tokenizer.adds_bos else "") + DEFAULT_TEMPLATE}
+            log.info(
+                "the model has no chat template: using the plain `User: ... Assistant:` one (see "
+                "--chat-template)"
+            )
+            # Where the tokenizer would add BOS, the prompt has to begin with it as other templates'
+            # prompts do.
+            named = {
+                "default": ("{{ bos_token }}" if tokenizer.adds_bos else "") + DEFAULT_TEMPLATE
+            }
         default = named.get("default") or next(iter(named.values()))
         return cls(default, named.get("tool_use"), tokenizer.special_tokens)
 
@@ -96,37 +109,53 @@ class ChatTemplate:
             variables: further ones for the template, e.g. enable_thinking or documents.
 
         Raises:
-            InvalidRequest: the template refuses the messages or fails on them, does not read the documents, or
-                `variables` has a reserved name.
+            InvalidRequest: the template refuses the messages or fails on them, does not read the
+                documents, or `variables` has a reserved name.
         """
         variables = variables or {}
         if reserved := RESERVED & variables.keys():
-            raise InvalidRequest(f"chat_template_kwargs may not set {min(reserved)}", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {min(reserved)}", param="chat_template_kwargs"
+            )
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
-                "continue_final_message goes on with the last message and add_generation_prompt begins a new one: "
+                "continue_final_message goes on with the last message and add_generation_prompt "
+                "begins a new one: "
                 "set only one of them",
                 param="continue_final_message",
             )
         compiled = self._tool_template if tools else self._template
         if variables.get("documents") and not compiled.reads_documents:
             raise InvalidRequest(
-                "this model's chat template does not read documents: write them in a message", param="documents"
+                "this model's chat template does not read documents: write them in a message",
+                param="documents",
             )
-        messages = [_normalise(message, compiled.wants_parts, index) for index, message in enumerate(messages)]
+        messages = [
+            _normalise(message, compiled.wants_parts, index)
+            for index, message in enumerate(messages)
+        ]
         if continue_final_message:
             _append_to_last(messages, _CONTINUE_HERE)
         context = {"documents": None} | self.special_tokens | variables
-        context |= {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        context |= {
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             prompt = compiled.template.render(context)
-        except Exception as error:  # templates call Python: TypeError, OverflowError, KeyError... all mean "refused"
-            raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from None
+        # templates call Python: TypeError, OverflowError, KeyError... all mean "refused"
+        except Exception as error:
+            raise InvalidRequest(
+                f"the chat template refuses the messages: {error}", param="messages"
+            ) from None
         if not continue_final_message:
             return prompt
         end = prompt.rfind(_CONTINUE_HERE)
         if end < 0:
-            raise InvalidRequest("the chat template does not show the last message's content", param="messages")
+            raise InvalidRequest(
+                "the chat template does not show the last message's content", param="messages"
+            )
         return prompt[:end]
 
 
@@ -135,7 +164,9 @@ class _Compiled:
 
     def __init__(self, source: str) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -143,14 +174,20 @@ class _Compiled:
         try:
             tree = environment.parse(source)
             self.wants_parts = _wants_parts(tree)
-            self.reads_documents = any(name.name == "documents" for name in tree.find_all(nodes.Name))
+            self.reads_documents = any(
+                name.name == "documents" for name in tree.find_all(nodes.Name)
+            )
             self.template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
+            raise ConfigError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+            ) from None
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here its body is rendered as it is."""
+    """`{% generation %}` marks the assistant's words for training; here its body is rendered as it
+    is.
+    """
 
     tags = {"generation"}
 
@@ -167,7 +204,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own: no HTML escapes, non-ASCII as it is, keys in their order."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -181,7 +220,8 @@ def _strftime_now(format: str) -> str:
 def _wants_parts(tree: nodes.Template) -> bool:
     """Whether the template loops over a message's content and never asks if it is a string.
 
-    Such a template shows nothing sensible for a string. Every other one gets text parts joined to a string.
+    Such a template shows nothing sensible for a string. Every other one gets text parts joined to a
+    string.
     """
     if any(test.name == "string" for test in tree.find_all(nodes.Test)):
         return False
@@ -212,7 +252,9 @@ def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[s
         message["content"] = [{"type": "text", "text": text} for text in texts]
     else:
         message["content"] = "\n".join(texts)
-    if thoughts := message.get("reasoning_content") or message.get("reasoning"):  # templates read either name
+    if thoughts := message.get("reasoning_content") or message.get(
+        "reasoning"
+    ):  # templates read either name
         message |= {"reasoning_content": thoughts, "reasoning": thoughts}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
@@ -227,11 +269,15 @@ def _text_of_part(part: Any, param: str) -> str:
             if isinstance(part.get(key), str):
                 return part[key]
         part = part.get("type")
-    raise InvalidRequest(f"{param}: this model reads text parts only, got {part!r}", param="messages")
+    raise InvalidRequest(
+        f"{param}: this model reads text parts only, got {part!r}", param="messages"
+    )
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates want arguments as an object; the API has them as JSON text. What is no JSON object stays text."""
+    """Templates want arguments as an object; the API has them as JSON text. What is no JSON object
+    stays text.
+    """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -239,7 +285,11 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    return (
+        {**call, "function": {**function, "arguments": arguments}}
+        if isinstance(arguments, dict)
+        else call
+    )
 
 
 def _append_to_last(messages: list[dict[str, Any]], text: str) -> None:
@@ -257,7 +307,9 @@ def _read_override(override: str) -> dict[str, str]:
     try:
         return {"default": override if is_text else Path(override).read_text(encoding="utf8")}
     except OSError as error:
-        raise ConfigError(f"--chat-template {override}: {error.strerror}, and it is not Jinja text") from None
+        raise ConfigError(
+            f"--chat-template {override}: {error.strerror}, and it is not Jinja text"
+        ) from None
 
 
 def _read_model_templates(tokenizer: Tokenizer) -> dict[str, str]:
@@ -272,4 +324,6 @@ def _read_model_templates(tokenizer: Tokenizer) -> dict[str, str]:
     try:
         return {str(entry["name"]): str(entry["template"]) for entry in templates}
     except (TypeError, KeyError):
-        raise ModelNotFound(f"{tokenizer.folder}/tokenizer_config.json: chat_template has an unknown form") from None
+        raise ModelNotFound(
+            f"{tokenizer.folder}/tokenizer_config.json: chat_template has an unknown form"
+        ) from None

@@ -1,4 +1,6 @@
-"""Incremental text of one choice: whole characters only, and no text that may turn out to be a stop string."""
+"""Incremental text of one choice: whole characters only, and no text that may turn out to be a stop
+string.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from servd.params import SamplingParams
 class Detokenizer:
     """Turns token ids into text as they come. The work per token does not grow with the history.
 
-    All pieces together equal the text of all tokens at once, cut at the stop string that is complete first
-    (of those complete at the same character, the longest), however the tokens were split over calls.
+    All pieces together equal the text of all tokens at once, cut at the stop string that is
+    complete first (of those complete at the same character, the longest), however the tokens were
+    split over calls.
 
     Attributes:
         stop_reason: the stop string that ended the text; nothing may be pushed afterwards.
@@ -23,7 +26,8 @@ class Detokenizer:
     Args:
         tokenizer: gives the bytes of tokens.
         params: stop, include_stop_str_in_output, skip_special_tokens, min_tokens.
-        prompt_token_ids: decides whether the text is at the very beginning, where some tokenizers drop a space.
+        prompt_token_ids: decides whether the text is at the very beginning, where some tokenizers
+            drop a space.
         visible_ids: special tokens that are text even under skip_special_tokens.
     """
 
@@ -38,7 +42,9 @@ class Detokenizer:
         self.num_tokens = 0
         self._table = tokenizer.byte_table(params.skip_special_tokens, visible_ids)
         self._utf8 = codecs.getincrementaldecoder("utf8")("replace")
-        self._drops_space = tokenizer.strips_leading_space and not any(self._table[i] for i in prompt_token_ids)
+        self._drops_space = tokenizer.strips_leading_space and not any(
+            self._table[i] for i in prompt_token_ids
+        )
         self._stop = params.stop
         self._first_char = re.compile("|".join({re.escape(stop[0]) for stop in params.stop}))
         self._min_tokens = params.min_tokens
@@ -81,7 +87,11 @@ class Detokenizer:
         text = self._held + text
         if not self._first_char.search(text):  # most text: no stop string begins in it
             return text
-        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        matches = [
+            (start + len(stop), start, stop)
+            for stop in self._stop
+            if (start := text.find(stop)) >= 0
+        ]
         if matches:
             end, start, self.stop_reason = min(matches)
             return text[: end if self._include_stop else start]

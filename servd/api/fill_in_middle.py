@@ -38,12 +38,18 @@ class FillInMiddle:
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         self._pieces = SLOT.split(template)  # text and the names of slots in turn
         if sorted(self._pieces[1::2]) != ["prefix", "suffix"]:
-            raise ConfigError(f"--fim-template must have {{prefix}} and {{suffix}} once each, got {template[:200]!r}")
-        self.end_token_ids = [token_id for end in ENDS if (token_id := tokenizer.token_id(end)) is not None]
+            raise ConfigError(
+                f"--fim-template must have {{prefix}} and {{suffix}} once each, got "
+                f"{template[:200]!r}"
+            )
+        self.end_token_ids = [
+            token_id for end in ENDS if (token_id := tokenizer.token_id(end)) is not None
+        ]
 
     @classmethod
     def choose(cls, tokenizer: Tokenizer, override: str | None = None) -> FillInMiddle | None:
-        """The one of `override` (--fim-template), or of the model's tokens; None if it has none that are known.
+        """The one of `override` (--fim-template), or of the model's tokens; None if it has none
+        that are known.
 
         Raises:
             ConfigError: see above.
@@ -51,11 +57,15 @@ class FillInMiddle:
         if override is not None:
             return cls(override, tokenizer)
         for template in TEMPLATES:
-            if all(tokenizer.token_id(word) is not None for word in SLOT.split(template)[::2] if word):
+            if all(
+                tokenizer.token_id(word) is not None for word in SLOT.split(template)[::2] if word
+            ):
                 return cls(template, tokenizer)
         return None
 
     def prompt(self, prefix: str, suffix: str) -> str:
         """What the model continues with the text between."""
         texts = {"prefix": prefix, "suffix": suffix}
-        return "".join(texts[piece] if number % 2 else piece for number, piece in enumerate(self._pieces))
+        return "".join(
+            texts[piece] if number % 2 else piece for number, piece in enumerate(self._pieces)
+        )

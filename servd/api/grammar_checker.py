@@ -1,4 +1,6 @@
-"""GrammarChecker: refuses structured outputs that cannot be generated, before the engine sees them."""
+"""GrammarChecker: refuses structured outputs that cannot be generated, before the engine sees
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ UNKNOWN = "unknown"
 
 
 class GrammarChecker:
-    """Has each grammar compiled once by a process of its own, within limits of size and time. For any thread.
+    """Has each grammar compiled once by a process of its own, within limits of size and time. For
+    any thread.
 
-    The library bounds much of its work but not all of it, and some of what it does not bound ends the process. The
-    engine compiles with the same limits, so it meets only grammars that have passed here.
+    The library bounds much of its work but not all of it, and some of what it does not bound ends
+    the process. The engine compiles with the same limits, so it meets only grammars that have
+    passed here.
 
     Args:
         config: resolved.
@@ -51,7 +55,9 @@ class GrammarChecker:
         self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     def start(self) -> None:
-        """Start the process, so that the first request need not wait for it. It comes up by itself."""
+        """Start the process, so that the first request need not wait for it. It comes up by
+        itself.
+        """
         with self._lock, contextlib.suppress(OSError):  # then the first request starts it
             self._connect()
 
@@ -64,9 +70,12 @@ class GrammarChecker:
 
         Raises:
             InvalidRequest: it cannot: malformed, not supported, too large or too complex.
-            Overloaded: too many others are being checked, or the process has died and is started by the next call.
+            Overloaded: too many others are being checked, or the process has died and is started by
+                the next call.
         """
-        error = self._verdicts.get(_key(output), UNKNOWN)  # another thread may drop it after any look
+        error = self._verdicts.get(
+            _key(output), UNKNOWN
+        )  # another thread may drop it after any look
         if error is UNKNOWN:
             error = self._try(output)
         if error is not None:
@@ -76,7 +85,9 @@ class GrammarChecker:
         """End the process, also in the middle of a check. May be called more than once."""
         self._is_closed = True
         if (process := self._process) is not None:
-            process[0].terminate()  # whoever waits for it learns so at once, and lets go of the lock
+            process[
+                0
+            ].terminate()  # whoever waits for it learns so at once, and lets go of the lock
         with self._lock:
             self._disconnect()
 
@@ -98,7 +109,8 @@ class GrammarChecker:
             self._lock.release()
 
     def _ask(self, output: StructuredOutput) -> str | None:
-        """As `_try`, of the process. One that dies gets a second chance: it may have died before, or of something else.
+        """As `_try`, of the process. One that dies gets a second chance: it may have died before,
+        or of something else.
 
         Raises:
             Overloaded: there is no process at the moment.
@@ -111,7 +123,9 @@ class GrammarChecker:
             except OSError as error:
                 log.error("the grammar process did not start: %r", error)
                 self._disconnect()
-                raise Overloaded("structured outputs cannot be checked at the moment: retry later") from None
+                raise Overloaded(
+                    "structured outputs cannot be checked at the moment: retry later"
+                ) from None
             assert self._process is not None
             _, channel = self._process
             try:
@@ -119,7 +133,9 @@ class GrammarChecker:
                 channel.sendall(msgspec.json.encode(output) + b"\n")
                 return self._receive(channel).error
             except OSError as error:
-                log.warning("no answer to a %s of %d bytes: %r", output.kind, len(output.value), error)
+                log.warning(
+                    "no answer to a %s of %d bytes: %r", output.kind, len(output.value), error
+                )
                 self._disconnect()
                 if isinstance(error, TimeoutError):
                     break
@@ -170,7 +186,10 @@ class GrammarChecker:
             try:
                 with theirs:
                     start = StartGrammarChecker(self.config, self.spec, theirs.fileno())
-                    self._process = Child("grammar", MODULE, start, pass_fds=[theirs.fileno()]), ours
+                    self._process = (
+                        Child("grammar", MODULE, start, pass_fds=[theirs.fileno()]),
+                        ours,
+                    )
             except OSError:
                 ours.close()
                 raise

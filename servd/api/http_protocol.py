@@ -1,4 +1,6 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits: on a head without end, and on clients that stop reading."""
+"""HTTP/1.1 as uvicorn speaks it, with limits: on a head without end, and on clients that stop
+reading.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ from servd.api.protocol.errors import ErrorBody, ErrorDetail
 
 log = logging.getLogger("servd.api")
 
-MAX_HEAD = 64 * 1024  # bytes of request line and headers; trailers and chunk extensions count the same
+MAX_HEAD = (
+    64 * 1024
+)  # bytes of request line and headers; trailers and chunk extensions count the same
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Answers 431 to a head without end, which uvicorn would collect until the memory is full, before any API key.
+    """Answers 431 to a head without end, which uvicorn would collect until the memory is full,
+    before any API key.
 
-    Cuts the connection of a client that takes no byte of its answer for `write_timeout` to twice as many seconds. Its
-    request is aborted then, like that of any client that leaves.
+    Cuts the connection of a client that takes no byte of its answer for `write_timeout` to twice as
+    many seconds. Its request is aborted then, like that of any client that leaves.
     """
 
     write_timeout = 90.0  # seconds; for all connections of the process
@@ -48,7 +53,10 @@ class HttpProtocol(HttpToolsProtocol):
     def _look(self, num_left: int) -> None:
         if self.transport.get_write_buffer_size() < num_left:
             return self._watch()
-        log.warning("a client took nothing of its answer for %g s: its connection is cut", self.write_timeout)
+        log.warning(
+            "a client took nothing of its answer for %g s: its connection is cut",
+            self.write_timeout,
+        )
         self.transport.abort()
 
     def _stop_watching(self) -> None:
@@ -64,7 +72,8 @@ class HttpProtocol(HttpToolsProtocol):
             message = f"the request line and the headers may have at most {MAX_HEAD} bytes"
             body = msgspec.json.encode(ErrorBody(ErrorDetail(message, "invalid_request_error")))
             self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: "
+                b"application/json\r\n"
                 b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
             )
             self.transport.close()

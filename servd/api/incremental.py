@@ -1,7 +1,9 @@
-"""Parsers of a reply's text that take it in pieces: what they have read so far never has to be read again.
+"""Parsers of a reply's text that take it in pieces: what they have read so far never has to be read
+again.
 
-A parser is a generator that reads like the grammar of its format and yields where it needs more text. How the text
-was cut into pieces has no influence on what is read, so the same parser serves streams and whole answers.
+A parser is a generator that reads like the grammar of its format and yields where it needs more
+text. How the text was cut into pieces has no influence on what is read, so the same parser serves
+streams and whole answers.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ class Reader:
 
     @property
     def taken(self) -> str:
-        """Text that was consumed and that no delta tells of yet; what is malformed is given back from here."""
+        """Text that was consumed and that no delta tells of yet; what is malformed is given back
+        from here.
+        """
         return "".join(self._taken)
 
     def forget(self) -> None:
@@ -104,7 +108,9 @@ class Reader:
         return self.take(min(self._at + 1, len(self._text)))
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Consume `literal` if the text goes on with it. A beginning of it that the end cuts off is consumed too."""
+        """Consume `literal` if the text goes on with it. A beginning of it that the end cuts off is
+        consumed too.
+        """
         while True:
             text = self._text[self._at : self._at + len(literal)]
             if not literal.startswith(text):
@@ -115,7 +121,9 @@ class Reader:
             yield
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Consume all characters up to the first one that `pattern`, a repeated set of characters, does not match."""
+        """Consume all characters up to the first one that `pattern`, a repeated set of characters,
+        does not match.
+        """
         pieces: list[str] = []
         while True:
             match = pattern.match(self._text, self._at)
@@ -136,7 +144,9 @@ class Reader:
             (text, "") or ("", marker); ("", "") at the end.
         """
         while True:
-            found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
+            found = [
+                (at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0
+            ]
             end, marker = min(found, default=(len(self._text), ""))
             if marker and end == self._at:
                 self.take(end + len(marker))
@@ -217,7 +227,9 @@ class Brackets:
         self.is_escaped = False  # the text broke off after a backslash
 
     def end(self, text: str, start: int) -> int:
-        """Position after the last bracket in `text`, read from `start` to its end; 0 if it is not there."""
+        """Position after the last bracket in `text`, read from `start` to its end; 0 if it is not
+        there.
+        """
         escaped = start if self.is_escaped else -1
         for match in _JSON_MARKS.finditer(text, start):
             char, at = match[0], match.start()
@@ -271,7 +283,9 @@ class Parser(ABC):
 
 def _decode(raw: str) -> str | None:
     try:
-        return without_surrogates(json.loads(raw, strict=False))  # models write line breaks in strings
+        return without_surrogates(
+            json.loads(raw, strict=False)
+        )  # models write line breaks in strings
     except ValueError:
         return None
 

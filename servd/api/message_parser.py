@@ -1,4 +1,6 @@
-"""MessageFormat: how the served model writes thoughts and tool calls; MessageParser: one reply, taken apart."""
+"""MessageFormat: how the served model writes thoughts and tool calls; MessageParser: one reply,
+taken apart.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ log = logging.getLogger("servd.api")
 
 TOOL_PARSERS = "servd.api.tool_parsers"
 REASONING_PARSERS = "servd.api.reasoning_parsers"
-SCHEMAS = {"json": "{}", "json_object": '{"type": "object"}'}  # kinds of structured output that are schemas
+SCHEMAS = {
+    "json": "{}",
+    "json_object": '{"type": "object"}',
+}  # kinds of structured output that are schemas
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -52,7 +57,11 @@ class MessageParser:
     """
 
     def __init__(
-        self, reasoning: ThinkParser | None, tools: ToolParser | None, only_first: bool, table: Mapping[int, bytes]
+        self,
+        reasoning: ThinkParser | None,
+        tools: ToolParser | None,
+        only_first: bool,
+        table: Mapping[int, bytes],
     ) -> None:
         self.num_calls = 0
         self._open_call: Brackets | None = None  # of its arguments
@@ -63,7 +72,9 @@ class MessageParser:
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf8")("replace")
         self._num_chars = 0
-        self._token_starts: list[int] = []  # where tokens begin in the text, in characters, until the thoughts end
+        self._token_starts: list[
+            int
+        ] = []  # where tokens begin in the text, in characters, until the thoughts end
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         """Take more text; return what is certain now.
@@ -100,14 +111,18 @@ class MessageParser:
         if self._reasoning is None or self._reasoning.begin is None:
             return self._num_reasoning_tokens
         end = self._reasoning.end
-        num_before_end = len(self._token_starts) if end is None else bisect_left(self._token_starts, end)
+        num_before_end = (
+            len(self._token_starts) if end is None else bisect_left(self._token_starts, end)
+        )
         return num_before_end - bisect_left(self._token_starts, self._reasoning.begin)
 
     def _sort(self, deltas: list[Delta]) -> list[Delta]:
         """Look for calls in what is no thought."""
         if self._tools is None:
             return deltas
-        parts = [self._split(delta.text) if isinstance(delta, Content) else [delta] for delta in deltas]
+        parts = [
+            self._split(delta.text) if isinstance(delta, Content) else [delta] for delta in deltas
+        ]
         return [delta for part in parts for delta in part]
 
     def _split(self, text: str) -> list[Delta]:
@@ -117,12 +132,20 @@ class MessageParser:
 
     def _select(self, deltas: list[Delta]) -> list[Delta]:
         if self._only_first:
-            deltas = [d for d in deltas if not (isinstance(d, ToolCallStart | ToolCallArguments) and d.index > 0)]
+            deltas = [
+                d
+                for d in deltas
+                if not (isinstance(d, ToolCallStart | ToolCallArguments) and d.index > 0)
+            ]
         for delta in deltas:
             if isinstance(delta, ToolCallStart):
                 self.num_calls += 1
                 self._open_call = Brackets()
-            elif isinstance(delta, ToolCallArguments) and self._open_call and self._open_call.end(delta.text, 0):
+            elif (
+                isinstance(delta, ToolCallArguments)
+                and self._open_call
+                and self._open_call.end(delta.text, 0)
+            ):
                 self._open_call = None
         return deltas
 
@@ -159,9 +182,11 @@ class MessageFormat:
 
     Args:
         tokenizer: of the model.
-        tool_parser: None if the model has no known format; required and named calls work all the same.
+        tool_parser: None if the model has no known format; required and named calls work all the
+            same.
         reasoning_parser: None if the model does not think.
-        thinks_unasked: the model opens the thoughts by itself where the prompt neither opens nor closes them.
+        thinks_unasked: the model opens the thoughts by itself where the prompt neither opens nor
+            closes them.
     """
 
     def __init__(
@@ -185,8 +210,15 @@ class MessageFormat:
         """
         tools = _choose(TOOL_PARSERS, config.server.tool_call_parser, template.tool_source)
         reasoning = _choose(REASONING_PARSERS, config.server.reasoning_parser, template.source)
-        is_asserted = config.server.reasoning_parser is not None or "enable_thinking" in template.source
-        return cls(tokenizer, tools if config.server.enable_auto_tool_choice else None, reasoning, is_asserted)
+        is_asserted = (
+            config.server.reasoning_parser is not None or "enable_thinking" in template.source
+        )
+        return cls(
+            tokenizer,
+            tools if config.server.enable_auto_tool_choice else None,
+            reasoning,
+            is_asserted,
+        )
 
     def reply(
         self,
@@ -206,7 +238,8 @@ class MessageFormat:
             continued: content of the message that the reply goes on with.
 
         Raises:
-            InvalidRequest: the form of the reply cannot be held to begin after the thoughts, or is no JSON.
+            InvalidRequest: the form of the reply cannot be held to begin after the thoughts, or is
+                no JSON.
         """
         tool_parser: type[ToolParser] | None = None
         if tool_use is not None:
@@ -214,7 +247,9 @@ class MessageFormat:
         reasoning_parser, is_thinking = self._reasoning(prompt, continued)
         if reasoning_parser is not None and structured_output is not None:
             if is_thinking or self.thinks_unasked:
-                structured_output = self._after_thoughts(structured_output, reasoning_parser.end_tag)
+                structured_output = self._after_thoughts(
+                    structured_output, reasoning_parser.end_tag
+                )
             else:
                 reasoning_parser = None  # the form holds from the first token on
         if tool_parser is None and reasoning_parser is None:
@@ -222,7 +257,9 @@ class MessageFormat:
         markers = [*(tool_parser.markers if tool_parser else ())]
         if reasoning_parser is not None:
             markers += [reasoning_parser.start_tag, reasoning_parser.end_tag]
-        visible_ids = frozenset(i for marker in markers if (i := self._added_id(marker)) is not None)
+        visible_ids = frozenset(
+            i for marker in markers if (i := self._added_id(marker)) is not None
+        )
         return ReplyFormat(
             structured_output,
             reasoning_parser,
@@ -247,7 +284,9 @@ class MessageFormat:
         except (ValueError, RecursionError) as error:
             assert structured_output is not None
             param = structured_output.param
-            raise InvalidRequest(f"{param}: the schema is not valid JSON: {error}", param=param) from None
+            raise InvalidRequest(
+                f"{param}: the schema is not valid JSON: {error}", param=param
+            ) from None
         if grammar is not None:
             return self.tool_parser, StructuredOutput("grammar", grammar, param="tools")
         if not tool_use.forced:
@@ -263,7 +302,12 @@ class MessageFormat:
         tools = tool_use.forced or tool_use.tools
         try:
             grammar = calls_grammar(
-                parser.syntaxes, parser.arguments_grammar, tools, tool_use.parallel, self._added_id, content_schema
+                parser.syntaxes,
+                parser.arguments_grammar,
+                tools,
+                tool_use.parallel,
+                self._added_id,
+                content_schema,
             )
         except NotExpressible as reason:
             log.debug("tool calls are held to a JSON array: %s", reason)
@@ -271,7 +315,8 @@ class MessageFormat:
         return grammar if len(grammar.encode()) <= MAX_BYTES else None
 
     def _added_id(self, marker: str) -> int | None:
-        # All of them, special or not: those in angle brackets are special to llguidance, whatever the tokenizer says.
+        # All of them, special or not: those in angle brackets are special to llguidance, whatever
+        # the tokenizer says.
         token_id = self.tokenizer.token_id(marker)
         return token_id if token_id in self.tokenizer.added_ids else None
 
@@ -287,11 +332,14 @@ class MessageFormat:
         is_thinking = end.endswith(parser.start_tag) or opened >= 0
         return parser, is_thinking or (parser.always and not continued)
 
-    def _after_thoughts(self, structured_output: StructuredOutput, end_tag: str) -> StructuredOutput:
+    def _after_thoughts(
+        self, structured_output: StructuredOutput, end_tag: str
+    ) -> StructuredOutput:
         end_id = self.tokenizer.token_id(end_tag)
         if end_id is None:
             raise InvalidRequest(
-                f"this model thinks before it answers, and its {end_tag} is not one token, so the form of the answer "
+                f"this model thinks before it answers, and its {end_tag} is not one token, so the "
+                f"form of the answer "
                 'cannot be held: switch thinking off with "reasoning_effort": "none"',
                 param=structured_output.param,
             )

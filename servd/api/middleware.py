@@ -1,4 +1,6 @@
-"""What surrounds every request: its id, its timeline, the last resort for errors, the limit of its body."""
+"""What surrounds every request: its id, its timeline, the last resort for errors, the limit of its
+body.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,25 @@ MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
 
 async def send_error(reply: ErrorReply, send: Send) -> None:
     """Send a whole error response."""
-    headers = {"content-type": "application/json", "content-length": str(len(reply.body)), **reply.headers}
-    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(reply.body)),
+        **reply.headers,
+    }
+    raw = [
+        (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+    ]
     await send({"type": "http.response.start", "status": reply.status, "headers": raw})
     await send({"type": "http.response.body", "body": reply.body})
 
 
 class RequestContext:
-    """Gives every request an id, returned as X-Request-Id; answers errors that nothing else did; closes timelines.
+    """Gives every request an id, returned as X-Request-Id; answers errors that nothing else did;
+    closes timelines.
 
-    In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it, since clients may
-    choose the same; `traced`, the ids under which the tracer knows what this request started.
+    In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it,
+    since clients may choose the same; `traced`, the ids under which the tracer knows what this
+    request started.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
@@ -53,9 +63,14 @@ class RequestContext:
             nonlocal started, written
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", state["request_id"].encode())]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", state["request_id"].encode()),
+                ]
             await send(message)
-            written = message["type"] == "http.response.body" and not message.get("more_body", False)
+            written = message["type"] == "http.response.body" and not message.get(
+                "more_body", False
+            )
 
         try:
             await self.app(scope, receive, send_on)
@@ -64,7 +79,8 @@ class RequestContext:
         except Exception as error:
             reply = error_reply(error, state["request_id"], scope["path"])
             if started:
-                raise  # the server cuts the connection: the client sees that the answer is not whole
+                # the server cuts the connection: the client sees that the answer is not whole
+                raise
             await send_error(reply, send_on)
         finally:
             for name in traced:

@@ -1,4 +1,6 @@
-"""EngineCoreOutput to CompletionOutput: text and stop strings. Shared by AsyncLLM and the offline LLMEngine."""
+"""EngineCoreOutput to CompletionOutput: text and stop strings. Shared by AsyncLLM and the offline
+LLMEngine.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,23 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._choices: dict[str, _Choice] = {}  # by the engine's request id
-        self._engine_ids: dict[str, list[str]] = {}  # request id -> engine ids of its choices that have not ended
+        self._engine_ids: dict[
+            str, list[str]
+        ] = {}  # request id -> engine ids of its choices that have not ended
 
     def add(self, prepared: Prepared) -> None:
         """Expect outputs for all choices of a request."""
         params = prepared.params
-        self._engine_ids[prepared.request_id] = [request.request_id for request in prepared.requests]
+        self._engine_ids[prepared.request_id] = [
+            request.request_id for request in prepared.requests
+        ]
         for index, request in enumerate(prepared.requests):
             self._choices[request.request_id] = _Choice(
                 prepared.request_id,
                 index,
-                Detokenizer(self.tokenizer, params, prepared.prompt_token_ids, prepared.reply.visible_ids),
+                Detokenizer(
+                    self.tokenizer, params, prepared.prompt_token_ids, prepared.reply.visible_ids
+                ),
                 params.include_stop_str_in_output,
             )
 
@@ -60,11 +68,14 @@ class OutputProcessor:
         choice = self._choices.get(engine_id)
         return (choice.request_id, choice.index) if choice else None
 
-    def process(self, outputs: list[EngineCoreOutput]) -> tuple[list[tuple[str, CompletionOutput]], list[str]]:
+    def process(
+        self, outputs: list[EngineCoreOutput]
+    ) -> tuple[list[tuple[str, CompletionOutput]], list[str]]:
         """Make one delta of every output; outputs of requests that are gone are dropped.
 
         Returns:
-            Deltas with the ids of their requests, and the engine ids of choices that a stop string ended: the
+            Deltas with the ids of their requests, and the engine ids of choices that a stop string
+                ended: the
             engine does not know of it and has to abort them.
         """
         deltas: list[tuple[str, CompletionOutput]] = []
@@ -103,7 +114,11 @@ def _delta(choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
         prompt_logprobs=output.prompt_logprobs,
         pooled=output.pooled,
     )
-    ended_by_token = output.finish_reason is FinishReason.STOP and not output.is_complete and not choice.include_stop
+    ended_by_token = (
+        output.finish_reason is FinishReason.STOP
+        and not output.is_complete
+        and not choice.include_stop
+    )
     num_before = detokenizer.num_tokens
     # The token that ends generation is counted, but it is not text.
     delta.text = detokenizer.push(token_ids[:-1] if ended_by_token else token_ids)

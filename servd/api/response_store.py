@@ -19,7 +19,9 @@ class Stored(msgspec.Struct):
     """A response and the conversation that it answers."""
 
     response: Response
-    items: list[dict[str, Any]]  # the conversation: input and output of earlier turns, and this one's input
+    items: list[
+        dict[str, Any]
+    ]  # the conversation: input and output of earlier turns, and this one's input
     num_bytes: int  # about what it holds; items that turns share count for each
     log: EventLog | None = None  # of a response that is made in the background
     task: asyncio.Task[None] | None = None  # the same
@@ -59,7 +61,9 @@ class ResponseStore:
             if forgotten and forgotten.task:
                 forgotten.task.cancel()
 
-    def get(self, response_id: str, missing: type[RequestError], param: str, code: str | None = None) -> Stored:
+    def get(
+        self, response_id: str, missing: type[RequestError], param: str, code: str | None = None
+    ) -> Stored:
         """The response, which counts as used.
 
         Raises:
@@ -67,8 +71,10 @@ class ResponseStore:
         """
         if response_id not in self._stored:
             raise missing(
-                f"there is no response {response_id[:200]!r} in the memory of this API server process. It keeps the "
-                f"last {self.max_responses} (--max-stored-responses), and of several (--api-server-count) each its own",
+                f"there is no response {response_id[:200]!r} in the memory of this API server "
+                f"process. It keeps the "
+                f"last {self.max_responses} (--max-stored-responses), and of several "
+                f"(--api-server-count) each its own",
                 param=param,
                 code=code,
             )

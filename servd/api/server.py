@@ -35,7 +35,9 @@ LAST_FRAMES = 0.3  # the most, after a second signal
 
 
 class Server(uvicorn.Server):
-    """uvicorn that drains on SIGTERM, cuts what is left with a proper error, and ends when the engine is dead."""
+    """uvicorn that drains on SIGTERM, cuts what is left with a proper error, and ends when the
+    engine is dead.
+    """
 
     def __init__(self, config: uvicorn.Config, async_llm: AsyncLLM, start: Start) -> None:
         super().__init__(config)
@@ -73,7 +75,9 @@ class Server(uvicorn.Server):
         """Log what remains each second; when time is up, answer it with an error."""
         remaining = self.start_message.config.server.shutdown_timeout
         while remaining > 0 and self.async_llm.num_unfinished:
-            logger.info("draining: %d requests open, %.0f s left", self.async_llm.num_unfinished, remaining)
+            logger.info(
+                "draining: %d requests open, %.0f s left", self.async_llm.num_unfinished, remaining
+            )
             await asyncio.sleep(min(1.0, remaining))
             remaining -= 1.0
         self.async_llm.fail("the server is shutting down")

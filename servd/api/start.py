@@ -1,4 +1,6 @@
-"""Start message of an API-server process; apart from server.py so that the parent need not import FastAPI."""
+"""Start message of an API-server process; apart from server.py so that the parent need not import
+FastAPI.
+"""
 
 from __future__ import annotations
 

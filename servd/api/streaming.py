@@ -49,10 +49,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends frames as they are made, a comment while there are none, and `[DONE]`; stops when the client leaves.
+    """Sends frames as they are made, a comment while there are none, and `[DONE]`; stops when the
+    client leaves.
 
-    The status line goes out with the first frame, so what fails before it is still an HTTP error; what fails
-    later becomes an error event.
+    The status line goes out with the first frame, so what fails before it is still an HTTP error;
+    what fails later becomes an error event.
 
     Attributes:
         pulse: what is sent while there is no frame.
@@ -117,7 +118,9 @@ class _Writer:
     async def write(self, frame: bytes, more: bool = True) -> None:
         async with self.lock:
             if not self.has_started:
-                await self.send({"type": "http.response.start", "status": 200, "headers": self.headers})
+                await self.send(
+                    {"type": "http.response.start", "status": 200, "headers": self.headers}
+                )
                 self.has_started = True
             await self.send({"type": "http.response.body", "body": frame, "more_body": more})
         self.last_write = self.now()

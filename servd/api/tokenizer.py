@@ -1,7 +1,8 @@
 """Text to token ids and back, with the `tokenizers` library alone.
 
-One currency for output: every token stands for exact bytes, and text is those bytes read as UTF-8. So streamed
-text, logprobs and whole-text decoding cannot disagree, whatever the tokenizer's decoder does internally.
+One currency for output: every token stands for exact bytes, and text is those bytes read as UTF-8.
+So streamed text, logprobs and whole-text decoding cannot disagree, whatever the tokenizer's decoder
+does internally.
 """
 
 from __future__ import annotations
@@ -48,13 +49,18 @@ class Tokenizer:
         self._context = self.encode(" a", add_special_tokens=False)
         self._context_text = backend.decode(self._context, skip_special_tokens=False)
         self._bytes = _Table(self._make_bytes)
-        self._tables: dict[frozenset[int], _Table] = {}  # special tokens that are visible -> table without the others
+        self._tables: dict[
+            frozenset[int], _Table
+        ] = {}  # special tokens that are visible -> table without the others
         first = self._context[:1]
-        self.strips_leading_space = backend.decode(first) != "".join(self.token_string(i) for i in first)
+        self.strips_leading_space = backend.decode(first) != "".join(
+            self.token_string(i) for i in first
+        )
 
     @classmethod
     def of_model(cls, config: Config, spec: ModelSpec) -> Tokenizer:
-        """The tokenizer that the options name: --tokenizer, the model's own, or bytes for the fake model.
+        """The tokenizer that the options name: --tokenizer, the model's own, or bytes for the fake
+        model.
 
         Raises:
             ModelNotFound: see `load`.
@@ -66,7 +72,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:
-        """Read tokenizer.json and tokenizer_config.json; without tokenizer.json, convert what is there, once.
+        """Read tokenizer.json and tokenizer_config.json; without tokenizer.json, convert what is
+        there, once.
 
         Raises:
             ModelNotFound: there is no tokenizer, or it is broken or cannot be converted.
@@ -118,17 +125,24 @@ class Tokenizer:
 
         Args:
             text: any string.
-            add_special_tokens: let the tokenizer add e.g. BOS. False for rendered chat templates, which have it.
+            add_special_tokens: let the tokenizer add e.g. BOS. False for rendered chat templates,
+                which have it.
 
         Raises:
             InvalidRequest: `text` holds half of a surrogate pair, so it is not Unicode text.
         """
         try:
-            if len(text) > MAX_HELD_CHARS:  # `encode` would hold the interpreter's lock, and with it all other requests
-                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            if (
+                len(text) > MAX_HELD_CHARS
+            ):  # `encode` would hold the interpreter's lock, and with it all other requests
+                return self._backend.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )[0].ids
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            raise InvalidRequest("the text holds a lone surrogate (U+D800 to U+DFFF): not valid Unicode") from None
+            raise InvalidRequest(
+                "the text holds a lone surrogate (U+D800 to U+DFFF): not valid Unicode"
+            ) from None
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
@@ -139,7 +153,9 @@ class Tokenizer:
     def byte_table(
         self, skip_special_tokens: bool = True, visible_ids: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """Token id -> its bytes; empty for ids without a token and, if asked, for special tokens but `visible_ids`."""
+        """Token id -> its bytes; empty for ids without a token and, if asked, for special tokens
+        but `visible_ids`.
+        """
         if not skip_special_tokens:
             return self._bytes
         if visible_ids not in self._tables:
@@ -178,7 +194,9 @@ class Tokenizer:
 
 
 class _Table(dict[int, bytes]):
-    """Token bytes, made when first needed: a vocabulary of 150,000 would cost memory and start-up time."""
+    """Token bytes, made when first needed: a vocabulary of 150,000 would cost memory and start-up
+    time.
+    """
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -192,19 +210,33 @@ class _Table(dict[int, bytes]):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE (GPT-2): printable Latin-1 stands for itself, other bytes for U+0100 on."""
+    """The alphabet of byte-level BPE (GPT-2): printable Latin-1 stands for itself, other bytes for
+    U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and so on as text; in the file each is a string or an object with `content`."""
+    """`bos_token`, `eos_token` and so on as text; in the file each is a string or an object with
+    `content`.
+    """
     found: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
+    for name in (
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+        "sep_token",
+        "cls_token",
+        "mask_token",
+    ):
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):

@@ -1,1 +1,3 @@
-"""`servd bench NAME`: measurements, one file each with `add_options(parser)` and `run(arguments) -> exit code`."""
+"""`servd bench NAME`: measurements, one file each with `add_options(parser)` and `run(arguments) ->
+exit code`.
+"""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from servd.errors import ServdError
 
-# Ids that are ordinary tokens in practically every vocabulary, also in that of the fake model: special ones stand
-# at its beginning or end.
+# Ids that are ordinary tokens in practically every vocabulary, also in that of the fake model:
+# special ones stand at its beginning or end.
 TOKEN_IDS = range(32, 250)
 
 
@@ -23,21 +23,48 @@ class Prompt:
     output_len: int  # tokens
 
 
-def add_options(parser: argparse.ArgumentParser, num_prompts: int, input_len: int, output_len: int) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, num_prompts: int, input_len: int, output_len: int
+) -> None:
     """Flags that describe a workload, with these defaults."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--num-prompts", type=int, default=num_prompts, metavar="N", help="requests [%(default)s]")
-    group.add_argument("--input-len", type=int, default=input_len, metavar="N", help="prompt tokens [%(default)s]")
-    group.add_argument("--output-len", type=int, default=output_len, metavar="N", help="output tokens [%(default)s]")
+    group.add_argument(
+        "--num-prompts", type=int, default=num_prompts, metavar="N", help="requests [%(default)s]"
+    )
+    group.add_argument(
+        "--input-len", type=int, default=input_len, metavar="N", help="prompt tokens [%(default)s]"
+    )
+    group.add_argument(
+        "--output-len",
+        type=int,
+        default=output_len,
+        metavar="N",
+        help="output tokens [%(default)s]",
+    )
     group.add_argument(
         "--range-ratio", type=float, default=0.0, metavar="X",
-        help="lengths vary evenly by this share, e.g. 0.5: from half to one and a half [%(default)s]",
+        help="lengths vary evenly by this share, e.g. 0.5: from half to one and a half "
+             "[%(default)s]",
     )  # fmt: skip
     group.add_argument(
-        "--prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts begin with [%(default)s]"
+        "--prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that all prompts begin with [%(default)s]",
     )
-    group.add_argument("--jsonl", metavar="FILE", help='prompts from a file: {"prompt": text or ids, "output_len": N}')
-    group.add_argument("--data-seed", type=int, default=0, metavar="N", help="of prompts and arrivals [%(default)s]")
+    group.add_argument(
+        "--jsonl",
+        metavar="FILE",
+        help='prompts from a file: {"prompt": text or ids, "output_len": N}',
+    )
+    group.add_argument(
+        "--data-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of prompts and arrivals [%(default)s]",
+    )
 
 
 def make_prompts(arguments: argparse.Namespace, more: int = 0) -> list[Prompt]:
@@ -47,7 +74,9 @@ def make_prompts(arguments: argparse.Namespace, more: int = 0) -> list[Prompt]:
         ServdError: the JSONL file cannot be used.
     """
     if arguments.jsonl:
-        return _read_jsonl(Path(arguments.jsonl), arguments.num_prompts + more, arguments.output_len)
+        return _read_jsonl(
+            Path(arguments.jsonl), arguments.num_prompts + more, arguments.output_len
+        )
     rng = random.Random(arguments.data_seed)
 
     def length(mean: int) -> int:
@@ -66,10 +95,18 @@ def make_prompts(arguments: argparse.Namespace, more: int = 0) -> list[Prompt]:
 
 def _read_jsonl(file: Path, num_prompts: int, output_len: int) -> list[Prompt]:
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
-        prompts = [Prompt(row["prompt"], row.get("output_len", output_len)) for row in rows[:num_prompts]]
+        rows = [
+            json.loads(line)
+            for line in file.read_text(encoding="utf8").splitlines()
+            if line.strip()
+        ]
+        prompts = [
+            Prompt(row["prompt"], row.get("output_len", output_len)) for row in rows[:num_prompts]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ServdError(f"--jsonl {file}: {error!r}; each line must be an object with a prompt") from None
+        raise ServdError(
+            f"--jsonl {file}: {error!r}; each line must be an object with a prompt"
+        ) from None
     if not prompts:
         raise ServdError(f"--jsonl {file}: has no prompt")
     return prompts

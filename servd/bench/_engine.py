@@ -10,7 +10,9 @@ from servd.config import options_by_name
 from servd.llm import LLM
 
 
-def add_options(parser: argparse.ArgumentParser, batch: int, input_len: int, output_len: int) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, batch: int, input_len: int, output_len: int
+) -> None:
     """A workload and every option of `servd serve`."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     _data.add_options(parser, batch, input_len, output_len)
@@ -19,8 +21,12 @@ def add_options(parser: argparse.ArgumentParser, batch: int, input_len: int, out
 
 
 def make_llm(arguments: argparse.Namespace) -> LLM:
-    """The engine in this process. Prefix caching is off unless asked for: repeated prompts must be computed."""
+    """The engine in this process. Prefix caching is off unless asked for: repeated prompts must be
+    computed.
+    """
     names = {*options_by_name(), "config"}
-    options = load_options({name: value for name, value in vars(arguments).items() if name in names})
+    options = load_options(
+        {name: value for name, value in vars(arguments).items() if name in names}
+    )
     options.setdefault("enable_prefix_caching", False)
     return LLM(**options)

@@ -1,4 +1,6 @@
-"""Load generator for OpenAI-compatible servers: sends completions, notes when every chunk arrives."""
+"""Load generator for OpenAI-compatible servers: sends completions, notes when every chunk
+arrives.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Record:
     @property
     def itl(self) -> list[float]:
         """Times between chunks."""
-        return [later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)]
+        return [
+            later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)
+        ]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class Load:
     url: str  # of the server, without /v1
     model: str
     concurrency: int | None = None  # most requests at once; None: no limit
-    request_rate: float | None = None  # requests a second, Poisson arrivals; None: as fast as concurrency allows
+    request_rate: float | None = (
+        None  # requests a second, Poisson arrivals; None: as fast as concurrency allows
+    )
     api_key: str | None = None
     ignore_eos: bool = True
     temperature: float = 0.0
@@ -72,19 +78,29 @@ async def first_model(url: str, api_key: str | None) -> str:
             session.get(f"{url}/v1/models") as reply,
         ):
             if reply.status != 200:
-                raise ServdError(f"{url}/v1/models: HTTP {reply.status}: {(await reply.text())[:200]}")
+                raise ServdError(
+                    f"{url}/v1/models: HTTP {reply.status}: {(await reply.text())[:200]}"
+                )
             return (await reply.json())["data"][0]["id"]
     except aiohttp.ClientError as error:
         raise ServdError(f"no server answers at {url} ({error})") from None
 
 
-async def run(load: Load, prompts: list[Prompt], show_progress: bool = True) -> tuple[list[Record], float]:
-    """Send all prompts; returns their records in order, and the seconds from the first to the last byte."""
+async def run(
+    load: Load, prompts: list[Prompt], show_progress: bool = True
+) -> tuple[list[Record], float]:
+    """Send all prompts; returns their records in order, and the seconds from the first to the last
+    byte.
+    """
     limit = asyncio.Semaphore(load.concurrency or len(prompts))
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(headers=_headers(load.api_key), timeout=timeout, connector=connector) as session:
-        with tqdm(total=len(prompts), desc="requests", disable=not show_progress, dynamic_ncols=True) as bar:
+    async with aiohttp.ClientSession(
+        headers=_headers(load.api_key), timeout=timeout, connector=connector
+    ) as session:
+        with tqdm(
+            total=len(prompts), desc="requests", disable=not show_progress, dynamic_ncols=True
+        ) as bar:
 
             async def one(prompt: Prompt) -> Record:
                 async with limit:
@@ -124,7 +140,12 @@ async def _send(session: aiohttp.ClientSession, load: Load, prompt: Prompt) -> R
                 record.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
             else:
                 await _read(reply, record)
-    except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:  # also an answer in another shape
+    except (
+        aiohttp.ClientError,
+        OSError,
+        ValueError,
+        KeyError,
+    ) as error:  # also an answer in another shape
         record.error = str(error) or type(error).__name__
     record.ended = time.perf_counter()
     return record

@@ -17,7 +17,8 @@ PERCENTILES = (50, 90, 99)
 
 
 def summarise(records: Sequence[Record], seconds: float) -> dict[str, Any]:
-    """Throughput over `seconds`, and the spread of TTFT, TPOT, ITL and whole requests in milliseconds.
+    """Throughput over `seconds`, and the spread of TTFT, TPOT, ITL and whole requests in
+    milliseconds.
 
     Raises:
         ServdError: no request succeeded.
@@ -50,22 +51,33 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
     values = 1000 * np.asarray(seconds)
-    return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    return {"mean": float(values.mean())} | {
+        f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES
+    }
 
 
 def table(summary: Mapping[str, Any]) -> str:
     """A summary for the terminal: plain figures first, then one line per spread."""
-    lines = [f"{name:22} {_number(value):>12}" for name, value in summary.items() if isinstance(value, int | float)]
+    lines = [
+        f"{name:22} {_number(value):>12}"
+        for name, value in summary.items()
+        if isinstance(value, int | float)
+    ]
     spreads = {name: value for name, value in summary.items() if isinstance(value, dict) and value}
     if spreads:
         columns = next(iter(spreads.values()))
         lines += ["", " " * 22 + "".join(f"{column:>12}" for column in columns)]
-        lines += [f"{name:22}" + "".join(f"{_number(v):>12}" for v in row.values()) for name, row in spreads.items()]
+        lines += [
+            f"{name:22}" + "".join(f"{_number(v):>12}" for v in row.values())
+            for name, row in spreads.items()
+        ]
     return "\n".join(lines)
 
 
 def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.2f}" if value < 100 else f"{value:.1f}"
+    return (
+        str(value) if isinstance(value, int) else f"{value:.2f}" if value < 100 else f"{value:.1f}"
+    )
 
 
 def write_json(file: str, summary: Mapping[str, Any]) -> None:
@@ -80,13 +92,17 @@ def new_figure() -> Any:
         ServdError: matplotlib is not installed.
     """
     try:
-        return importlib.import_module("matplotlib.figure").Figure(figsize=(9, 3.5), layout="constrained")
+        return importlib.import_module("matplotlib.figure").Figure(
+            figsize=(9, 3.5), layout="constrained"
+        )
     except ModuleNotFoundError:
         raise ServdError("--plot needs matplotlib: pip install 'servd[bench]'") from None
 
 
 def plot(figure: Any, file: str, records: Sequence[Record]) -> None:
-    """Cumulative distributions of TTFT and ITL; the suffix of `file` chooses the format (.svg, .png)."""
+    """Cumulative distributions of TTFT and ITL; the suffix of `file` chooses the format (.svg,
+    .png).
+    """
     good = [record for record in records if record.error is None]
     series = {
         "time to first token": [record.ttft for record in good],

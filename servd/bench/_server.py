@@ -27,11 +27,15 @@ def running(command: str, url: str, timeout: float) -> Iterator[float]:
     """
     started = time.perf_counter()
     # A session of its own, so that whatever the command starts can be stopped with it.
-    process = subprocess.Popen(shlex.split(command), start_new_session=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        shlex.split(command), start_new_session=True, stdout=subprocess.DEVNULL
+    )
     try:
         while not _is_healthy(url):
             if process.poll() is not None:
-                raise ServdError(f"{command!r} ended with code {process.returncode} before it was ready")
+                raise ServdError(
+                    f"{command!r} ended with code {process.returncode} before it was ready"
+                )
             if time.perf_counter() - started > timeout:
                 raise ServdError(f"{command!r} was not ready within {timeout:.0f} s")
             time.sleep(POLL_INTERVAL)

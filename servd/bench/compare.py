@@ -1,4 +1,6 @@
-"""`servd bench compare`: two server commands in turn under the same load, and the ratios of their figures."""
+"""`servd bench compare`: two server commands in turn under the same load, and the ratios of their
+figures.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +22,45 @@ FIGURES = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     for name in ("a", "b"):
-        parser.add_argument(f"--{name}", required=True, metavar="COMMAND", help=f"starts server {name}")
-        parser.add_argument(f"--{name}-url", required=True, metavar="URL", help=f"where server {name} listens")
+        parser.add_argument(
+            f"--{name}", required=True, metavar="COMMAND", help=f"starts server {name}"
+        )
+        parser.add_argument(
+            f"--{name}-url", required=True, metavar="URL", help=f"where server {name} listens"
+        )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="N")
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="times that each server runs [%(default)s]")
-    parser.add_argument("--timeout", type=float, default=600, metavar="X", help="seconds to start [%(default)s]")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="times that each server runs [%(default)s]",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600, metavar="X", help="seconds to start [%(default)s]"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
     _data.add_options(parser, num_prompts=64, input_len=64, output_len=64)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure both in turn, round by round, so that a slow minute of the machine meets both; print the ratios."""
+    """Measure both in turn, round by round, so that a slow minute of the machine meets both; print
+    the ratios.
+    """
     prompts = _data.make_prompts(arguments, more=1)
-    servers = {name: (getattr(arguments, name), getattr(arguments, f"{name}_url").rstrip("/")) for name in "ab"}
+    servers = {
+        name: (getattr(arguments, name), getattr(arguments, f"{name}_url").rstrip("/"))
+        for name in "ab"
+    }
     rounds: dict[str, list[dict[int, dict[str, Any]]]] = {"a": [], "b": []}
     for _ in range(arguments.rounds):
         for name, (command, url) in servers.items():
             with _server.running(command, url, arguments.timeout) as seconds:
                 print(f"{name} ready after {seconds:.1f} s: {command}")
                 rounds[name].append(asyncio.run(_measure(url, prompts, arguments.concurrency)))
-    best = {name: {c: _best(runs, c) for c in arguments.concurrency} for name, runs in rounds.items()}
+    best = {
+        name: {c: _best(runs, c) for c in arguments.concurrency} for name, runs in rounds.items()
+    }
     print(f"\n{'concurrency':>11} {'figure':14} {'a':>10} {'b':>10} {'a better by':>12}")
     for concurrency in arguments.concurrency:
         for figure, path, more_is_better in FIGURES:
@@ -48,11 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
             ratio = better / worse if worse else float("nan")
             print(f"{concurrency:11} {figure:14} {a:10.1f} {b:10.1f} {ratio:11.2f}x")
     if arguments.json:
-        _report.write_json(arguments.json, {name: {str(c): s for c, s in best[name].items()} for name in best})
+        _report.write_json(
+            arguments.json, {name: {str(c): s for c, s in best[name].items()} for name in best}
+        )
     return 0
 
 
-async def _measure(url: str, prompts: list[_data.Prompt], concurrencies: list[int]) -> dict[int, dict[str, Any]]:
+async def _measure(
+    url: str, prompts: list[_data.Prompt], concurrencies: list[int]
+) -> dict[int, dict[str, Any]]:
     model = await _load.first_model(url, None)
     await _load.run(_load.Load(url, model), prompts[:1], show_progress=False)
     results: dict[int, dict[str, Any]] = {}
@@ -65,8 +90,12 @@ async def _measure(url: str, prompts: list[_data.Prompt], concurrencies: list[in
 
 
 def _best(runs: list[dict[int, dict[str, Any]]], concurrency: int) -> dict[str, Any]:
-    """The round with the most throughput: what disturbs a shared machine only ever makes it slower."""
-    return max((run[concurrency] for run in runs), key=lambda summary: summary["output_tokens_per_s"])
+    """The round with the most throughput: what disturbs a shared machine only ever makes it
+    slower.
+    """
+    return max(
+        (run[concurrency] for run in runs), key=lambda summary: summary["output_tokens_per_s"]
+    )
 
 
 def _get(summary: dict[str, Any], path: tuple[str, ...]) -> float:

@@ -1,4 +1,6 @@
-"""`servd bench engine_step`: where each microsecond of a decode step goes; one process, uniproc or fake executor."""
+"""`servd bench engine_step`: where each microsecond of a decode step goes; one process, uniproc or
+fake executor.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     port = llm.engine.port
     assert isinstance(port, InProcess)
     prompts = _data.make_prompts(arguments, more=1)
-    llm.generate(prompts.pop(0).content, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        prompts.pop(0).content, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False
+    )
     clock = StepClock()
     clock.watch(port)
     for i, prompt in enumerate(prompts):
@@ -85,7 +89,9 @@ class StepClock:
         self.steps.append(time.perf_counter() - started)
         started = time.perf_counter()
         for message in outputs.values():
-            received = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=EngineCoreOutputs)
+            received = msgspec.msgpack.decode(
+                msgspec.msgpack.encode(message), type=EngineCoreOutputs
+            )
             self.num_tokens += sum(len(output.new_token_ids) for output in received.outputs)
         self.seconds["ipc"] += time.perf_counter() - started
 
@@ -96,4 +102,8 @@ class StepClock:
         micros["prepare"] -= micros["forward"]
         total = 1e6 * sum(self.steps) / num_steps
         micros["other"] = total + micros["ipc"] - sum(micros.values())
-        return {"steps": num_steps, "output_tokens": self.num_tokens, "us_per_step": micros | {"all": total}}
+        return {
+            "steps": num_steps,
+            "output_tokens": self.num_tokens,
+            "us_per_step": micros | {"all": total},
+        }

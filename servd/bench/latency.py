@@ -1,4 +1,6 @@
-"""`servd bench latency`: how long one batch takes, again and again; the engine runs in this process."""
+"""`servd bench latency`: how long one batch takes, again and again; the engine runs in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from servd.params import SamplingParams
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="measured runs [%(default)s]")
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="measured runs [%(default)s]"
+    )
     parser.add_argument("--json", default=None, metavar="FILE", help="write the figures to a file")
     _engine.add_options(parser, batch=8, input_len=32, output_len=64)
 
@@ -22,7 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     llm = _engine.make_llm(arguments)
     prompts = _data.make_prompts(arguments)
-    params = [SamplingParams(temperature=0, max_tokens=prompt.output_len, ignore_eos=True) for prompt in prompts]
+    params = [
+        SamplingParams(temperature=0, max_tokens=prompt.output_len, ignore_eos=True)
+        for prompt in prompts
+    ]
     contents = [prompt.content for prompt in prompts]
     num_steps = max(prompt.output_len for prompt in prompts)
     seconds: list[float] = []

@@ -1,4 +1,6 @@
-"""`servd bench serve`: throughput and latency of a running server, any that speaks /v1/completions."""
+"""`servd bench serve`: throughput and latency of a running server, any that speaks
+/v1/completions.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,30 @@ from servd.bench import _data, _load, _report
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server [%(default)s]")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="of the server [%(default)s]"
+    )
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument("--api-key", default=os.environ.get("SERVD_API_KEY"), metavar="KEY")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="most requests at once [no limit]")
-    parser.add_argument("--request-rate", type=float, metavar="X", help="requests a second, Poisson [all at once]")
-    parser.add_argument("--warmup", type=int, default=1, metavar="N", help="requests sent before, not counted [1]")
     parser.add_argument(
-        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="generate the full output length"
+        "--concurrency", type=int, metavar="N", help="most requests at once [no limit]"
+    )
+    parser.add_argument(
+        "--request-rate", type=float, metavar="X", help="requests a second, Poisson [all at once]"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=1, metavar="N", help="requests sent before, not counted [1]"
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="generate the full output length",
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
-    parser.add_argument("--plot", metavar="FILE", help="draw the distributions (.svg or .png; needs matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the distributions (.svg or .png; needs matplotlib)"
+    )
     _data.add_options(parser, num_prompts=64, input_len=64, output_len=64)
 
 

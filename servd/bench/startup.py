@@ -1,4 +1,6 @@
-"""`servd bench startup`: seconds from the command to the port, to readiness and to the first token."""
+"""`servd bench startup`: seconds from the command to the port, to readiness and to the first
+token.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,30 @@ from servd.errors import ServdError
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="starts [%(default)s]")
-    parser.add_argument("--port", type=int, default=8765, metavar="N", help="for the servers [%(default)s]")
-    parser.add_argument("--timeout", type=float, default=300, metavar="X", help="seconds to wait [%(default)s]")
+    parser.add_argument(
+        "--port", type=int, default=8765, metavar="N", help="for the servers [%(default)s]"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300, metavar="X", help="seconds to wait [%(default)s]"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
-    parser.add_argument("--serve", default="", metavar="ARGS", help="arguments of `servd serve`, as one string")
+    parser.add_argument(
+        "--serve", default="", metavar="ARGS", help="arguments of `servd serve`, as one string"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     command = shlex.join(
-        [sys.executable, "-m", "servd", "serve", *shlex.split(arguments.serve), "--port", str(arguments.port)]
+        [
+            sys.executable,
+            "-m",
+            "servd",
+            "serve",
+            *shlex.split(arguments.serve),
+            "--port",
+            str(arguments.port),
+        ]
     )
     url = f"http://127.0.0.1:{arguments.port}"
     ready: list[float] = []
@@ -48,5 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _one_token(url: str) -> _load.Record:
     load = _load.Load(url, await _load.first_model(url, None))
-    records, _ = await _load.run(load, [_data.Prompt(list(_data.TOKEN_IDS[:8]), 1)], show_progress=False)
+    records, _ = await _load.run(
+        load, [_data.Prompt(list(_data.TOKEN_IDS[:8]), 1)], show_progress=False
+    )
     return records[0]

@@ -1,4 +1,6 @@
-"""`servd bench throughput`: tokens a second with all requests at once; the engine runs in this process."""
+"""`servd bench throughput`: tokens a second with all requests at once; the engine runs in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     llm = _engine.make_llm(arguments)
     prompts = _data.make_prompts(arguments, more=1)
-    params = [SamplingParams(temperature=0, max_tokens=prompt.output_len, ignore_eos=True) for prompt in prompts]
+    params = [
+        SamplingParams(temperature=0, max_tokens=prompt.output_len, ignore_eos=True)
+        for prompt in prompts
+    ]
     contents = [prompt.content for prompt in prompts]
     llm.generate(contents[:1], params[:1], use_tqdm=False)
     started = time.perf_counter()

@@ -9,8 +9,8 @@ from servd.messages import Attach, FromEngine, ToEngine
 class EngineCoreClient:
     """Sends ToEngine and receives FromEngine. Belongs to one thread.
 
-    The engine may start later: messages wait in the socket. Attaching makes it answer with EngineStatus
-    while it loads and EngineReady afterwards.
+    The engine may start later: messages wait in the socket. Attaching makes it answer with
+    EngineStatus while it loads and EngineReady afterwards.
     """
 
     def __init__(self, ipc_dir: str, client: int) -> None:

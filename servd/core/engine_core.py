@@ -1,6 +1,7 @@
 """EngineCore: the step loop, and the handling of messages.
 
-Keep the common path ignorant: if a feature needs an `if <feature>` here, its design is discussed first.
+Keep the common path ignorant: if a feature needs an `if <feature>` here, its design is discussed
+first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from servd.core.executor._base import Executor, PendingOutput
 from servd.core.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
 from servd.hf import ModelSpec
-from servd.messages import AbortRequests, Attach, EngineCoreOutputs, EngineCoreRequest, ResetPrefixCache, ToEngine
+from servd.messages import (
+    AbortRequests,
+    Attach,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ResetPrefixCache,
+    ToEngine,
+)
 
 
 class EngineCore:
@@ -25,7 +33,9 @@ class EngineCore:
         num_blocks: KV-cache blocks that the executor has (`WorkerReady.num_blocks`).
     """
 
-    def __init__(self, config: Config, spec: ModelSpec, executor: Executor, num_blocks: int) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, executor: Executor, num_blocks: int
+    ) -> None:
         max_model_len = config.model.max_model_len or spec.max_position_embeddings
         self.scheduler = Scheduler(config.scheduler, config.cache, max_model_len, num_blocks)
         self.grammars = GrammarManager(config, spec)
@@ -39,7 +49,9 @@ class EngineCore:
         return self.scheduler.has_work
 
     def handle(self, message: ToEngine | Compiled) -> None:
-        """Take in one message from a client, or the news that `grammars.on_compiled` was called with."""
+        """Take in one message from a client, or the news that `grammars.on_compiled` was called
+        with.
+        """
         match message:
             case EngineCoreRequest():
                 if self.grammars.admit(message):
@@ -61,8 +73,8 @@ class EngineCore:
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Schedule and launch a step, harvest the oldest one in flight; return outputs by client.
 
-        The scheduler counts optimistically and the workers keep the truth, so synchronous serving is the same
-        loop with depth 1.
+        The scheduler counts optimistically and the workers keep the truth, so synchronous serving
+        is the same loop with depth 1.
         """
         scheduled = self.scheduler.schedule()
         if scheduled is not None:

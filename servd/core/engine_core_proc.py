@@ -1,4 +1,6 @@
-"""EngineCoreProc: the engine process. Input thread, output thread, and a busy loop that blocks when idle."""
+"""EngineCoreProc: the engine process. Input thread, output thread, and a busy loop that blocks when
+idle.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Start(msgspec.Struct):
 
 
 class StartupClock:
-    """Seconds of every start-up phase; they add up to the wall time since the user's command began."""
+    """Seconds of every start-up phase; they add up to the wall time since the user's command
+    began.
+    """
 
     def __init__(self, started_at: float) -> None:
         self.phase = "starting processes"
@@ -78,11 +82,19 @@ class EngineCoreProc:
     def __init__(self, start: Start) -> None:
         self.start = start
         self.clock = StartupClock(start.started_at)
-        self.inputs: queue.SimpleQueue[ToEngine | Compiled | WorkerFailed | ClientGone] = queue.SimpleQueue()
+        self.inputs: queue.SimpleQueue[ToEngine | Compiled | WorkerFailed | ClientGone] = (
+            queue.SimpleQueue()
+        )
         # (client or None for all, message); None ends the output thread.
-        self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attach | None] = queue.SimpleQueue()
-        self.input_thread = threading.Thread(target=self.guard, args=[self.receive_inputs], name="input", daemon=True)
-        self.output_thread = threading.Thread(target=self.guard, args=[self.send_outputs], name="output", daemon=True)
+        self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attach | None] = (
+            queue.SimpleQueue()
+        )
+        self.input_thread = threading.Thread(
+            target=self.guard, args=[self.receive_inputs], name="input", daemon=True
+        )
+        self.output_thread = threading.Thread(
+            target=self.guard, args=[self.send_outputs], name="output", daemon=True
+        )
         self.executor: Executor | None = None
 
     def run(self) -> None:
@@ -92,12 +104,19 @@ class EngineCoreProc:
         try:
             engine = self.load()
             self.busy_loop(engine)
-        except SystemExit:  # API servers of this tree have ended before; those that attached must hear of it
+        except (
+            SystemExit
+        ):  # API servers of this tree have ended before; those that attached must hear of it
             self.outputs.put((None, EngineDead("the engine was stopped")))
             raise
         except Exception as error:
-            # Clients get the kind of the failure; details, which may show paths, are for the log alone.
-            reason = str(error) if isinstance(error, ConfigError) else f"the engine failed ({type(error).__name__})"
+            # Clients get the kind of the failure; details, which may show paths, are for the log
+            # alone.
+            reason = (
+                str(error)
+                if isinstance(error, ConfigError)
+                else f"the engine failed ({type(error).__name__})"
+            )
             self.outputs.put((None, EngineDead(reason)))
             raise
         finally:
@@ -125,23 +144,33 @@ class EngineCoreProc:
         self.clock.enter("ready")
         ready = EngineReady(worker, engine.scheduler.max_model_len, config.cache.block_size)
         self.outputs.put((None, ready))
-        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items())
+        phases = ", ".join(
+            f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items()
+        )
         logger.info("ready after %.1f s (%s)", sum(self.clock.seconds.values()), phases)
         return engine
 
     def busy_loop(self, engine: EngineCore) -> None:
-        """Take what has arrived, run a step, hand on its outputs. Without work: wait, using no CPU."""
+        """Take what has arrived, run a step, hand on its outputs. Without work: wait, using no
+        CPU.
+        """
         while True:
             while not engine.has_work or not self.inputs.empty():
                 message = self.next_input(engine)
-                if isinstance(message, WorkerFailed):  # a worker or thread ended while no step was awaited
+                if isinstance(
+                    message, WorkerFailed
+                ):  # a worker or thread ended while no step was awaited
                     raise EngineError(message.reason)
-                engine.handle(all_of(message.client, engine) if isinstance(message, ClientGone) else message)
+                engine.handle(
+                    all_of(message.client, engine) if isinstance(message, ClientGone) else message
+                )
             for client, outputs in engine.step().items():
                 self.outputs.put((client, outputs))
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
-        """Wait for a message; the first long wait is a good time for what would make requests stutter."""
+        """Wait for a message; the first long wait is a good time for what would make requests
+        stutter.
+        """
         try:
             return self.inputs.get(timeout=IDLE)
         except queue.Empty:
@@ -149,11 +178,15 @@ class EngineCoreProc:
             return self.inputs.get()
 
     def guard(self, work: Callable[[], None]) -> None:
-        """Run a thread's work; if it fails, so does the engine: otherwise every request would wait for ever."""
+        """Run a thread's work; if it fails, so does the engine: otherwise every request would wait
+        for ever.
+        """
         try:
             work()
         except Exception as error:
-            self.inputs.put(WorkerFailed(f"the {threading.current_thread().name} thread failed: {error!r}"))
+            self.inputs.put(
+                WorkerFailed(f"the {threading.current_thread().name} thread failed: {error!r}")
+            )
 
     def receive_inputs(self) -> None:
         """Input thread: socket -> queue."""
@@ -194,14 +227,22 @@ class EngineCoreProc:
 
 
 def all_of(client: int, engine: EngineCore) -> AbortRequests:
-    """What drops everything that runs or waits for a client. What still compiles is dropped at its first output."""
-    ids = [request.request_id for request in engine.scheduler.requests.values() if request.client == client]
+    """What drops everything that runs or waits for a client. What still compiles is dropped at its
+    first output.
+    """
+    ids = [
+        request.request_id
+        for request in engine.scheduler.requests.values()
+        if request.client == client
+    ]
     if ids:
         logger.warning("an API server is gone: %d requests aborted", len(ids))
     return AbortRequests(ids)
 
 
-def start_executor(config: Config, spec: hf.ModelSpec, progress: Progress) -> tuple[Executor, WorkerReady]:
+def start_executor(
+    config: Config, spec: hf.ModelSpec, progress: Progress
+) -> tuple[Executor, WorkerReady]:
     """Make the configured executor and have it load the model, downloading the weights if needed.
 
     Raises:
@@ -253,7 +294,9 @@ def main() -> None:
     log.setup("engine", start.config.observability.log_level)
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would cut short the stopping of the workers
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # a second one would cut short the stopping of the workers
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, stop)

@@ -23,8 +23,9 @@ class RequestStatus(Enum):
 class Request:
     """The engine's view of one request.
 
-    `token_ids` holds what is known: prompt and harvested output. The counters run ahead of it: a sampled token
-    counts from the moment its step is scheduled, as a placeholder until it is harvested.
+    `token_ids` holds what is known: prompt and harvested output. The counters run ahead of it: a
+    sampled token counts from the moment its step is scheduled, as a placeholder until it is
+    harvested.
     """
 
     request_id: str
@@ -38,13 +39,17 @@ class Request:
     max_num_tokens: int  # prompt and output together
     stop_token_ids: frozenset[int]  # those of the model and those of the request
     min_tokens: int
-    reads_prompt: bool  # something of every prompt token is asked for, so none may come from the prefix cache
+    reads_prompt: (
+        bool  # something of every prompt token is asked for, so none may come from the prefix cache
+    )
     repetition: RepetitionDetector | None
     is_prompt_only: bool  # ends when its prompt is computed; its sampled token is dropped
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0  # known tokens and placeholders
-    num_computed_tokens: int = 0  # scheduled so far; equal to num_tokens while the next token is awaited
+    num_computed_tokens: int = (
+        0  # scheduled so far; equal to num_tokens while the next token is awaited
+    )
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
     num_preemptions: int = 0
     slot: int = -1  # row in the workers while running
@@ -52,10 +57,14 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens
     num_registered_blocks: int = 0  # the first of block_ids, known to the prefix cache
     marks: list[Mark] = field(default_factory=list)  # not yet sent to the client
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens from the second on
+    prompt_logprobs: list[TokenLogprobs] = field(
+        default_factory=list
+    )  # of the tokens from the second on
 
     @classmethod
-    def from_message(cls, message: EngineCoreRequest, order: tuple[int, int], max_model_len: int) -> Request:
+    def from_message(
+        cls, message: EngineCoreRequest, order: tuple[int, int], max_model_len: int
+    ) -> Request:
         """Accept a request; `max_model_len` bounds its tokens besides its own max_tokens."""
         params = message.params
         num_prompt_tokens = len(message.prompt_token_ids)
@@ -65,7 +74,9 @@ class Request:
         else:
             max_output = max_model_len if params.max_tokens is None else params.max_tokens
             min_tokens, reads_prompt = params.min_tokens, params.prompt_logprobs is not None
-        stop_token_ids = frozenset(params.stop_token_ids) if isinstance(params, SamplingParams) else frozenset()
+        stop_token_ids = (
+            frozenset(params.stop_token_ids) if isinstance(params, SamplingParams) else frozenset()
+        )
         detection = params.repetition_detection if isinstance(params, SamplingParams) else None
         return cls(
             request_id=message.request_id,
@@ -77,9 +88,14 @@ class Request:
             eos_token_ids=message.eos_token_ids,
             cache_salt=message.cache_salt,
             order=order,
-            # The token after a prompt that is all that was asked for is dropped, so it needs no room.
-            max_num_tokens=min(num_prompt_tokens + max_output, max_model_len) if max_output else num_prompt_tokens + 1,
-            stop_token_ids=stop_token_ids.union(message.eos_token_ids) if max_output else frozenset(),
+            # The token after a prompt that is all that was asked for is dropped, so it needs no
+            # room.
+            max_num_tokens=min(num_prompt_tokens + max_output, max_model_len)
+            if max_output
+            else num_prompt_tokens + 1,
+            stop_token_ids=stop_token_ids.union(message.eos_token_ids)
+            if max_output
+            else frozenset(),
             min_tokens=min_tokens,
             reads_prompt=reads_prompt,
             repetition=RepetitionDetector(detection) if detection else None,
@@ -103,13 +119,17 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Add a harvested part of the prompt; what is known already was computed again after a preemption."""
+        """Add a harvested part of the prompt; what is known already was computed again after a
+        preemption.
+        """
         known = len(self.prompt_logprobs) + 1 - part.start
         assert known >= 0, "parts come in order"
         self.prompt_logprobs += part.positions[known:]
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add a harvested token in place of its placeholder, and say whether and why it is the last."""
+        """Add a harvested token in place of its placeholder, and say whether and why it is the
+        last.
+        """
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids and self.num_output_tokens >= self.min_tokens:
             return FinishReason.STOP

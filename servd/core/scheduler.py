@@ -1,6 +1,7 @@
 """Scheduler: which requests compute how many tokens in the next step, and what came out of a step.
 
-Keep the common path ignorant: if a feature needs an `if <feature>` here, its design is discussed first.
+Keep the common path ignorant: if a feature needs an `if <feature>` here, its design is discussed
+first.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ logger = logging.getLogger("servd.scheduler")
 class Step:
     """A step while it is put together and until it is harvested.
 
-    Holds the requests themselves, row by row: an id may be finished, aborted and used again meanwhile.
+    Holds the requests themselves, row by row: an id may be finished, aborted and used again
+    meanwhile.
     """
 
     number: int
@@ -54,7 +56,13 @@ class Scheduler:
         num_blocks: size of the KV cache.
     """
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, max_model_len: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        max_model_len: int,
+        num_blocks: int,
+    ) -> None:
         assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
         assert config.max_num_batched_tokens >= config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -62,7 +70,9 @@ class Scheduler:
         # No request may outgrow the whole cache: alone, it must always be able to finish.
         self.cache_len = num_blocks * cache_config.block_size
         self.max_model_len = min(max_model_len, self.cache_len)
-        self.kv_cache = KVCacheManager(num_blocks, cache_config.block_size, cache_config.enable_prefix_caching)
+        self.kv_cache = KVCacheManager(
+            num_blocks, cache_config.block_size, cache_config.enable_prefix_caching
+        )
         self.requests: dict[str, Request] = {}  # unfinished
         self.running: list[Request] = []  # by order: the last is preempted first
         self.waiting = WaitingQueue()
@@ -76,7 +86,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: unfinished requests, steps to harvest or outputs to hand over."""
+        """Whether a step would do anything: unfinished requests, steps to harvest or outputs to
+        hand over.
+        """
         return bool(self.requests or self._in_flight or self._outputs)
 
     def add(self, message: EngineCoreRequest) -> None:
@@ -95,11 +107,15 @@ class Scheduler:
         """End a request that cannot run at all."""
         now = now_ns()
         marks = [Mark("queued", now), Mark("finished", now)]
-        output = EngineCoreOutput(message.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error)
+        output = EngineCoreOutput(
+            message.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error
+        )
         self._outputs[message.client].append(output)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Drop requests, wherever they are. Unknown ids are ignored: they may just have finished."""
+        """Drop requests, wherever they are. Unknown ids are ignored: they may just have
+        finished.
+        """
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
@@ -111,8 +127,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Choose the work of the next step; None if there is nothing that could be computed now.
 
-        Running requests come first, in order, so that nobody's decoding waits for another's prompt. Then waiting
-        requests join while tokens, slots and blocks last.
+        Running requests come first, in order, so that nobody's decoding waits for another's prompt.
+        Then waiting requests join while tokens, slots and blocks last.
         """
         step = Step(self._num_steps)
         budget = self._schedule_running(step, self.max_num_batched_tokens)
@@ -134,8 +150,11 @@ class Scheduler:
             i += 1
             if request.num_tokens >= request.max_num_tokens:
                 continue  # its last token is in flight
-            # One token is set aside for each request behind it: a long prompt does not stop their decoding.
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget - (len(running) - i))
+            # One token is set aside for each request behind it: a long prompt does not stop their
+            # decoding.
+            num_tokens = min(
+                request.num_tokens - request.num_computed_tokens, budget - (len(running) - i)
+            )
             while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
                 victim = running.pop()
                 self._preempt(victim, step.number)
@@ -148,7 +167,8 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, budget: int) -> int:
         """Admit requests strictly in order: none is overtaken because it is long, so none starves.
 
-        A request that has just yielded does not come back in the same step: what it freed no longer fits it.
+        A request that has just yielded does not come back in the same step: what it freed no longer
+        fits it.
         """
         now = now_ns()
         while self.waiting and self._free_slots and budget > 0:
@@ -168,7 +188,9 @@ class Scheduler:
         return budget
 
     def _admit(self, step: Step, request: Request, cached: list[int], now: int) -> None:
-        """Give a request a slot and the blocks that the prefix cache has for it, and tell the workers of it."""
+        """Give a request a slot and the blocks that the prefix cache has for it, and tell the
+        workers of it.
+        """
         self.kv_cache.adopt(request, cached)
         request.slot = self._free_slots.pop()
         request.status = RequestStatus.RUNNING
@@ -190,8 +212,12 @@ class Scheduler:
             )
         )
 
-    def _append(self, step: Step, request: Request, num_tokens: int, new_block_ids: list[int]) -> None:
-        """Count `num_tokens` as computed, and the token that their last one yields as known to come."""
+    def _append(
+        self, step: Step, request: Request, num_tokens: int, new_block_ids: list[int]
+    ) -> None:
+        """Count `num_tokens` as computed, and the token that their last one yields as known to
+        come.
+        """
         request.num_computed_tokens += num_tokens
         samples = request.num_computed_tokens == request.num_tokens
         if samples:
@@ -201,7 +227,9 @@ class Scheduler:
         step.requests.append(request)
 
     def _preempt(self, request: Request, step: int) -> None:
-        """Send a request, already taken from `running`, back to wait; it computes all its tokens again."""
+        """Send a request, already taken from `running`, back to wait; it computes all its tokens
+        again.
+        """
         self._release(request)
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
@@ -220,22 +248,29 @@ class Scheduler:
 
         Args:
             result: of that step.
-            ends: index in the step -> "" where the output is complete with this token, or why it cannot go on.
+            ends: index in the step -> "" where the output is complete with this token, or why it
+                cannot go on.
         """
         step = self._in_flight.popleft()
         now = now_ns()
-        for i, (request, token_ids) in enumerate(zip(step.requests, result.sampled_token_ids, strict=True)):
+        for i, (request, token_ids) in enumerate(
+            zip(step.requests, result.sampled_token_ids, strict=True)
+        ):
             # A finished request's token was sampled by a step launched before its end was known.
             if request.is_finished:
                 continue
             if i in result.prompt_logprobs:
                 request.add_prompt_logprobs(result.prompt_logprobs[i])
             if token_ids:
-                output = EngineCoreOutput(request.request_id, token_ids, logprobs=result.logprobs.get(i))
+                output = EngineCoreOutput(
+                    request.request_id, token_ids, logprobs=result.logprobs.get(i)
+                )
                 output.pooled = result.pooled.get(i)
                 self._harvest(request, output, ends.get(i), now, step.number)
 
-    def _harvest(self, request: Request, output: EngineCoreOutput, end: str | None, now: int, step: int) -> None:
+    def _harvest(
+        self, request: Request, output: EngineCoreOutput, end: str | None, now: int, step: int
+    ) -> None:
         [token_id] = output.new_token_ids
         finish_reason = request.append(token_id)
         if end == "" and finish_reason is not FinishReason.STOP:
@@ -259,14 +294,24 @@ class Scheduler:
         self._outputs[request.client].append(output)
 
     def take_outputs(self) -> dict[int, EngineCoreOutputs]:
-        """Outputs since the last call, by client, with the engine's state now; no client without news."""
-        taken = {client: EngineCoreOutputs(outputs, self._report()) for client, outputs in self._outputs.items()}
+        """Outputs since the last call, by client, with the engine's state now; no client without
+        news.
+        """
+        taken = {
+            client: EngineCoreOutputs(outputs, self._report())
+            for client, outputs in self._outputs.items()
+        }
         self._outputs.clear()
         return taken
 
     def _report(self) -> SchedulerStats:
-        """The state now. Counters start again, so that the sum over all reports, to any client, is the truth."""
-        report, self._stats = self._stats, SchedulerStats(num_scheduled_tokens=self._stats.num_scheduled_tokens)
+        """The state now. Counters start again, so that the sum over all reports, to any client, is
+        the truth.
+        """
+        report, self._stats = (
+            self._stats,
+            SchedulerStats(num_scheduled_tokens=self._stats.num_scheduled_tokens),
+        )
         report.num_running = len(self.running)
         report.num_waiting = len(self.waiting)
         report.kv_cache_usage = self.kv_cache.usage
@@ -286,7 +331,9 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        """Free slot and blocks. Steps in flight may still use them; the next owner's steps run after those."""
+        """Free slot and blocks. Steps in flight may still use them; the next owner's steps run
+        after those.
+        """
         self.kv_cache.free(request)
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
@@ -294,9 +341,12 @@ class Scheduler:
 
     def _prompt_too_long(self, num_prompt_tokens: int) -> str:
         error = (
-            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are limited to "
+            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are "
+            f"limited to "
             f"{self.max_model_len} tokens"
         )
         if self.max_model_len == self.cache_len:
-            error += ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
+            error += (
+                ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
+            )
         return error

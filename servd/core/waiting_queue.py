@@ -11,10 +11,11 @@ by_order = attrgetter("order")
 
 
 class WaitingQueue:
-    """Requests sorted by `Request.order`, which is unique. One queue serves every policy: the order is the policy.
+    """Requests sorted by `Request.order`, which is unique. One queue serves every policy: the order
+    is the policy.
 
-    A preempted request returns to its old place. An insertion moves pointers only, so even thousands of
-    waiting requests cost microseconds.
+    A preempted request returns to its old place. An insertion moves pointers only, so even
+    thousands of waiting requests cost microseconds.
     """
 
     def __init__(self) -> None:

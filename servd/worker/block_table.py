@@ -7,7 +7,8 @@ import torch
 
 
 class BlockTables:
-    """One row of block ids per slot. Entries past the row's length are old or zero: any valid block.
+    """One row of block ids per slot. Entries past the row's length are old or zero: any valid
+    block.
 
     The row after the last slot is nobody's: padding computes there (see `graph_runner`).
 
@@ -18,9 +19,13 @@ class BlockTables:
         device: where the tables are.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
         self.block_size = block_size
-        self.tables = torch.zeros((max_num_seqs + 1, self.blocks_for(max_model_len)), dtype=torch.int32, device=device)
+        self.tables = torch.zeros(
+            (max_num_seqs + 1, self.blocks_for(max_model_len)), dtype=torch.int32, device=device
+        )
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.pending: list[tuple[int, int, list[int]]] = []  # slot, first column, block ids
 
@@ -35,18 +40,26 @@ class BlockTables:
     def append(self, slot: int, block_ids: list[int]) -> None:
         """Add blocks to the end of a row; on the device after the next `apply`."""
         start = int(self.num_blocks[slot])
-        assert start + len(block_ids) <= self.tables.shape[1], f"slot {slot} gets more blocks than max_model_len needs"
+        assert start + len(block_ids) <= self.tables.shape[1], (
+            f"slot {slot} gets more blocks than max_model_len needs"
+        )
         self.num_blocks[slot] = start + len(block_ids)
         self.pending.append((slot, start, block_ids))
 
     def take_changes(self) -> np.ndarray:
-        """What was appended since the last call, as `apply` wants it on the device: int64 [3 * num_blocks]."""
+        """What was appended since the last call, as `apply` wants it on the device: int64 [3 *
+        num_blocks].
+        """
         lengths = [len(ids) for _, _, ids in self.pending]
         rows = np.repeat(np.array([slot for slot, _, _ in self.pending], dtype=np.int64), lengths)
-        columns = [column for _, start, ids in self.pending for column in range(start, start + len(ids))]
+        columns = [
+            column for _, start, ids in self.pending for column in range(start, start + len(ids))
+        ]
         block_ids = [block_id for _, _, ids in self.pending for block_id in ids]
         self.pending.clear()
-        return np.concatenate((rows, np.array(columns, dtype=np.int64), np.array(block_ids, dtype=np.int64)))
+        return np.concatenate(
+            (rows, np.array(columns, dtype=np.int64), np.array(block_ids, dtype=np.int64))
+        )
 
     def apply(self, changes: torch.Tensor) -> None:
         """Write changes to the tables: rows, columns and block ids, one after another."""
@@ -55,6 +68,8 @@ class BlockTables:
             self.tables[rows, columns] = block_ids.int()
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where the KV of each token lives: block * block_size + offset. [num_tokens] int64 each."""
+        """Where the KV of each token lives: block * block_size + offset. [num_tokens] int64
+        each.
+        """
         blocks = self.tables[slots, positions // self.block_size].long()
         return blocks * self.block_size + positions % self.block_size

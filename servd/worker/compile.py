@@ -1,4 +1,6 @@
-"""--compile: between the products of a layer, what torch.compile makes, in place of servd's own kernels."""
+"""--compile: between the products of a layer, what torch.compile makes, in place of servd's own
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,25 @@ log = logging.getLogger("servd.worker")
 def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each layer when it first runs; layers of equal shapes share what was compiled.
 
-    Sizes of steps are symbols, but 1 is a size of its own. Attention and the write to the KV cache are left out, which
-    cuts a layer in two: they depend on the step in ways that only their backend knows.
+    Sizes of steps are symbols, but 1 is a size of its own. Attention and the write to the KV cache
+    are left out, which cuts a layer in two: they depend on the step in ways that only their backend
+    knows.
 
     Args:
         model: loaded, and none of its matrices packed for a CPU, which torch could not look into.
         backend: of torch.compile; the tests have others.
     """
-    symbols.use_duck_shape = False  # a first step of as many tokens as a head has numbers would bind the two
-    attend = torch.compiler.disable(Attention.forward)  # one for all: a layer with another would be compiled anew
+    symbols.use_duck_shape = (
+        False  # a first step of as many tokens as a head has numbers would bind the two
+    )
+    attend = torch.compiler.disable(
+        Attention.forward
+    )  # one for all: a layer with another would be compiled anew
     layers: list[Any] = [
-        layer for _, part in model.named_modules() if isinstance(part, nn.ModuleList) for layer in part
+        layer
+        for _, part in model.named_modules()
+        if isinstance(part, nn.ModuleList)
+        for layer in part
     ]
     for layer in layers:
         for part in layer.modules():

@@ -1,6 +1,8 @@
-"""Write tokenizer.json for a model that ships only slow tokenizer files: `python -m servd.worker.convert_tokenizer`.
+"""Write tokenizer.json for a model that ships only slow tokenizer files: `python -m
+servd.worker.convert_tokenizer`.
 
-A process of its own, because transformers brings torch with it, and the API room stays free of both.
+A process of its own, because transformers brings torch with it, and the API room stays free of
+both.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ def convert(source: str, target: str, trust_remote_code: bool = False) -> None:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, use_fast=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source, trust_remote_code=trust_remote_code, use_fast=True
+    )
     tokenizer.save_pretrained(target)
     if not (Path(target) / "tokenizer.json").exists():
         raise ValueError(f"transformers has no fast form of {type(tokenizer).__name__}")
@@ -26,10 +30,14 @@ def convert(source: str, target: str, trust_remote_code: bool = False) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line; returns the exit code, with the reason of a failure on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m servd.worker.convert_tokenizer", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m servd.worker.convert_tokenizer", description=main.__doc__
+    )
     parser.add_argument("source", help="folder with the slow tokenizer's files")
     parser.add_argument("target", help="folder that gets tokenizer.json")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with it")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with it"
+    )
     options = parser.parse_args(arguments)
     try:
         convert(options.source, options.target, options.trust_remote_code)

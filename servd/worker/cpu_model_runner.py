@@ -33,27 +33,37 @@ class CPUModelRunner(ModelRunner):
 
     def kv_cache_memory(self) -> int:
         """A share of what is available, divided over the ranks of this host."""
-        return min(int(available_memory() * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // self.parallel.size
+        return (
+            min(int(available_memory() * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // self.parallel.size
+        )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Programs know its addresses."""
         size, free = num_blocks * self.bytes_per_block * self.parallel.size, available_memory()
         if size > free:
             log.warning(
-                "a full KV cache takes %s and %s of memory are free, so that the system may end the server: "
+                "a full KV cache takes %s and %s of memory are free, so that the system may end "
+                "the server: "
                 "lower --kv-cache-memory", format_bytes(size), format_bytes(free),
             )  # fmt: skip
         super().allocate_kv_cache(num_blocks)
         self.num_threads = torch.get_num_threads()
         keep_freed_memory()  # only now: what loading has freed is the system's again
-        if native.library() is not None and self.parallel.size == 1 and not self.config.model.enforce_eager:
-            self.programs = ProgramRunner(self.max_num_seqs, self.states.block_tables.tables.shape[1])
+        if (
+            native.library() is not None
+            and self.parallel.size == 1
+            and not self.config.model.enforce_eager
+        ):
+            self.programs = ProgramRunner(
+                self.max_num_seqs, self.states.block_tables.tables.shape[1]
+            )
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Decode steps by programs, others call by call."""
         programs = self.programs if batch.is_decode else None
-        # torch's own threads wait spinning for milliseconds after each of its few operations in a step, on the CPUs of
-        # the kernels' threads: a step of 32 took a fifth longer. Prompts leave it more to do, and take longer anyway.
+        # torch's own threads wait spinning for milliseconds after each of its few operations in a
+        # step, on the CPUs of the kernels' threads: a step of 32 took a fifth longer. Prompts leave
+        # it more to do, and take longer anyway.
         torch.set_num_threads(self.num_threads if programs is None else 1)
         if programs is not None:
             try:

@@ -19,33 +19,46 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
-    """Divide the CPUs that this process may use over the workers of this host; returns the number of each.
+    """Divide the CPUs that this process may use over the workers of this host; returns the number
+    of each.
 
-    torch and the native library get as many threads. OMP_NUM_THREADS, where it is set, is the number for each worker.
+    torch and the native library get as many threads. OMP_NUM_THREADS, where it is set, is the
+    number for each worker.
     """
-    allowed, quota, wanted = len(os.sched_getaffinity(0)), cpu_quota(cgroup), os.environ.get("OMP_NUM_THREADS", "")
+    allowed, quota, wanted = (
+        len(os.sched_getaffinity(0)),
+        cpu_quota(cgroup),
+        os.environ.get("OMP_NUM_THREADS", ""),
+    )
     cpus = allowed if quota is None else min(allowed, max(1, int(quota)))
     num_threads = max(1, int(wanted) if wanted.isdigit() else cpus // num_workers)
     torch.set_num_threads(num_threads)
     native.set_num_threads(num_threads)
     log.info(
-        "threads for this worker: %d (%d CPUs by affinity, %s by cgroup quota, %d workers, OMP_NUM_THREADS %s)",
+        "threads for this worker: %d (%d CPUs by affinity, %s by cgroup quota, %d workers, "
+        "OMP_NUM_THREADS %s)",
         num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers, wanted or "not set",
     )  # fmt: skip
     return num_threads
 
 
 def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
-    """Let the C library keep freed memory for the next step, where it is glibc, instead of returning it to the system.
+    """Let the C library keep freed memory for the next step, where it is glibc, instead of
+    returning it to the system.
 
-    What is taken anew comes page by page, cleared by the system: that was a quarter of the time of GPT-2's prompts.
+    What is taken anew comes page by page, cleared by the system: that was a quarter of the time of
+    GPT-2's prompts.
 
     Args:
         largest: bytes of a piece that is kept; no more can be set.
         most: bytes that are kept in all.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    own = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}  # settings of the user's
+    own = {
+        "MALLOC_TRIM_THRESHOLD_",
+        "MALLOC_MMAP_THRESHOLD_",
+        "GLIBC_TUNABLES",
+    }  # settings of the user's
     if mallopt is not None and not own & os.environ.keys():
         mallopt(M_MMAP_THRESHOLD, largest)
         mallopt(M_TRIM_THRESHOLD, most)
@@ -53,16 +66,23 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
     """CPUs that the control group allows, of either cgroup version, or None."""
-    quota, period = [*_read(cgroup / "cpu.max").split(), "", ""][:2]  # version 2: "200000 100000" or "max 100000"
+    quota, period = [*_read(cgroup / "cpu.max").split(), "", ""][
+        :2
+    ]  # version 2: "200000 100000" or "max 100000"
     if not quota:
-        quota, period = _read(cgroup / "cpu/cpu.cfs_quota_us"), _read(cgroup / "cpu/cpu.cfs_period_us")
+        quota, period = (
+            _read(cgroup / "cpu/cpu.cfs_quota_us"),
+            _read(cgroup / "cpu/cpu.cfs_period_us"),
+        )
     if not quota.isdigit() or not period.isdigit():  # absent, "max" or "-1"
         return None
     return int(quota) / int(period)
 
 
 def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes of main memory that can still be used, by the kernel's estimate and the control group's limit."""
+    """Bytes of main memory that can still be used, by the kernel's estimate and the control group's
+    limit.
+    """
     lines = dict(line.split(":", 1) for line in _read(meminfo).splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     for limit_file, usage_file in (
@@ -83,7 +103,9 @@ def _read(path: Path) -> str:
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device without waiting for it. On a CPU the tensor shares the array's memory."""
+    """Copy an array to the device without waiting for it. On a CPU the tensor shares the array's
+    memory.
+    """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

@@ -1,4 +1,6 @@
-"""GPUModelRunner: decode steps as CUDA graphs, memory found by a profile run, output copies that nothing waits for."""
+"""GPUModelRunner: decode steps as CUDA graphs, memory found by a profile run, output copies that
+nothing waits for.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class GPUModelRunner(ModelRunner):
         self.states.block_tables.tables[self.states.null_slot] = num_blocks
         self.graphs = self.make_graphs()
         if self.graphs is not None:
-            self._capture(self.graphs, self.graphs.sizes[-1])  # the largest first: the others fit into its memory
+            self._capture(
+                self.graphs, self.graphs.sizes[-1]
+            )  # the largest first: the others fit into its memory
             self._capture(self.graphs, self.graphs.sizes[0])
 
     def make_graphs(self) -> GraphRunner | None:
@@ -45,10 +49,16 @@ class GPUModelRunner(ModelRunner):
         if self.config.model.enforce_eager:
             return None
         if not self.backend.supports_graphs:
-            log.warning("no CUDA graphs: attention backend %s cannot be captured", self.backend_name)
+            log.warning(
+                "no CUDA graphs: attention backend %s cannot be captured", self.backend_name
+            )
             return None
-        hidden = torch.zeros((self.max_num_seqs, self.spec.hidden_size), dtype=self.dtype, device=self.device)
-        return GraphRunner(self._decode, self.max_num_seqs, self.states.null_slot, hidden, self.recorder())
+        hidden = torch.zeros(
+            (self.max_num_seqs, self.spec.hidden_size), dtype=self.dtype, device=self.device
+        )
+        return GraphRunner(
+            self._decode, self.max_num_seqs, self.states.null_slot, hidden, self.recorder()
+        )
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Decode steps by graphs, others kernel by kernel."""
@@ -81,7 +91,9 @@ class GPUModelRunner(ModelRunner):
         return CudaMeter(self.device)
 
     def kv_cache_memory(self) -> int:
-        """What the share of the device's memory leaves beside weights, the largest step, graphs and other processes."""
+        """What the share of the device's memory leaves beside weights, the largest step, graphs and
+        other processes.
+        """
         self.memory_use = self._profile(self.meter())
         log.info("%s", self.memory_use)
         return self.memory_use.available - self.bytes_per_block  # the block of padding
@@ -91,7 +103,9 @@ class GPUModelRunner(ModelRunner):
         return self.memory_use.remedies(missing) if self.memory_use else []
 
     def _profile(self, meter: Meter) -> MemoryUse:
-        """Run the largest steps and capture graphs, with a cache of just the blocks that they need."""
+        """Run the largest steps and capture graphs, with a cache of just the blocks that they
+        need.
+        """
         longest = min(self.max_num_tokens, self.max_model_len)
         each = min(self.max_num_tokens // self.max_num_seqs, self.max_model_len)
         before = meter.allocated()
@@ -145,7 +159,9 @@ class GPUModelRunner(ModelRunner):
         self.sample_tokens()
 
     def _graph_bytes(self, meter: Meter) -> int:
-        """The largest graph's memory, and for each further one as much as a second one takes beside it."""
+        """The largest graph's memory, and for each further one as much as a second one takes beside
+        it.
+        """
         if (graphs := self.make_graphs()) is None:
             return 0
         taken = [meter.taken()]
@@ -158,7 +174,9 @@ class GPUModelRunner(ModelRunner):
     # ---- output ----
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Copies run in the stream of the step, into pinned memory; an event tells when they are done."""
+        """Copies run in the stream of the step, into pinned memory; an event tells when they are
+        done.
+        """
         copied = [part.to_host() for part in parts]
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))

@@ -1,9 +1,10 @@
-"""GraphRunner: the forward pass of decode steps as CUDA graphs, one for each of some numbers of rows.
+"""GraphRunner: the forward pass of decode steps as CUDA graphs, one for each of some numbers of
+rows.
 
-A step launches hundreds of small kernels, which takes the host longer than the device needs to run them; a graph is
-launched at once. It repeats its kernels with the same addresses, so inputs and output have buffers that stay, and a
-step with fewer rows than the graph is padded with rows of `null_slot`: they read and write a block that no request
-owns.
+A step launches hundreds of small kernels, which takes the host longer than the device needs to run
+them; a graph is launched at once. It repeats its kernels with the same addresses, so inputs and
+output have buffers that stay, and a step with fewer rows than the graph is padded with rows of
+`null_slot`: they read and write a block that no request owns.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ log = logging.getLogger("servd.worker")
 
 Run = Callable[[], None]
 Record = Callable[[Run], Run]
-"""Records what a call launches on the device; what it returns launches the same again, with the same addresses."""
+"""Records what a call launches on the device; what it returns launches the same again, with the
+same addresses.
+"""
 
 
 def graph_sizes(max_num_rows: int) -> list[int]:
@@ -32,7 +35,8 @@ class GraphRunner:
     """Makes a graph when its size is first needed.
 
     Args:
-        forward: slots and positions, int64 [num_rows] each, to hidden states [num_rows, hidden]; one token of each row.
+        forward: slots and positions, int64 [num_rows] each, to hidden states [num_rows, hidden];
+            one token of each row.
         max_num_rows: the largest step.
         null_slot: the slot of padding.
         hidden: where hidden states are written, [max_num_rows, hidden].
@@ -50,13 +54,17 @@ class GraphRunner:
         self.forward = forward
         self.record = record
         self.hidden = hidden
-        self.padding = torch.tensor([[null_slot], [0]], device=hidden.device)  # its slot and its position
+        self.padding = torch.tensor(
+            [[null_slot], [0]], device=hidden.device
+        )  # its slot and its position
         self.inputs = self.padding.repeat(1, max_num_rows)  # int64 [2, max_num_rows]
         self.sizes = graph_sizes(max_num_rows)
         self.graphs: dict[int, Run] = {}
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_rows, hidden] of `tokens` [2, num_rows], slots and positions; until the next call."""
+        """Hidden states [num_rows, hidden] of `tokens` [2, num_rows], slots and positions; until
+        the next call.
+        """
         num_rows = tokens.shape[1]
         size = self.sizes[bisect_left(self.sizes, num_rows)]
         if size not in self.graphs:
@@ -76,13 +84,16 @@ class GraphRunner:
         def run() -> None:
             self.hidden[:size] = self.forward(slots, positions)
 
-        run()  # kernels are compiled and libraries set up at their first run, which cannot be captured
+        # kernels are compiled and libraries set up at their first run, which cannot be captured
+        run()
         self.graphs[size] = self.record(run)
         log.debug("CUDA graph for %d rows captured in %.2f s", size, time.monotonic() - started)
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: they never run at once, and keep nothing but `hidden`."""
+    """Records CUDA graphs that share one pool of memory: they never run at once, and keep nothing
+    but `hidden`.
+    """
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()

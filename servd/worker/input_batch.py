@@ -16,7 +16,9 @@ from servd.worker.request_states import RequestStates
 
 @dataclass(frozen=True)
 class InputBatch:
-    """Inputs of the forward pass, and where to sample afterwards. On the device unless said otherwise."""
+    """Inputs of the forward pass, and where to sample afterwards. On the device unless said
+    otherwise.
+    """
 
     states: RequestStates
     tokens: torch.Tensor  # int64 [2, num_tokens]: slot and position in the sequence of each
@@ -26,7 +28,9 @@ class InputBatch:
     query_start_loc: torch.Tensor  # int64 [num_rows + 1]
     seq_lens_device: torch.Tensor  # int64 [num_rows]
     slots: torch.Tensor  # int64 [num_rows]
-    sample_rows: np.ndarray  # int64 [n], on the host: indices in `scheduled` of the rows that sample
+    sample_rows: (
+        np.ndarray
+    )  # int64 [n], on the host: indices in `scheduled` of the rows that sample
     sample_host_slots: np.ndarray  # int64 [n], on the host
     sample_tokens: torch.Tensor  # int64 [n]: index in the step of each one's last token
     sample_slots: torch.Tensor  # int64 [n]
@@ -34,7 +38,9 @@ class InputBatch:
 
     @classmethod
     def gather(cls, scheduled: list[ScheduledRequest], states: RequestStates) -> InputBatch:
-        """Make the batch of a step and bring the block tables up to date. Counts its tokens as computed."""
+        """Make the batch of a step and bring the block tables up to date. Counts its tokens as
+        computed.
+        """
         slots = np.array([s.slot for s in scheduled], dtype=np.int64)
         query_lens = np.array([s.num_tokens for s in scheduled], dtype=np.int64)
         samples = np.array([s.samples for s in scheduled], dtype=bool)
@@ -52,7 +58,16 @@ class InputBatch:
         )  # fmt: skip
         packed = upload(np.concatenate(parts), states.token_ids.device)
         sizes = [2 * len(positions), *(len(part) for part in parts[2:])]
-        tokens, starts_d, lens_d, slots_d, sample_tokens, sample_slots, sample_positions, changes = packed.split(sizes)
+        (
+            tokens,
+            starts_d,
+            lens_d,
+            slots_d,
+            sample_tokens,
+            sample_slots,
+            sample_positions,
+            changes,
+        ) = packed.split(sizes)
         states.block_tables.apply(changes)
         return cls(
             states=states,
@@ -99,8 +114,12 @@ class InputBatch:
         )
 
 
-def decode_attention(states: RequestStates, slots: torch.Tensor, positions: torch.Tensor) -> AttentionBatch:
-    """The attention of one token per row, [num_rows] int64 each, in a form that a graph can capture (see `Backend`)."""
+def decode_attention(
+    states: RequestStates, slots: torch.Tensor, positions: torch.Tensor
+) -> AttentionBatch:
+    """The attention of one token per row, [num_rows] int64 each, in a form that a graph can capture
+    (see `Backend`).
+    """
     num_rows, tables = len(slots), states.block_tables
     return AttentionBatch(
         query_lens=np.ones(num_rows, dtype=np.int64),

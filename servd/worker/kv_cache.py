@@ -19,7 +19,9 @@ log = logging.getLogger("servd.worker")
 
 def bytes_per_block(backend: Backend[Any], num_layers: int) -> int:
     """Keys and values of one block over all layers, on this rank."""
-    return num_layers * torch.Size(backend.kv_cache_shape(1)).numel() * backend.spec.kv_dtype.itemsize
+    return (
+        num_layers * torch.Size(backend.kv_cache_shape(1)).numel() * backend.spec.kv_dtype.itemsize
+    )
 
 
 def blocks_per_request(config: Config) -> int:
@@ -28,7 +30,9 @@ def blocks_per_request(config: Config) -> int:
     return -(-config.model.max_model_len // config.cache.block_size)
 
 
-def count_blocks(config: Config, block_bytes: int, memory: int, weights_bytes: int, remedies: Sequence[str]) -> int:
+def count_blocks(
+    config: Config, block_bytes: int, memory: int, weights_bytes: int, remedies: Sequence[str]
+) -> int:
     """Blocks to allocate in `memory` bytes: not more than all slots at full length can use.
 
     Args:
@@ -39,14 +43,16 @@ def count_blocks(config: Config, block_bytes: int, memory: int, weights_bytes: i
         remedies: what else would make room for one request of max_model_len.
 
     Raises:
-        NotEnoughMemory: not even one request of max_model_len fits, and the context may not be shortened.
+        NotEnoughMemory: not even one request of max_model_len fits, and the context may not be
+            shortened.
     """
     max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
     assert max_model_len is not None and max_num_seqs is not None, "config must be resolved"
     block_size, per_request = config.cache.block_size, blocks_per_request(config)
     num_blocks = min(max(memory, 0) // block_bytes, max_num_seqs * per_request)
     numbers = (
-        f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} tokens "
+        f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} "
+        f"tokens "
         f"({format_bytes(num_blocks * block_bytes)}, {num_blocks * block_size} tokens)"
     )
     if num_blocks < per_request:
@@ -59,7 +65,8 @@ def count_blocks(config: Config, block_bytes: int, memory: int, weights_bytes: i
             return num_blocks
         shorter = [f"lower --max-model-len to {num_blocks * block_size}"] if num_blocks else []
         raise NotEnoughMemory(
-            f"{format_bytes(max(memory, 0))} for the KV cache do not hold one request of {max_model_len} tokens, "
+            f"{format_bytes(max(memory, 0))} for the KV cache do not hold one request of "
+            f"{max_model_len} tokens, "
             f"which takes {needed} ({numbers}): {_either([*shorter, *remedies])}"
         )
     log.info("%s: %.1f requests of %d tokens", numbers, num_blocks / per_request, max_model_len)
@@ -73,11 +80,21 @@ def _either(remedies: Sequence[str]) -> str:
 
 
 def allocate(backend: Backend[Any], spec: ModelSpec, num_blocks: int) -> list[torch.Tensor]:
-    """The cache of each layer. Zeros, because what a mask hides is still multiplied by 0 and must be finite."""
-    shape, dtype, device = backend.kv_cache_shape(num_blocks), backend.spec.kv_dtype, backend.spec.device
+    """The cache of each layer. Zeros, because what a mask hides is still multiplied by 0 and must
+    be finite.
+    """
+    shape, dtype, device = (
+        backend.kv_cache_shape(num_blocks),
+        backend.spec.kv_dtype,
+        backend.spec.device,
+    )
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-    # torch.zeros would write every page now: seconds of start-up, and memory that may never be used. NumPy's
-    # zeros come from calloc, whose pages the system gives when they are first written; huge ones, where it can.
+    # torch.zeros would write every page now: seconds of start-up, and memory that may never be
+    # used. NumPy's zeros come from calloc, whose pages the system gives when they are first
+    # written; huge ones, where it can.
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return [torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in range(spec.num_layers)]
+    return [
+        torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+        for _ in range(spec.num_layers)
+    ]

@@ -23,7 +23,9 @@ class Meter(Protocol):
         ...
 
     def taken(self) -> int:
-        """Of the whole device, by this process and others, after giving back what this one holds unused."""
+        """Of the whole device, by this process and others, after giving back what this one holds
+        unused.
+        """
         ...
 
     def held(self) -> int:
@@ -103,7 +105,9 @@ class MemoryUse:
     def remedies(self, missing: int) -> list[str]:
         """Changes that each give `missing` bytes more."""
         found = []
-        if enough := next((n for n in range(self.max_num_seqs - 1, 0, -1) if self.freed_with(n) >= missing), None):
+        if enough := next(
+            (n for n in range(self.max_num_seqs - 1, 0, -1) if self.freed_with(n) >= missing), None
+        ):
             found.append(f"lower --max-num-seqs to {enough}")
         utilization = math.ceil(100 * (self.utilization + missing / self.total)) / 100
         if utilization <= 1:

@@ -85,7 +85,9 @@ class LaunchedStep:
     """A step between its two calls."""
 
     num_scheduled: int
-    sampling: tuple[InputBatch, torch.Tensor] | None = None  # hidden states [n, hidden] of the rows that sample
+    sampling: tuple[InputBatch, torch.Tensor] | None = (
+        None  # hidden states [n, hidden] of the rows that sample
+    )
     parts: Sequence[StepPart] = ()
 
 
@@ -116,7 +118,9 @@ class ModelRunner(ABC):
         parallel: the ranks that share the model.
     """
 
-    def __init__(self, config: Config, spec: ModelSpec, device: torch.device, parallel: Parallel) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, device: torch.device, parallel: Parallel
+    ) -> None:
         assert config.model.max_model_len is not None and config.scheduler.max_num_seqs is not None
         assert config.scheduler.max_num_batched_tokens is not None
         self.config = config
@@ -157,15 +161,23 @@ class ModelRunner(ABC):
             block_size=self.config.cache.block_size,
             sliding_window=self.model.sliding_window,
             dtype=self.compute_dtype,
-            kv_dtype=torch.float8_e4m3fn if self.config.cache.kv_cache_dtype == "fp8" else self.dtype,
+            kv_dtype=torch.float8_e4m3fn
+            if self.config.cache.kv_cache_dtype == "fp8"
+            else self.dtype,
             device=self.device,
         )
         self.backend: Backend[Any]
-        self.backend_name, self.backend = make_backend(self.config.parallel.attention_backend, attention)
-        self.states = RequestStates(self.max_num_seqs, self.max_model_len, attention.block_size, self.device)
+        self.backend_name, self.backend = make_backend(
+            self.config.parallel.attention_backend, attention
+        )
+        self.states = RequestStates(
+            self.max_num_seqs, self.max_model_len, attention.block_size, self.device
+        )
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
         self.readers: list[PromptReader] = [
-            PromptLogprobsReader(self.model.compute_logits, self.states.token_ids, self.max_num_seqs),
+            PromptLogprobsReader(
+                self.model.compute_logits, self.states.token_ids, self.max_num_seqs
+            ),
             Pooler(self.spec.hidden_size, self.max_num_seqs, self.device),
         ]
 
@@ -177,8 +189,12 @@ class ModelRunner(ABC):
         """
         memory = self.config.cache.kv_cache_memory or self.kv_cache_memory()
         needed = kv_cache.blocks_per_request(self.config) * self.bytes_per_block
-        remedies = self.more_memory(needed - memory) or [f"raise --kv-cache-memory to {format_bytes(needed)}"]
-        return kv_cache.count_blocks(self.config, self.bytes_per_block, memory, self.weights_bytes, remedies)
+        remedies = self.more_memory(needed - memory) or [
+            f"raise --kv-cache-memory to {format_bytes(needed)}"
+        ]
+        return kv_cache.count_blocks(
+            self.config, self.bytes_per_block, memory, self.weights_bytes, remedies
+        )
 
     @property
     def bytes_per_block(self) -> int:
@@ -193,7 +209,9 @@ class ModelRunner(ABC):
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Apply the changes, run the forward pass, keep the hidden states of the rows that sample."""
+        """Apply the changes, run the forward pass, keep the hidden states of the rows that
+        sample.
+        """
         if self.launched is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         self._update_states(scheduled)
@@ -203,7 +221,9 @@ class ModelRunner(ABC):
             return
         batch = InputBatch.gather(scheduled.scheduled, self.states)
         hidden = self.forward(batch)
-        parts = [part for reader in self.readers if (part := reader.read(hidden, batch)) is not None]
+        parts = [
+            part for reader in self.readers if (part := reader.read(hidden, batch)) is not None
+        ]
         sampling = (batch, hidden[batch.sample_tokens]) if len(batch.sample_rows) else None
         self.launched = LaunchedStep(num_scheduled, sampling, parts)
 
@@ -211,7 +231,9 @@ class ModelRunner(ABC):
         """Hidden states [num_tokens, hidden] of a step."""
         return self.run(batch.input_ids, batch.positions, batch.attention)
 
-    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+    def run(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
+    ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] of tokens, int64 [num_tokens] each."""
         ctx = ForwardContext(self.backend, self.backend.build_metadata(attention), self.kv_caches)
         return self.model(input_ids, positions, ctx)
@@ -227,7 +249,9 @@ class ModelRunner(ABC):
             parts.append(self._sample(*launched.sampling, bitmask))
         return AsyncOutput(launched.num_scheduled, *self.to_host(parts))
 
-    def _sample(self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None) -> SampledTokens:
+    def _sample(
+        self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
+    ) -> SampledTokens:
         logits = self.model.compute_logits(hidden).float()  # [n, vocab]
         sampled = self.sampler(
             logits,
@@ -283,9 +307,13 @@ class ModelRunner(ABC):
         """Bytes that the KV cache may take; called after load_model."""
 
     def more_memory(self, missing: int) -> list[str]:
-        """Options that would give it `missing` bytes more, other than its own, e.g. "lower --max-num-seqs to 4"."""
+        """Options that would give it `missing` bytes more, other than its own, e.g. "lower
+        --max-num-seqs to 4".
+        """
         return []
 
     @abstractmethod
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Start copying a step's output to the host; returns the host's tensors and what waits for them."""
+        """Start copying a step's output to the host; returns the host's tensors and what waits for
+        them.
+        """

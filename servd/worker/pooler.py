@@ -27,7 +27,8 @@ class Pooler:
         self.shape = (max_num_seqs, hidden_size)
         self.device = device
         self.params: dict[int, PoolingParams] = {}  # by slot
-        # What "all" has so far, by slot: [chunk, hidden] each. On the host, since the device's memory is all given out.
+        # What "all" has so far, by slot: [chunk, hidden] each. On the host, since the device's
+        # memory is all given out.
         self.chunks: dict[int, list[Tensor]] = {}
 
     @cached_property
@@ -77,16 +78,26 @@ class Pooler:
                 pooled.by_token[row] = p, torch.cat(self.chunks[slot])
             else:
                 mean = p.pooling == "mean"
-                vectors.append(self.sums[slot] / int(batch.seq_lens[row]) if mean else chunk[-1].float())
+                vectors.append(
+                    self.sums[slot] / int(batch.seq_lens[row]) if mean else chunk[-1].float()
+                )
                 pooled.params[row] = p
-        return replace(pooled, vectors=torch.stack(vectors)) if vectors else pooled if pooled.by_token else None
+        return (
+            replace(pooled, vectors=torch.stack(vectors))
+            if vectors
+            else pooled
+            if pooled.by_token
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
     """Vectors of one step."""
 
-    by_token: dict[int, tuple[PoolingParams, Tensor]]  # row of the step -> [num_prompt_tokens, hidden]
+    by_token: dict[
+        int, tuple[PoolingParams, Tensor]
+    ]  # row of the step -> [num_prompt_tokens, hidden]
     params: dict[int, PoolingParams]  # row of the step -> what its row of `vectors` becomes
     vectors: Tensor  # [n, hidden] float32
 
@@ -96,9 +107,14 @@ class Pooled:
 
     def write(self, output: ModelRunnerOutput) -> None:
         """Add the finished vectors to the step's output."""
-        found = {row: (p, vector[None]) for (row, p), vector in zip(self.params.items(), self.vectors, strict=True)}
+        found = {
+            row: (p, vector[None])
+            for (row, p), vector in zip(self.params.items(), self.vectors, strict=True)
+        }
         for row, (params, vectors) in (found | self.by_token).items():
             vectors = vectors[:, : params.dimensions].numpy()
             if params.normalize:
-                vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+                vectors = vectors / np.maximum(
+                    np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12
+                )
             output.pooled[row] = vectors.astype("<f4").tobytes()

@@ -1,9 +1,10 @@
 """ProgramRunner: the forward pass of decode steps on a CPU as one call of the native library.
 
-Between two kernels of a step, Python and torch take the longer the more weights a step reads: those put everything else
-out of the caches. So the first step with a number of rows writes down its calls, and later ones hand the list to the
-library, which makes the same calls again (`servd_run` in ops/cpu/program.cpp). It repeats addresses, so inputs have
-buffers that stay, and results lie in buffers that all programs share.
+Between two kernels of a step, Python and torch take the longer the more weights a step reads: those
+put everything else out of the caches. So the first step with a number of rows writes down its
+calls, and later ones hand the list to the library, which makes the same calls again (`servd_run` in
+ops/cpu/program.cpp). It repeats addresses, so inputs have buffers that stay, and results lie in
+buffers that all programs share.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ from servd.worker.ops import native
 log = logging.getLogger("servd.worker")
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionBatch], torch.Tensor]
-"""input_ids and positions, int64 [num_tokens] each, and their attention, to hidden states [num_tokens, hidden]."""
+"""input_ids and positions, int64 [num_tokens] each, and their attention, to hidden states
+[num_tokens, hidden].
+"""
 
-WORDS = 1 + max(map(len, native.SIGNATURES.values()))  # of a call: its function's address, and arguments
+WORDS = 1 + max(
+    map(len, native.SIGNATURES.values())
+)  # of a call: its function's address, and arguments
 
 
 class ProgramRunner:
@@ -40,7 +45,9 @@ class ProgramRunner:
     """
 
     def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
-        self.tokens = torch.zeros(3, max_num_rows, dtype=torch.int64)  # ids, positions, slots of the cache
+        self.tokens = torch.zeros(
+            3, max_num_rows, dtype=torch.int64
+        )  # ids, positions, slots of the cache
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
         self.seq_lens = torch.ones(max_num_rows, dtype=torch.int64)
         self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
@@ -48,7 +55,8 @@ class ProgramRunner:
         self.programs: dict[int, Program] = {}
 
     def __call__(self, batch: InputBatch, forward: Forward) -> torch.Tensor:
-        """Hidden states [num_rows, hidden] of a decode step, by `forward`, the same every time; until the next call.
+        """Hidden states [num_rows, hidden] of a decode step, by `forward`, the same every time;
+        until the next call.
 
         Raises:
             NotRecordable: the model needs more than the native library.
@@ -94,7 +102,8 @@ class OnlyViews(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True, the default, imports the compiler of torch at the first call: seconds that the first request waits.
+        # True, the default, imports the compiler of torch at the first call: seconds that the first
+        # request waits.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +113,9 @@ class OnlyViews(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {_memory_of(tensor) for tensor in args if isinstance(tensor, torch.Tensor)}
         views = result if isinstance(result, list | tuple) else [result]
-        if any(_memory_of(view) not in given for view in views):  # `contiguous` and the like, where they must copy
+        if any(
+            _memory_of(view) not in given for view in views
+        ):  # `contiguous` and the like, where they must copy
             raise NotRecordable(f"{func} makes a copy")
         return result
 
@@ -114,7 +125,9 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 class Memory:
-    """Buffers for results, each as large as the largest step needs it; a buffer is free when nothing refers to it."""
+    """Buffers for results, each as large as the largest step needs it; a buffer is free when
+    nothing refers to it.
+    """
 
     def __init__(self, max_num_rows: int) -> None:
         self.max_num_rows = max_num_rows
@@ -131,7 +144,9 @@ class Memory:
         else:
             index = len(self.buffers)
             self.buffers.append(np.empty(capacity, dtype=np.float32))
-        part = self.buffers[index][:size]  # torch holds it as long as any tensor refers to this memory
+        part = self.buffers[index][
+            :size
+        ]  # torch holds it as long as any tensor refers to this memory
         self.users[index : index + 1] = [weakref.ref(part)]
         return torch.from_numpy(part).view(shape)
 

@@ -13,15 +13,20 @@ from servd.worker.device import upload
 class RequestStates:
     """Token ids and block table of every slot on the device, its counters on the host.
 
-    Sampled tokens are written on the device, so the next step can be gathered before the host has seen them. The row
-    after the last slot, `null_slot`, is nobody's.
+    Sampled tokens are written on the device, so the next step can be gathered before the host has
+    seen them. The row after the last slot, `null_slot`, is nobody's.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
         self.max_model_len = max_model_len
         self.null_slot = max_num_seqs
-        # One column more: a step launched before a request is known to be full still writes its token.
-        self.token_ids = torch.zeros((max_num_seqs + 1, max_model_len + 1), dtype=torch.int32, device=device)
+        # One column more: a step launched before a request is known to be full still writes its
+        # token.
+        self.token_ids = torch.zeros(
+            (max_num_seqs + 1, max_model_len + 1), dtype=torch.int32, device=device
+        )
         self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -35,6 +40,8 @@ class RequestStates:
         if request.block_ids:
             self.block_tables.append(slot, request.block_ids)
 
-    def write_sampled(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def write_sampled(
+        self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
         """Store each row's new token at its index in the sequence. [n] int64 each."""
         self.token_ids[slots, positions] = token_ids.int()

@@ -1,4 +1,6 @@
-"""Staging: copies from mapped files to a device through pinned memory, which the device reads by itself."""
+"""Staging: copies from mapped files to a device through pinned memory, which the device reads by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ NUM_CHUNKS = 2  # one is filled while the device reads the other
 
 
 class Staging:
-    """From memory that is not pinned, the driver would copy twice as well, but with the device and the host in turn."""
+    """From memory that is not pinned, the driver would copy twice as well, but with the device and
+    the host in turn.
+    """
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.chunk_bytes = chunk_bytes
@@ -22,11 +26,15 @@ class Staging:
         return torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
 
     def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source`, on the host, to `target` of the same shape; the device may do so later, in its stream."""
+        """Copy `source`, on the host, to `target` of the same shape; the device may do so later, in
+        its stream.
+        """
         source = source.contiguous()
         row_bytes = max(source[:1].nbytes, 1)
         assert row_bytes <= self.chunk_bytes, f"a row of {row_bytes} bytes"
-        for piece, part in zip(*(x.split(self.chunk_bytes // row_bytes) for x in (source, target)), strict=True):
+        for piece, part in zip(
+            *(x.split(self.chunk_bytes // row_bytes) for x in (source, target)), strict=True
+        ):
             chunk, is_read = next(self.chunks)
             is_read.synchronize()
             staged = chunk[: piece.nbytes].view(piece.dtype).view(piece.shape)

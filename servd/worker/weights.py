@@ -1,4 +1,6 @@
-"""Weights: find the model's class, build it empty, fill it from safetensors or with random numbers."""
+"""Weights: find the model's class, build it empty, fill it from safetensors or with random
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ class Model(Protocol):
 
     packed: ClassVar[dict[str, tuple[str, int]]]
     ignored: ClassVar[tuple[str, ...]]
-    base_prefix: ClassVar[str]  # of all names but the head's; checkpoints of the bare model leave it out
+    base_prefix: ClassVar[
+        str
+    ]  # of all names but the head's; checkpoints of the bare model leave it out
     sliding_window: int | None
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         ...
 
@@ -58,20 +64,26 @@ class Model(Protocol):
         ...
 
 
-def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: Parallel) -> Model:
+def build_model(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: Parallel
+) -> Model:
     """The model with uninitialised weights.
 
     Raises:
-        UnsupportedModel: no file for this model_type, or config.json asks for what the file does not do.
+        UnsupportedModel: no file for this model_type, or config.json asks for what the file does
+            not do.
     """
     supported = plugins.names(MODELS)
     if spec.model_type not in supported:
-        raise UnsupportedModel(f"model_type {spec.model_type!r} is not supported; there are: {', '.join(supported)}")
+        raise UnsupportedModel(
+            f"model_type {spec.model_type!r} is not supported; there are: {', '.join(supported)}"
+        )
     try:
         model_class = plugins.load(MODELS, spec.model_type, spec.architecture)
     except AttributeError:
         raise UnsupportedModel(
-            f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, which config.json asks for"
+            f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, which "
+            f"config.json asks for"
         ) from None
     with torch.device(device), _default_dtype(dtype):
         return model_class(spec, parallel).eval()
@@ -95,7 +107,9 @@ def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -
         UnsupportedModel: a tensor that the model does not know, or one of another shape.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
-    attentions = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    attentions = {
+        name: module for name, module in model.named_modules() if isinstance(module, Attention)
+    }
     is_on_cuda = any(weight.is_cuda for weight in weights.values())
     copy = Staging() if is_on_cuda else torch.Tensor.copy_
     files = weight_files(folder)
@@ -112,7 +126,9 @@ def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -
         progress(min(done / total, 1.0))
     missing = [name for name, weight in weights.items() if weight.missing]
     if missing:
-        raise ModelNotFound(f"{folder} lacks the weights of {len(missing)} parameters, first {missing[0]}")
+        raise ModelNotFound(
+            f"{folder} lacks the weights of {len(missing)} parameters, first {missing[0]}"
+        )
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,7 +141,9 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             raise ModelNotFound(f"{path} cannot be read: {error}") from None
 
 
-def _load_kv_scale(model: Model, attentions: dict[str, Attention], name: str, tensor: torch.Tensor) -> bool:
+def _load_kv_scale(
+    model: Model, attentions: dict[str, Attention], name: str, tensor: torch.Tensor
+) -> bool:
     """Whether the tensor is a scale of an attention layer's keys or values, which then has it.
 
     Raises:
@@ -138,7 +156,10 @@ def _load_kv_scale(model: Model, attentions: dict[str, Attention], name: str, te
     if attention is None:
         return False
     if tensor.numel() != 1:
-        raise ValueError(f"shape {list(tensor.shape)}, expected one number: only scales of whole layers are supported")
+        raise ValueError(
+            f"shape {list(tensor.shape)}, expected one number: only scales of whole layers are "
+            f"supported"
+        )
     scale = tensor.item()
     if not 0 < scale < math.inf:
         raise ValueError(f"the value {scale}, expected a positive number")
@@ -146,8 +167,12 @@ def _load_kv_scale(model: Model, attentions: dict[str, Attention], name: str, te
     return True
 
 
-def _target(model: Model, weights: dict[str, Weight], name: str) -> tuple[Weight | None, int | None]:
-    """The parameter that a checkpoint tensor belongs to, and which part of it; None for one that is not needed."""
+def _target(
+    model: Model, weights: dict[str, Weight], name: str
+) -> tuple[Weight | None, int | None]:
+    """The parameter that a checkpoint tensor belongs to, and which part of it; None for one that is
+    not needed.
+    """
     if name.endswith(model.ignored):
         return None, None
     for candidate in (name, model.base_prefix + name):
@@ -161,11 +186,15 @@ def _target(model: Model, weights: dict[str, Weight], name: str) -> tuple[Weight
             return weights[candidate], part
     if name == "lm_head.weight":  # tied: the embedding is used
         return None, None
-    raise UnsupportedModel(f"the checkpoint has a tensor {name!r} that servd's {type(model).__name__} does not use")
+    raise UnsupportedModel(
+        f"the checkpoint has a tensor {name!r} that servd's {type(model).__name__} does not use"
+    )
 
 
 def init_dummy_weights(model: Model, seed: int) -> None:
-    """Fill the model with small random numbers, the same for the same seed and on every rank; vectors are 1."""
+    """Fill the model with small random numbers, the same for the same seed and on every rank;
+    vectors are 1.
+    """
     for index, (_, weight) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=weight.device).manual_seed(seed + index)
         if weight.dim() == 1:
@@ -175,14 +204,19 @@ def init_dummy_weights(model: Model, seed: int) -> None:
 
 
 def reform(model: Model, dtype: torch.dtype, quantization: str | None) -> None:
-    """Bring the matrices, one after the other, into the form in which the device multiplies fastest.
+    """Bring the matrices, one after the other, into the form in which the device multiplies
+    fastest.
 
     Args:
         model: loaded.
         dtype: of matrices that are not quantized; narrower ones stay as they are.
         quantization: a file of servd/worker/quantization, or None.
     """
-    make = plugins.load(QUANTIZATIONS, quantization, "quantize") if quantization else partial(_pack, dtype)
+    make = (
+        plugins.load(QUANTIZATIONS, quantization, "quantize")
+        if quantization
+        else partial(_pack, dtype)
+    )
     for _, weight in model.named_parameters():
         if isinstance(weight, Matrix):
             weight.reform(make)
@@ -191,10 +225,14 @@ def reform(model: Model, dtype: torch.dtype, quantization: str | None) -> None:
 def _pack(dtype: torch.dtype, weight: torch.Tensor) -> Form | None:
     if weight.device.type != "cpu" or native.library() is None:
         return None
-    return native.PackedMatrix(weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight)
+    return native.PackedMatrix(
+        weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
+    )
 
 
 def count_bytes(model: Model) -> int:
     """Bytes of all weights on this rank."""
     weights = (weight for _, weight in model.named_parameters())
-    return sum(weight.num_bytes if isinstance(weight, Matrix) else weight.nbytes for weight in weights)
+    return sum(
+        weight.num_bytes if isinstance(weight, Matrix) else weight.nbytes for weight in weights
+    )

@@ -22,7 +22,8 @@ log = logging.getLogger("servd.worker")
 
 
 class Worker:
-    """Start-up is `load_model`, then `allocate_kv_cache`; each step is `execute_model`, then `sample_tokens`.
+    """Start-up is `load_model`, then `allocate_kv_cache`; each step is `execute_model`, then
+    `sample_tokens`.
 
     Args:
         config: resolved.
@@ -66,7 +67,11 @@ class Worker:
         if self.runner.config.model.compile:
             compile_layers(self.runner.model)
         self.progress("loading weights", 1.0)
-        log.info("weights loaded in %.2f s, attention %s", time.monotonic() - start, self.runner.backend_name)
+        log.info(
+            "weights loaded in %.2f s, attention %s",
+            time.monotonic() - start,
+            self.runner.backend_name,
+        )
         self.progress("measuring memory", 0.0)
         return WorkerReady(
             device=name_of(self.device),
@@ -90,7 +95,8 @@ class Worker:
         self.runner.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
-        """Launch sampling for the step that `execute_model` launched last; `result()` waits for its tokens.
+        """Launch sampling for the step that `execute_model` launched last; `result()` waits for its
+        tokens.
 
         Raises:
             RuntimeError: there is no such step.
@@ -98,7 +104,9 @@ class Worker:
         return self.runner.sample_tokens(bitmask)
 
     def shutdown(self) -> None:
-        """Leave the group of ranks; on a CPU, torch gets its threads back. May be called more than once."""
+        """Leave the group of ranks; on a CPU, torch gets its threads back. May be called more than
+        once.
+        """
         self.parallel.close()
         if self.device.type == "cpu":
             torch.set_num_threads(self.num_threads)  # of a program that goes on without servd

@@ -1,4 +1,6 @@
-"""The worker process: takes messages from the executor in order, and answers from a second thread."""
+"""The worker process: takes messages from the executor in order, and answers from a second
+thread.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ Answer = Callable[[], FromWorker]
 class WorkerProc:
     """Connects one Worker to the executor.
 
-    While the second thread waits for the tokens of a step, this one launches the next: with steps in flight
-    the device never waits for a message.
+    While the second thread waits for the tokens of a step, this one launches the next: with steps
+    in flight the device never waits for a message.
     """
 
     def __init__(self, start: StartWorker, worker_class: Callable[..., Any]) -> None:
@@ -52,7 +54,9 @@ class WorkerProc:
         sender.start()
         try:
             start = self.start
-            self.worker = self.worker_class(start.config, start.spec, start.rank, self.progress, start.distributed_init)
+            self.worker = self.worker_class(
+                start.config, start.spec, start.rank, self.progress, start.distributed_init
+            )
             while not isinstance(message := inbox.recv(), Shutdown):
                 assert message is not None
                 self.obey(message)
@@ -90,7 +94,9 @@ class WorkerProc:
             self.answers.put(lambda: WorkerProgress(phase, fraction))
 
     def send_answers(self) -> None:
-        """Second thread: owns the outbox. Ends after a failure; the executor then sends Shutdown."""
+        """Second thread: owns the outbox. Ends after a failure; the executor then sends
+        Shutdown.
+        """
         outbox = Outbox(self.start.outbox)
         try:
             while (answer := self.answers.get()) is not None:

@@ -1,4 +1,5 @@
-"""Write docs/compatibility.md from what a server really answers: `python -m tests.api.compatibility`.
+"""Write docs/compatibility.md from what a server really answers: `python -m
+tests.api.compatibility`.
 
 Every field is sent alone, with a value that asks for something, to a server with the fake model.
 """
@@ -27,8 +28,21 @@ values out of bounds are refused. The server was started with `--fim-template`, 
 tokens do not tell.
 """
 
-FOR_THE_RECORD = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "session_id"}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+FOR_THE_RECORD = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "safety_identifier",
+    "session_id",
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
@@ -156,7 +170,11 @@ async def page() -> str:
                     value = (await served.http.post(path, json=base)).json()["id"]
                 if path == "/v1/responses" and field == "top_logprobs":
                     beside = {"include": RESPONSES["include"]}
-                first = {"messages": user("hi")} if fields in (EMBEDDINGS, POOLING) and field in OF_A_CHAT else base
+                first = (
+                    {"messages": user("hi")}
+                    if fields in (EMBEDDINGS, POOLING) and field in OF_A_CHAT
+                    else base
+                )
                 result = await outcome(served.http, path, {**first, **beside, field: value}, field)
                 shown = json.dumps(fields[field], ensure_ascii=False).replace("|", "\\|")
                 shown = shown if len(shown) <= 60 else shown[:57] + "..."

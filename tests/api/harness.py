@@ -1,4 +1,6 @@
-"""A whole server without processes: the real application and AsyncLLM over an engine in this event loop."""
+"""A whole server without processes: the real application and AsyncLLM over an engine in this event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class ScriptedExecutor(FakeExecutor):
         self.num_prompt_tokens[request.slot] = request.num_prompt_tokens
         return super()._row(request)
 
-    def _sample(self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
+    def _sample(
+        self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None
+    ) -> ModelRunnerOutput:
         end = self.spec.eos_token_ids[0]
         output = super()._sample(scheduled, bitmask)
         for item, sampled in zip(scheduled.scheduled, output.sampled_token_ids, strict=True):
@@ -66,16 +70,23 @@ class ScriptedExecutor(FakeExecutor):
 
 
 class InProcessEngine:
-    """Stands in for EngineCoreClient: an EngineCore with the fake executor that steps on the event loop.
+    """Stands in for EngineCoreClient: an EngineCore with the fake executor that steps on the event
+    loop.
 
     `sent` keeps all messages to the engine. Clear `may_step` to hold the engine still.
     """
 
     def __init__(
-        self, config: Config, spec: ModelSpec, is_ready: bool = True, script: str | list[int] | None = None
+        self,
+        config: Config,
+        spec: ModelSpec,
+        is_ready: bool = True,
+        script: str | list[int] | None = None,
     ) -> None:
         self.client = 0
-        executor = (FakeExecutor if script is None else ScriptedExecutor)(config, spec, lambda phase, progress: None)
+        executor = (FakeExecutor if script is None else ScriptedExecutor)(
+            config, spec, lambda phase, progress: None
+        )
         if isinstance(executor, ScriptedExecutor):
             executor.script = list(script.encode()) if isinstance(script, str) else script or []
         self.executor = executor
@@ -89,7 +100,9 @@ class InProcessEngine:
         self._readable, self._written = os.pipe()
         self._steps: asyncio.Task[None] | None = None
         if is_ready:
-            self.tell(EngineReady(self.worker, config.model.max_model_len or 0, config.cache.block_size))
+            self.tell(
+                EngineReady(self.worker, config.model.max_model_len or 0, config.cache.block_size)
+            )
 
     def send(self, message: ToEngine) -> None:
         # Through the wire format, so that nothing is shared between the rooms.
@@ -153,8 +166,15 @@ async def serve(
     script: str | list[int] | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
-    """Run a server, whose model says `script` if there is one, text or tokens; `options` are those of Config."""
-    settings = {"executor": "fake", "served_model_name": [MODEL, ALIAS], "max_model_len": 4096, **options}
+    """Run a server, whose model says `script` if there is one, text or tokens; `options` are those
+    of Config.
+    """
+    settings = {
+        "executor": "fake",
+        "served_model_name": [MODEL, ALIAS],
+        "max_model_len": 4096,
+        **options,
+    }
     config = resolve(Config.load(settings), spec, Machine())
     tokenizer = Tokenizer.load(spec.folder) if spec.folder else Tokenizer.bytes()
     engine = InProcessEngine(config, spec, is_ready, script)
@@ -178,18 +198,24 @@ async def serve(
             http = httpx.AsyncClient(base_url=url, timeout=20)
         else:
             url = ""
-            http = httpx.AsyncClient(base_url="http://servd", transport=httpx.ASGITransport(app), timeout=20)
+            http = httpx.AsyncClient(
+                base_url="http://servd", transport=httpx.ASGITransport(app), timeout=20
+            )
         await stack.enter_async_context(http)
         yield Served(http, engine, async_llm, app, url)
 
 
 @asynccontextmanager
 async def listening(app: Any, send_buffer: int | None = None) -> AsyncIterator[str]:
-    """Serve `app` with uvicorn on a free port; yields its URL. So many bytes may wait in the kernel for a client."""
+    """Serve `app` with uvicorn on a free port; yields its URL. So many bytes may wait in the kernel
+    for a client.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        settings = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="off", log_config=None)
+        settings = uvicorn.Config(
+            app, http=HttpProtocol, ws="none", lifespan="off", log_config=None
+        )
         server = uvicorn.Server(settings)
         task = asyncio.create_task(server.serve([listener]))
         while not server.started:

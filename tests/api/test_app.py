@@ -21,14 +21,19 @@ async def test_a_request_id_is_made_or_taken_over(http):
 
 @pytest.mark.parametrize("bad", ["", "a b", "a" * 129, 'x"y', "\u00e9".encode("latin-1")])
 async def test_an_unsafe_request_id_is_replaced(http, bad):
-    answer = await http.get("/version", headers={b"X-Request-Id": bad if isinstance(bad, bytes) else bad.encode()})
+    answer = await http.get(
+        "/version", headers={b"X-Request-Id": bad if isinstance(bad, bytes) else bad.encode()}
+    )
     assert answer.headers["x-request-id"].isalnum()
 
 
 async def test_two_running_requests_may_have_the_same_request_id(http):
     body = {"messages": user("hi"), "max_tokens": 3}
     answers = await asyncio.gather(
-        *(http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "same"}) for _ in range(3))
+        *(
+            http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "same"})
+            for _ in range(3)
+        )
     )
     assert [a.status_code for a in answers] == [200] * 3
     ids = {a.json()["id"] for a in answers}
@@ -55,8 +60,18 @@ async def test_the_timeline_of_a_request_sums_to_its_wall_time(http):
     timeline = (await http.get(f"/debug/requests/{answer.json()['id']}")).json()
     stages = [stage["stage"] for stage in timeline["stages"]]
     assert stages[:2] == ["received", "parsed"] and stages[-2:] == ["written", "done"]
-    assert {"templated", "tokenised", "sent", "queued", "scheduled", "first_token", "finished"} <= set(stages)
-    assert sum(stage["took_ms"] for stage in timeline["stages"]) == pytest.approx(timeline["wall_ms"])
+    assert {
+        "templated",
+        "tokenised",
+        "sent",
+        "queued",
+        "scheduled",
+        "first_token",
+        "finished",
+    } <= set(stages)
+    assert sum(stage["took_ms"] for stage in timeline["stages"]) == pytest.approx(
+        timeline["wall_ms"]
+    )
     assert timeline["stages"][-1]["at_ms"] == timeline["wall_ms"] > 0
     assert (await http.get("/debug/requests/unknown")).status_code == 404
 
@@ -79,12 +94,16 @@ async def test_a_chunked_body_that_is_too_long_is_refused_as_it_arrives(http):
         while True:
             yield b" " * 2**20
 
-    answer = await http.post("/v1/completions", content=endless(), headers={"content-type": "application/json"})
+    answer = await http.post(
+        "/v1/completions", content=endless(), headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 413
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_failure_of_the_server_tells_only_the_request_id(served: Served, monkeypatch, caplog):
+async def test_a_failure_of_the_server_tells_only_the_request_id(
+    served: Served, monkeypatch, caplog
+):
     async def prepare(*args, **kwargs):
         raise RuntimeError("secret detail")
 
@@ -99,15 +118,22 @@ async def test_a_failure_of_the_server_tells_only_the_request_id(served: Served,
 
 async def test_no_other_origin_is_let_in(http):
     answer = await http.options(
-        "/v1/chat/completions", headers={"Origin": "http://evil.test", "Access-Control-Request-Method": "POST"}
+        "/v1/chat/completions",
+        headers={"Origin": "http://evil.test", "Access-Control-Request-Method": "POST"},
     )
     assert answer.status_code == 405
     assert not any(name.startswith("access-control") for name in answer.headers)
 
 
 async def test_one_connection_serves_many_requests():
-    async with serve() as served, listening(served.app) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve() as served,
+        listening(served.app) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
         for stream in (False, True, False, True):
             answer = await client.post("/v1/completions", json={"prompt": "a", "stream": stream})
             assert answer.status_code == 200
-            assert (await client.post("/v1/completions", json={"prompt": "a", "n": 0})).status_code == 400
+            assert (
+                await client.post("/v1/completions", json={"prompt": "a", "n": 0})
+            ).status_code == 400

@@ -34,11 +34,15 @@ from servd.outputs import CompletionOutput
 from servd.params import SamplingParams, StructuredOutput
 from servd.tracing import Mark, Tracer, now_ns
 
-READY = EngineReady(WorkerReady("cpu", "float32", "none", 8, 0, 0), max_model_len=1000, block_size=16)
+READY = EngineReady(
+    WorkerReady("cpu", "float32", "none", 8, 0, 0), max_model_len=1000, block_size=16
+)
 
 
 class FakeClient:
-    """The engine's channel with the engine's side in the test's hands; edge-triggered as the real one."""
+    """The engine's channel with the engine's side in the test's hands; edge-triggered as the real
+    one.
+    """
 
     client = 0
 
@@ -64,11 +68,20 @@ class FakeClient:
     def fileno(self) -> int:
         return self.event
 
-    def answer(self, text: str, finish: FinishReason | None = None, request_id: str = "r", **fields) -> None:
-        self.push(EngineCoreOutputs([EngineCoreOutput(request_id, list(text.encode()), finish, **fields)]))
+    def answer(
+        self, text: str, finish: FinishReason | None = None, request_id: str = "r", **fields
+    ) -> None:
+        self.push(
+            EngineCoreOutputs([EngineCoreOutput(request_id, list(text.encode()), finish, **fields)])
+        )
 
     def aborted(self) -> list[str]:
-        return [i for message in self.sent if isinstance(message, AbortRequests) for i in message.request_ids]
+        return [
+            i
+            for message in self.sent
+            if isinstance(message, AbortRequests)
+            for i in message.request_ids
+        ]
 
 
 @pytest.fixture
@@ -149,9 +162,13 @@ async def test_deltas_that_wait_are_merged(llm):
 async def test_concurrent_requests_get_their_own_text(llm):
     tasks = [await start(llm, prepare(llm, name)) for name in "xyz"]
     for char in "123":
-        llm.client.push(EngineCoreOutputs([EngineCoreOutput(name, [ord(name), ord(char)]) for name in "xyz"]))
+        llm.client.push(
+            EngineCoreOutputs([EngineCoreOutput(name, [ord(name), ord(char)]) for name in "xyz"])
+        )
         await settle()
-    llm.client.push(EngineCoreOutputs([EngineCoreOutput(name, [], FinishReason.LENGTH) for name in "xyz"]))
+    llm.client.push(
+        EngineCoreOutputs([EngineCoreOutput(name, [], FinishReason.LENGTH) for name in "xyz"])
+    )
     assert ["".join(d.text for d in await task) for task in tasks] == ["x1x2x3", "y1y2y3", "z1z2z3"]
 
 
@@ -289,11 +306,16 @@ async def test_loading(llm):
 async def test_timeline_and_stats(llm):
     begin = now_ns()
     llm.tracer.mark("r", "received")
-    prepared = await llm.prepare_chat("r", [{"role": "user", "content": "hi"}], SamplingParams(temperature=0))
+    prepared = await llm.prepare_chat(
+        "r", [{"role": "user", "content": "hi"}], SamplingParams(temperature=0)
+    )
     assert prepared.prompt == "User: hi\nAssistant:"
     task = await start(llm, prepared)
     at = now_ns()
-    llm.client.answer("x", marks=[Mark("queued", at), Mark("scheduled", at + 1, 7), Mark("first_token", at + 2, 7)])
+    llm.client.answer(
+        "x",
+        marks=[Mark("queued", at), Mark("scheduled", at + 1, 7), Mark("first_token", at + 2, 7)],
+    )
     await settle()
     assert llm.tracer.get("r")[-1] == Mark("first_token", at + 2, 7)
     llm.client.push(
@@ -365,7 +387,9 @@ async def test_metrics_of_requests(llm):
     await asyncio.wait([task])
 
     def value(name: str, **labels: str) -> float | None:
-        return llm.metrics.registry.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
+        return llm.metrics.registry.get_sample_value(
+            name, {"model_name": "m", "engine": "0", **labels}
+        )
 
     assert value("vllm:request_success_total", finished_reason="length") == 1
     assert value("vllm:request_success_total", finished_reason="abort") == 1

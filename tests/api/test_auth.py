@@ -21,9 +21,21 @@ async def guarded() -> AsyncIterator[Served]:
 
 
 async def test_every_route_but_liveness_needs_a_key(guarded: Served):
-    paths = {"/nothing", "//health", "/health/", "/HEALTH", "/health/..", "/v1/models/x", "/docs", "/openapi.json"}
+    paths = {
+        "/nothing",
+        "//health",
+        "/health/",
+        "/HEALTH",
+        "/health/..",
+        "/v1/models/x",
+        "/docs",
+        "/openapi.json",
+    }
     routes = guarded.app.routes
-    paths |= {route.path for route in routes if isinstance(route, Route)} | {"/v1/chat/completions", "/metrics"}
+    paths |= {route.path for route in routes if isinstance(route, Route)} | {
+        "/v1/chat/completions",
+        "/metrics",
+    }
     for path in sorted(paths - OPEN_PATHS):
         for method in ("GET", "POST", "OPTIONS"):
             answer = await guarded.http.request(method, path)
@@ -37,7 +49,11 @@ async def test_every_route_but_liveness_needs_a_key(guarded: Served):
 
 @pytest.mark.parametrize("key", KEYS)
 async def test_every_key_opens_in_both_headers(guarded: Served, key):
-    for name, value in (("authorization", f"Bearer {key}"), ("Authorization", f"bearer  {key}"), ("x-api-key", key)):
+    for name, value in (
+        ("authorization", f"Bearer {key}"),
+        ("Authorization", f"bearer  {key}"),
+        ("x-api-key", key),
+    ):
         answer = await guarded.http.get("/version", headers={name.encode(): value.encode()})
         assert answer.status_code == 200
 
@@ -65,8 +81,12 @@ async def test_headers_cannot_rename_the_path(guarded: Served):
 
 
 async def test_the_openai_client(guarded: Served):
-    async with openai.AsyncOpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS[0], max_retries=0) as client:
-        assert (await client.chat.completions.create(model=MODEL, messages=user("hi"), max_tokens=1)).choices
+    async with openai.AsyncOpenAI(
+        base_url=f"{guarded.url}/v1", api_key=KEYS[0], max_retries=0
+    ) as client:
+        assert (
+            await client.chat.completions.create(model=MODEL, messages=user("hi"), max_tokens=1)
+        ).choices
         with pytest.raises(openai.AuthenticationError) as refused:
             await client.with_options(api_key="wrong").models.list()
         assert refused.value.code == "invalid_api_key"

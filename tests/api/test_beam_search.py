@@ -1,4 +1,6 @@
-"""`use_beam_search` over HTTP: shapes, usage, what it refuses; the search itself is in tests/parity."""
+"""`use_beam_search` over HTTP: shapes, usage, what it refuses; the search itself is in
+tests/parity.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,18 @@ async def test_a_search_counts_as_one_request(served):
     body = {"prompt": "x" * 20, "n": 3, "max_tokens": 5, "use_beam_search": True}
     usage = (await served.http.post(COMPLETIONS, json=body)).json()["usage"]
     counts = await values(served.http)
-    assert counts["vllm:request_success_total"] == counts["vllm:e2e_request_latency_seconds_count"] == 1
-    assert counts["vllm:request_params_n_sum"] == 3 and counts["vllm:request_params_max_tokens_sum"] == 5
-    assert counts["vllm:generation_tokens_total"] == counts["vllm:request_generation_tokens_sum"] == 15
+    assert (
+        counts["vllm:request_success_total"]
+        == counts["vllm:e2e_request_latency_seconds_count"]
+        == 1
+    )
+    assert (
+        counts["vllm:request_params_n_sum"] == 3
+        and counts["vllm:request_params_max_tokens_sum"] == 5
+    )
+    assert (
+        counts["vllm:generation_tokens_total"] == counts["vllm:request_generation_tokens_sum"] == 15
+    )
     assert counts["vllm:request_max_num_generation_tokens_sum"] == 5
     assert counts["vllm:prompt_tokens_total"] == usage["prompt_tokens"] == 20
 
@@ -94,8 +105,12 @@ async def test_a_stream_says_the_same(http, path, body):
     texts = [""] * len(whole)
     for chunk in events((await http.post(path, json={**body, "stream": True})).text):
         for choice in chunk["choices"]:
-            texts[choice["index"]] += choice["text"] if path == COMPLETIONS else choice["delta"].get("content") or ""
-    assert texts == [choice["text"] if path == COMPLETIONS else choice["message"]["content"] for choice in whole]
+            texts[choice["index"]] += (
+                choice["text"] if path == COMPLETIONS else choice["delta"].get("content") or ""
+            )
+    assert texts == [
+        choice["text"] if path == COMPLETIONS else choice["message"]["content"] for choice in whole
+    ]
 
 
 @pytest.mark.parametrize("body", [
@@ -110,9 +125,13 @@ async def test_what_a_search_does_not_look_at_is_refused(http, body):
 
 async def test_sampling_fields_are_named_as_ignored(http):
     body = {"prompt": "a", "max_tokens": 1, "temperature": 0.3, "presence_penalty": 0}
-    answer = await http.post(COMPLETIONS, json={**body, "use_beam_search": True, "length_penalty": -math.pi})
+    answer = await http.post(
+        COMPLETIONS, json={**body, "use_beam_search": True, "length_penalty": -math.pi}
+    )
     assert (answer.status_code, answer.headers["x-servd-ignored"]) == (200, "temperature")
-    answer = await http.post(COMPLETIONS, json={**body, "length_penalty": 1.0, "early_stopping": True})
+    answer = await http.post(
+        COMPLETIONS, json={**body, "length_penalty": 1.0, "early_stopping": True}
+    )
     assert answer.headers["x-servd-ignored"] == "early_stopping, length_penalty"
 
 

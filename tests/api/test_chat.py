@@ -25,7 +25,9 @@ async def test_the_whole_answer(http):
     answer = await ask(http)
     assert list(answer)[:4] == ["object", "id", "created", "model"]
     assert (answer["object"], answer["model"]) == ("chat.completion", MODEL)
-    assert answer["id"].startswith("chatcmpl-") and answer["system_fingerprint"].startswith("servd-")
+    assert answer["id"].startswith("chatcmpl-") and answer["system_fingerprint"].startswith(
+        "servd-"
+    )
     assert answer["choices"] == [
         {
             "index": 0,
@@ -52,7 +54,9 @@ async def test_cached_tokens_are_told(http):
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function", "critic"])
+@pytest.mark.parametrize(
+    "role", ["system", "developer", "user", "assistant", "tool", "function", "critic"]
+)
 async def test_roles_reach_the_template(http, role):
     answer = await ask(http, messages=[{"role": role, "content": "be"}, *user("hi")])
     prompt = f"{role.capitalize()}: be\n" + chat_prompt("hi")
@@ -61,7 +65,9 @@ async def test_roles_reach_the_template(http, role):
 
 async def test_text_parts_equal_a_string(http):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    texts = [(await ask(http, messages=user(content)))["choices"] for content in (parts, "one\ntwo")]
+    texts = [
+        (await ask(http, messages=user(content)))["choices"] for content in (parts, "one\ntwo")
+    ]
     assert texts[0] == texts[1]
 
 
@@ -69,7 +75,13 @@ async def test_messages_with_tool_calls_names_and_extra_keys(http):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         *user("hi"),
-        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "refusal": None,
+            "audio": None,
+        },
         {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "f"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -79,13 +91,17 @@ async def test_messages_with_tool_calls_names_and_extra_keys(http):
 
 async def test_a_message_can_be_continued(http):
     messages = [*user("hi"), {"role": "assistant", "content": "I am"}]
-    answer = await ask(http, messages=messages, add_generation_prompt=False, continue_final_message=True)
+    answer = await ask(
+        http, messages=messages, add_generation_prompt=False, continue_final_message=True
+    )
     assert answer["choices"][0]["message"]["content"] == output_text(chat_prompt("hi") + " I am", 6)
 
 
 async def test_max_completion_tokens_wins_over_max_tokens(http):
     assert (await ask(http, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
-    assert (await ask(http, max_tokens=None, max_completion_tokens=2))["usage"]["completion_tokens"] == 2
+    assert (await ask(http, max_tokens=None, max_completion_tokens=2))["usage"][
+        "completion_tokens"
+    ] == 2
 
 
 @pytest.mark.parametrize(("path", "body", "param"), [
@@ -129,7 +145,9 @@ async def test_stop_token_ids(http):
 async def test_logprobs(http):
     answer = await ask(http, logprobs=True, top_logprobs=3, max_tokens=4)
     content = answer["choices"][0]["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in content) == answer["choices"][0]["message"]["content"]
+    assert (
+        "".join(entry["token"] for entry in content) == answer["choices"][0]["message"]["content"]
+    )
     for entry in content:
         assert bytes(entry["bytes"]).decode() == entry["token"] and entry["logprob"] <= 0
         assert len(entry["top_logprobs"]) == 3
@@ -151,43 +169,89 @@ async def test_token_ids_are_returned_on_demand(http):
 
 async def test_logprobs_of_named_tokens(http):
     names = [10, 256, 10]
-    body = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    body = {
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
     body |= {"logprob_token_ids": names, "n": 2}
     answer = await ask(http, **body)
     for choice in answer["choices"]:
-        for token_id, position in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        for token_id, position in zip(
+            choice["token_ids"], choice["logprobs"]["content"], strict=True
+        ):
             entries = position["top_logprobs"]
-            top = {int(entry["token"].removeprefix("token_id:")): entry["logprob"] for entry in entries}
-            assert list(top) == [token_id, token_id + 1, 10, 256] and len(position["top_logprobs"]) == 4
+            top = {
+                int(entry["token"].removeprefix("token_id:")): entry["logprob"] for entry in entries
+            }
+            assert (
+                list(top) == [token_id, token_id + 1, 10, 256]
+                and len(position["top_logprobs"]) == 4
+            )
             for other, logprob in top.items():  # of the fake model
                 assert math.isclose(logprob, -((other - token_id) % 257 + 1) * math.log(2))
     body |= {"messages": user("hi"), "max_tokens": 6, "stream": True}
     chunks = events((await http.post(CHAT, json=body)).text)
-    streamed = [c["logprobs"]["content"] for k in chunks for c in k["choices"] if c["index"] == 1 and c["logprobs"]]
-    assert [position for part in streamed for position in part] == answer["choices"][1]["logprobs"]["content"]
+    streamed = [
+        c["logprobs"]["content"]
+        for k in chunks
+        for c in k["choices"]
+        if c["index"] == 1 and c["logprobs"]
+    ]
+    assert [position for part in streamed for position in part] == answer["choices"][1]["logprobs"][
+        "content"
+    ]
     refused = await http.post(CHAT, json={"messages": user("hi"), "logprob_token_ids": [10]})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprob_token_ids"
-    legacy = {"prompt": "hi", "max_tokens": 2, "logprobs": 0, "logprob_token_ids": [65], "echo": True}
+    legacy = {
+        "prompt": "hi",
+        "max_tokens": 2,
+        "logprobs": 0,
+        "logprob_token_ids": [65],
+        "echo": True,
+    }
     (choice,) = (await http.post("/v1/completions", json=legacy)).json()["choices"]
-    assert [len(top) if top else top for top in choice["logprobs"]["top_logprobs"]] == [None, 1, 2, 2]
+    assert [len(top) if top else top for top in choice["logprobs"]["top_logprobs"]] == [
+        None,
+        1,
+        2,
+        2,
+    ]
     assert "A" in choice["logprobs"]["top_logprobs"][-1]
 
 
 async def test_tokens_are_named_by_their_ids_on_demand(http):
-    body = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    body = {
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
     (choice,) = (await ask(http, **body))["choices"]
     content = choice["logprobs"]["content"]
-    assert [position["token"] for position in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert [position["token"] for position in content] == [
+        f"token_id:{i}" for i in choice["token_ids"]
+    ]
     first, second = content[0]["top_logprobs"]
-    assert (first["token"], second["token"]) == (content[0]["token"], f"token_id:{choice['token_ids'][0] + 1}")
-    assert bytes(b for position in content for b in position["bytes"]).decode() == choice["message"]["content"]
+    assert (first["token"], second["token"]) == (
+        content[0]["token"],
+        f"token_id:{choice['token_ids'][0] + 1}",
+    )
+    assert (
+        bytes(b for position in content for b in position["bytes"]).decode()
+        == choice["message"]["content"]
+    )
 
 
 async def test_the_prompt_is_told_once_on_demand(http):
     body = {"messages": user("hi"), "max_tokens": 3, "n": 2, "return_prompt_text": True}
     assert (await ask(http, **body))["prompt_text"] == chat_prompt("hi")
     chunks = events((await http.post(CHAT, json={**body, "stream": True})).text)
-    assert [chunk.get("prompt_text") for chunk in chunks] == [chat_prompt("hi"), *[None] * (len(chunks) - 1)]
+    assert [chunk.get("prompt_text") for chunk in chunks] == [
+        chat_prompt("hi"),
+        *[None] * (len(chunks) - 1),
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -195,7 +259,12 @@ async def test_echo_begins_with_the_message_that_is_continued(http, stream):
     parts = [{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}]
     for content, echoed in (("Once upon", "Once upon"), (parts, "Once\nupon")):
         messages = [*user("hi"), {"role": "assistant", "content": content}]
-        body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True, "echo": True}
+        body = {
+            "messages": messages,
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+            "echo": True,
+        }
         body |= {"max_tokens": 5, "stream": stream, "n": 2, "temperature": 0}
         said = output_text(f"User: hi\nAssistant: {echoed}", 5)
         answer = await http.post(CHAT, json=body)
@@ -206,29 +275,43 @@ async def test_echo_begins_with_the_message_that_is_continued(http, stream):
         else:
             texts = [choice["message"]["content"] for choice in answer.json()["choices"]]
         assert texts == [echoed + said] * 2
-    assert (await ask(http, echo=True))["choices"][0]["message"]["content"] == output_text(chat_prompt("hi"), 6)
+    assert (await ask(http, echo=True))["choices"][0]["message"]["content"] == output_text(
+        chat_prompt("hi"), 6
+    )
 
 
 async def test_a_body_may_name_its_request(http):
-    answer = await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 1, "request_id": "mine"})
-    assert answer.headers["x-request-id"] == "mine" and answer.json()["id"].startswith("chatcmpl-mine-")
+    answer = await http.post(
+        CHAT, json={"messages": user("hi"), "max_tokens": 1, "request_id": "mine"}
+    )
+    assert answer.headers["x-request-id"] == "mine" and answer.json()["id"].startswith(
+        "chatcmpl-mine-"
+    )
     body = {"prompt": "hi", "max_tokens": 1, "request_id": "mine"}
     answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "other"})
-    assert answer.headers["x-request-id"] == "other" and answer.json()["id"].startswith("cmpl-other-")
+    assert answer.headers["x-request-id"] == "other" and answer.json()["id"].startswith(
+        "cmpl-other-"
+    )
     answer = await http.post("/v1/completions", json={**body, "request_id": "two\nlines"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_id"
 
 
 async def test_documents_reach_templates_that_read_them(http):
     documents = [{"title": "Sky", "text": "blue"}]
-    answer = await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 1, "documents": documents})
+    answer = await http.post(
+        CHAT, json={"messages": user("hi"), "max_tokens": 1, "documents": documents}
+    )
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "documents"
     template = "{% for document in documents or [] %}{{ document.title }} is {{ document.text }}. {% endfor %}"
     async with serve(chat_template=template + "{{ messages[0].content }}") as served:
         body = {"messages": user("hi"), "max_tokens": 3, "return_prompt_text": True}
-        assert (await ask(served.http, **body, documents=documents))["prompt_text"] == "Sky is blue. hi"
+        assert (await ask(served.http, **body, documents=documents))[
+            "prompt_text"
+        ] == "Sky is blue. hi"
         assert (await ask(served.http, **body, documents=[]))["prompt_text"] == "hi"
-        counted = await served.http.post("/tokenize", json={"messages": user("hi"), "documents": documents})
+        counted = await served.http.post(
+            "/tokenize", json={"messages": user("hi"), "documents": documents}
+        )
         assert counted.json()["count"] == len("Sky is blue. hi")
 
 
@@ -238,7 +321,14 @@ async def test_sampling_fields_reach_the_engine(served: Served):
         "repetition_penalty": 1.2, "seed": 5, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [256],
         "allowed_token_ids": [97, 98], "logit_bias": {97: 3.5},
     }  # fmt: skip
-    body = {**fields, "logit_bias": {"97": 3.5}, "priority": 3, "cache_salt": "s", "n": 2, "skip_special_tokens": False}
+    body = {
+        **fields,
+        "logit_bias": {"97": 3.5},
+        "priority": 3,
+        "cache_salt": "s",
+        "n": 2,
+        "skip_special_tokens": False,
+    }
     await ask(served.http, **body)
     requests = [message for message in served.engine.sent if isinstance(message, EngineCoreRequest)]
     assert len(requests) == 2
@@ -248,7 +338,13 @@ async def test_sampling_fields_reach_the_engine(served: Served):
 
 
 async def test_defaults_come_from_the_generation_config():
-    generation = {"temperature": 0.25, "top_p": 0.5, "top_k": 9, "max_new_tokens": 3, "do_sample": True}
+    generation = {
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "top_k": 9,
+        "max_new_tokens": 3,
+        "do_sample": True,
+    }
     spec = msgspec.structs.replace(FAKE_SPEC, generation=generation)
     async with serve(spec=spec) as served:
         answer = await ask(served.http, max_tokens=None, top_k=4)
@@ -258,14 +354,34 @@ async def test_defaults_come_from_the_generation_config():
 
 
 async def test_a_stream_joined_is_the_whole_answer(http):
-    fields = {"n": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "max_tokens": 12}
+    fields = {
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+        "max_tokens": 12,
+    }
     whole = await ask(http, **fields)
     streamed = await http.post(
-        CHAT, json={"messages": user("hi"), **fields, "stream": True, "stream_options": {"include_usage": True}}
+        CHAT,
+        json={
+            "messages": user("hi"),
+            **fields,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
     )
     chunks = events(streamed.text)
-    assert {(c["id"], c["created"], c["model"], c["object"], c["system_fingerprint"]) for c in chunks} == {
-        (chunks[0]["id"], chunks[0]["created"], MODEL, "chat.completion.chunk", whole["system_fingerprint"])
+    assert {
+        (c["id"], c["created"], c["model"], c["object"], c["system_fingerprint"]) for c in chunks
+    } == {
+        (
+            chunks[0]["id"],
+            chunks[0]["created"],
+            MODEL,
+            "chat.completion.chunk",
+            whole["system_fingerprint"],
+        )
     }
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
     assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
@@ -276,24 +392,37 @@ async def test_a_stream_joined_is_the_whole_answer(http):
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == expected["index"]]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
         assert all("role" not in choice["delta"] for choice in mine[1:])
-        assert "".join(choice["delta"].get("content", "") for choice in mine) == expected["message"]["content"]
+        assert (
+            "".join(choice["delta"].get("content", "") for choice in mine)
+            == expected["message"]["content"]
+        )
         assert [t for choice in mine for t in choice.get("token_ids", [])] == expected["token_ids"]
         parts = [choice["logprobs"]["content"] for choice in mine if choice["logprobs"]]
         assert [entry for part in parts for entry in part] == expected["logprobs"]["content"]
-        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [expected["finish_reason"]]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [
+            expected["finish_reason"]
+        ]
         assert mine[-1]["finish_reason"]
 
 
 async def test_the_openai_client(listening_server: Served):
-    async with openai.AsyncOpenAI(base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0) as client:
-        raw = await client.chat.completions.with_raw_response.create(model=MODEL, messages=user("hi"), max_tokens=9)
+    async with openai.AsyncOpenAI(
+        base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0
+    ) as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=user("hi"), max_tokens=9
+        )
         whole = raw.parse()
         assert whole.choices[0].message.content == output_text(chat_prompt("hi"), 9)
         assert whole._request_id == raw.headers["x-request-id"]
         assert whole.usage and whole.usage.prompt_tokens_details
         text, finish, usage = "", [], None
         stream = await client.chat.completions.create(
-            model=MODEL, messages=user("hi"), max_tokens=9, stream=True, stream_options={"include_usage": True}
+            model=MODEL,
+            messages=user("hi"),
+            max_tokens=9,
+            stream=True,
+            stream_options={"include_usage": True},
         )
         async for chunk in stream:
             usage = chunk.usage or usage
@@ -304,7 +433,9 @@ async def test_the_openai_client(listening_server: Served):
         assert [reason for reason in finish if reason] == ["length"]
         assert usage and usage.completion_tokens == 9
         with pytest.raises(openai.BadRequestError) as bad:
-            await client.chat.completions.create(model=MODEL, messages=user("hi"), top_p=3, stream=True)
+            await client.chat.completions.create(
+                model=MODEL, messages=user("hi"), top_p=3, stream=True
+            )
         assert bad.value.param == "top_p" and bad.value.type == "invalid_request_error"
         with pytest.raises(openai.NotFoundError) as unknown:
             await client.chat.completions.create(model="other", messages=user("hi"))

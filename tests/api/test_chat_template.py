@@ -54,20 +54,32 @@ PARTS_ONLY = """{% for message in messages %}{{ message.role }}:{% for part in m
 PARTS_OR_STRING = """{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}
 {% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endif %}{% endfor %}"""
 
-TOOLS = [{"type": "function", "function": {"name": "wetter", "description": "für <Städte> & 'Orte'"}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "wetter", "description": "für <Städte> & 'Orte'"}}
+]
 CHAT = [
     {"role": "user", "content": "  Grüße & <b>hi</b> 😀 "},
     {"role": "assistant", "content": "Hello"},
     {"role": "user", "content": "Bye"},
 ]
-CALL = {"id": "1", "type": "function", "function": {"name": "wetter", "arguments": '{"ort": "Köln", "tage": 2}'}}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "wetter", "arguments": '{"ort": "Köln", "tage": 2}'},
+}
 
 
-def transformers_render(template: str, messages: list[dict], tools=None, add_generation_prompt=True, **kwargs) -> str:
+def transformers_render(
+    template: str, messages: list[dict], tools=None, add_generation_prompt=True, **kwargs
+) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     prompts, _ = render_jinja_template(
-        [messages], tools=tools, chat_template=template, add_generation_prompt=add_generation_prompt, **kwargs
+        [messages],
+        tools=tools,
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt,
+        **kwargs,
     )
     return prompts[0]
 
@@ -87,18 +99,26 @@ def test_tool_call_arguments_become_an_object():
     function = {**CALL["function"], "arguments": json.loads(CALL["function"]["arguments"])}
     parsed = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": function}]}
     assert template.render([message], TOOLS) == transformers_render(CHATML, [parsed], TOOLS)
-    assert CALL["function"]["arguments"] == '{"ort": "Köln", "tage": 2}'  # the caller's message stays as it was
+    assert (
+        CALL["function"]["arguments"] == '{"ort": "Köln", "tage": 2}'
+    )  # the caller's message stays as it was
 
 
 @pytest.mark.parametrize("arguments", ["", "{}"])
 def test_tool_call_without_arguments(arguments: str):
     call = {**CALL, "function": {"name": "wetter", "arguments": arguments}}
-    prompt = ChatTemplate(CHATML).render([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    prompt = ChatTemplate(CHATML).render(
+        [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    )
     assert "<tool_call>wetter {}</tool_call>" in prompt
 
 
 def test_variables_reach_the_template():
-    assert ChatTemplate(CHATML).render(CHAT, variables={"enable_thinking": False}).endswith("<think></think>")
+    assert (
+        ChatTemplate(CHATML)
+        .render(CHAT, variables={"enable_thinking": False})
+        .endswith("<think></think>")
+    )
     with pytest.raises(InvalidRequest) as refused:
         ChatTemplate(CHATML).render(CHAT, variables={"messages": []})
     assert refused.value.param == "chat_template_kwargs"
@@ -107,40 +127,54 @@ def test_variables_reach_the_template():
 @pytest.mark.parametrize("template", [CHATML, INST, PARTS_ONLY, PARTS_OR_STRING])
 def test_text_parts_give_the_same_prompt_as_the_string(template: str):
     compiled = ChatTemplate(template, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
-    as_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in CHAT]
+    as_parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]} for message in CHAT
+    ]
     assert compiled.render(as_parts) == compiled.render(CHAT)
 
 
 def test_a_template_that_loops_over_content_gets_parts():
     assert ChatTemplate(PARTS_ONLY).render([{"role": "user", "content": "hi"}]) == "user:<text>hi;"
-    assigned = "{% set c = messages[0]['content'] %}{% for part in c | list %}{{ part.text }}{% endfor %}"
+    assigned = (
+        "{% set c = messages[0]['content'] %}{% for part in c | list %}{{ part.text }}{% endfor %}"
+    )
     assert ChatTemplate(assigned).render([{"role": "user", "content": "hi"}]) == "hi"
 
 
 def test_null_content():
-    prompt = ChatTemplate("{% for m in messages %}[{{ m.content }}]{{ m.name is defined }}{% endfor %}").render(
-        [{"role": "assistant", "content": None, "name": None}, {"role": "assistant"}]
-    )
+    prompt = ChatTemplate(
+        "{% for m in messages %}[{{ m.content }}]{{ m.name is defined }}{% endfor %}"
+    ).render([{"role": "assistant", "content": None, "name": None}, {"role": "assistant"}])
     assert prompt == "[]False[]False"
 
 
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 3])
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 3]
+)
 def test_other_parts_are_refused(part):
-    with pytest.raises(InvalidRequest, match=r"messages\[1\]\.content: .*text parts only") as refused:
+    with pytest.raises(
+        InvalidRequest, match=r"messages\[1\]\.content: .*text parts only"
+    ) as refused:
         ChatTemplate(CHATML).render([CHAT[0], {"role": "user", "content": [part]}])
     assert refused.value.param == "messages"
 
 
-@pytest.mark.parametrize("content", ["The answer is", "ends with space ", [{"type": "text", "text": "in parts"}]])
+@pytest.mark.parametrize(
+    "content", ["The answer is", "ends with space ", [{"type": "text", "text": "in parts"}]]
+)
 @pytest.mark.parametrize("template", [CHATML, INST])
 def test_continue_final_message(template: str, content):
     compiled = ChatTemplate(template, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
     prompt = compiled.render(
-        [CHAT[0], {"role": "assistant", "content": content}], add_generation_prompt=False, continue_final_message=True
+        [CHAT[0], {"role": "assistant", "content": content}],
+        add_generation_prompt=False,
+        continue_final_message=True,
     )
     text = content if isinstance(content, str) else "in parts"
     assert prompt.endswith(text)
-    whole = compiled.render([CHAT[0], {"role": "assistant", "content": content}], add_generation_prompt=False)
+    whole = compiled.render(
+        [CHAT[0], {"role": "assistant", "content": content}], add_generation_prompt=False
+    )
     assert whole.startswith(prompt.rstrip())
 
 
@@ -182,11 +216,17 @@ def folder_tokenizer(folder: Path, config: dict) -> Tokenizer:
 
 
 def test_sources_of_the_template(tmp_path: Path):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with tools"},
+    ]
     tokenizer = folder_tokenizer(tmp_path, {"chat_template": named})
     assert ChatTemplate.load(tokenizer).render(CHAT) == "plain"
     assert ChatTemplate.load(tokenizer).render(CHAT, TOOLS) == "with tools"
-    assert ChatTemplate.load(folder_tokenizer(tmp_path, {"chat_template": "one"})).render(CHAT, TOOLS) == "one"
+    assert (
+        ChatTemplate.load(folder_tokenizer(tmp_path, {"chat_template": "one"})).render(CHAT, TOOLS)
+        == "one"
+    )
 
     (tmp_path / "chat_template.jinja").write_text("from the jinja file")
     assert ChatTemplate.load(tokenizer).render(CHAT) == "from the jinja file"
@@ -214,11 +254,17 @@ def test_default_template_is_plain_lines():
     assert template.render(messages, add_generation_prompt=False) == "System: Be brief.\nUser: Hi\n"
 
 
-def test_default_template_has_the_bos_that_the_tokenizer_adds(tiny_llama_tokenizer: Path, tmp_path: Path):
+def test_default_template_has_the_bos_that_the_tokenizer_adds(
+    tiny_llama_tokenizer: Path, tmp_path: Path
+):
     config = json.loads((tiny_llama_tokenizer / "tokenizer_config.json").read_text())
     del config["chat_template"]
-    (tmp_path / "tokenizer.json").write_bytes((tiny_llama_tokenizer / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes(
+        (tiny_llama_tokenizer / "tokenizer.json").read_bytes()
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.load(str(tmp_path))
     prompt = ChatTemplate.load(tokenizer).render([{"role": "user", "content": "Hi"}])
-    assert tokenizer.encode(prompt, add_special_tokens=False) == tokenizer.encode("User: Hi\nAssistant:")
+    assert tokenizer.encode(prompt, add_special_tokens=False) == tokenizer.encode(
+        "User: Hi\nAssistant:"
+    )

@@ -1,4 +1,6 @@
-"""Tools and thoughts through the whole chat route: a scripted model, HTTP, and the openai client."""
+"""Tools and thoughts through the whole chat route: a scripted model, HTTP, and the openai
+client.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ WEATHER = {
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
 
-# In the manner of Qwen3: tools in the system message, calls and results in tags, thoughts that can be switched off.
+# In the manner of Qwen3: tools in the system message, calls and results in tags, thoughts that can
+# be switched off.
 TEMPLATE = """\
 {%- if tools %}
 {{- '<|im_start|>system\n# Tools\n<tools>' }}
@@ -58,12 +61,15 @@ TEMPLATE = """\
 {%- if open_thoughts %}{{ '<think>\n' }}{% endif %}
 {%- endif %}
 {%- endif %}"""
-TOOL_TEMPLATE = TEMPLATE.replace("THINKING", "false").replace("</think>", "")  # of a model that does not think
+TOOL_TEMPLATE = TEMPLATE.replace("THINKING", "false").replace(
+    "</think>", ""
+)  # of a model that does not think
 PLAIN = "{{ messages[0].content }}\n"
 THINKING_TEMPLATE = TEMPLATE.replace("THINKING", "true")
 
 CALLS = (
-    'I look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "東京", "days": 3}}\n</tool_call>\n'
+    'I look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "東京", "days": '
+    "3}}\n</tool_call>\n"
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
 EXPECTED = [("get_weather", '{"city": "東京", "days": 3}'), ("now", "{}")]
@@ -101,7 +107,10 @@ async def ask_stream(served: Served, **body: Any) -> dict[int, dict[str, Any]]:
 
 def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
     assert all(call["type"] == "function" and call["id"] for call in message.get("tool_calls", []))
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    return [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", [])
+    ]
 
 
 async def test_calls_whole_and_streamed():
@@ -130,7 +139,9 @@ async def test_without_tools_nothing_is_parsed(body):
         (choice,) = (await ask(served, **body))["choices"]
         assert choice["message"] == {"role": "assistant", "content": CALLS}
         assert choice["finish_reason"] == "stop"
-        prompt = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest)).prompt_token_ids
+        prompt = next(
+            m for m in served.engine.sent if isinstance(m, EngineCoreRequest)
+        ).prompt_token_ids
         assert b"get_weather" not in bytes(prompt)
 
 
@@ -178,13 +189,19 @@ async def test_parsers_are_chosen_by_option():
 
 
 @pytest.mark.parametrize(
-    "template", [TOOL_TEMPLATE, *(PLAIN + marker for marker in ("", "[TOOL_CALLS]", "<|python_tag|>"))]
+    "template",
+    [TOOL_TEMPLATE, *(PLAIN + marker for marker in ("", "[TOOL_CALLS]", "<|python_tag|>"))],
 )
 async def test_required_calls_obey_their_schemas(template):
     """The fake model says anything that it may say."""
     async with scripted(None, template) as served:
         for seed in range(3):
-            body = {"messages": user(f"hi {seed}"), "tools": [WEATHER], "tool_choice": "required", "max_tokens": 2000}
+            body = {
+                "messages": user(f"hi {seed}"),
+                "tools": [WEATHER],
+                "tool_choice": "required",
+                "max_tokens": 2000,
+            }
             (choice,) = (await ask(served, **body, parallel_tool_calls=False))["choices"]
             ((name, arguments),) = calls_of(choice["message"])
             values = json.loads(arguments)
@@ -235,10 +252,19 @@ async def test_strict_is_named_where_calls_are_free(path, body, forced):
 
 
 async def test_a_broken_schema_of_a_required_call_is_refused():
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": 3}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": 3}}},
+    }
     async with scripted(None) as served:
         answer = await served.http.post(
-            CHAT, json={"messages": user("hi"), "tools": [tool], "tool_choice": "required", "max_tokens": 9}
+            CHAT,
+            json={
+                "messages": user("hi"),
+                "tools": [tool],
+                "tool_choice": "required",
+                "max_tokens": 9,
+            },
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
@@ -246,8 +272,12 @@ async def test_a_broken_schema_of_a_required_call_is_refused():
 @pytest.mark.parametrize("schema", ["no JSON", "[" * 50_000])
 async def test_a_schema_as_text_beside_tools_that_is_no_json_is_refused(schema):
     async with scripted("") as served:
-        answer = await served.http.post(CHAT, json={"messages": user("?"), "tools": TOOLS, "guided_json": schema})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "guided_json", answer.text
+        answer = await served.http.post(
+            CHAT, json={"messages": user("?"), "tools": TOOLS, "guided_json": schema}
+        )
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "guided_json", (
+        answer.text
+    )
 
 
 async def test_arguments_nested_without_end_stay_text():
@@ -259,7 +289,11 @@ async def test_arguments_nested_without_end_stay_text():
 
 
 async def test_a_conversation_with_results_reaches_the_template():
-    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "é"}'}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "now", "arguments": '{"zone": "é"}'},
+    }
     messages = [
         *user("hi"),
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Hm."},
@@ -305,7 +339,9 @@ async def check_thoughts(served: Served, num_tokens: int, **body: Any) -> None:
     assert message["content"] == "Hello!"
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
     streamed = await ask_stream(served, **body)
-    assert streamed[0]["texts"] == {name: message[name] for name in ("content", "reasoning", "reasoning_content")}
+    assert streamed[0]["texts"] == {
+        name: message[name] for name in ("content", "reasoning", "reasoning_content")
+    }
 
 
 async def test_thoughts_that_the_model_opens():
@@ -321,7 +357,9 @@ async def test_thoughts_that_the_prompt_opens():
         await check_thoughts(served, num_tokens, chat_template_kwargs={"open_thoughts": True})
 
 
-@pytest.mark.parametrize("body", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])
+@pytest.mark.parametrize(
+    "body", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}]
+)
 async def test_thinking_can_be_switched_off(body):
     async with scripted("Hello!", THINKING_TEMPLATE) as served:
         answer = await ask(served, **body)
@@ -336,7 +374,9 @@ async def test_hidden_thoughts_are_counted():
         assert hidden["choices"][0]["message"] == {"role": "assistant", "content": "Hello!"}
         for name in ("completion_tokens", "completion_tokens_details"):
             assert hidden["usage"][name] == whole["usage"][name]
-        assert (await ask_stream(served, include_reasoning=False))[0]["texts"] == {"content": "Hello!"}
+        assert (await ask_stream(served, include_reasoning=False))[0]["texts"] == {
+            "content": "Hello!"
+        }
 
 
 async def test_thoughts_then_calls():
@@ -382,7 +422,11 @@ def special_spec(tmp_path) -> ModelSpec:
 
 
 def with_markers(text: str, spec: ModelSpec) -> list[int]:
-    ids = Tokenizer.from_file(f"{spec.folder}/tokenizer.json").encode(text, add_special_tokens=False).ids
+    ids = (
+        Tokenizer.from_file(f"{spec.folder}/tokenizer.json")
+        .encode(text, add_special_tokens=False)
+        .ids
+    )
     assert any(i > 256 for i in ids)
     return ids
 
@@ -417,10 +461,19 @@ async def test_a_thinking_budget_reaches_the_engine_with_the_tags(special_spec, 
             assert tags.end_id == tokenizer.token_id("</think>")
             start_ids = {True: None, False: tokenizer.token_id("<think>")}
             budget = params.thinking_token_budget
-            assert expected is budget or (budget, tags.start_id) == (expected[0], start_ids[expected[1]])
+            assert expected is budget or (budget, tags.start_id) == (
+                expected[0],
+                start_ids[expected[1]],
+            )
         text = {"max_tokens": 1, "thinking_token_budget": 4}
-        for prompt, is_thinking in (("<think>so", True), ("<think>so</think>", False), ("so", False)):
-            assert (await served.http.post("/v1/completions", json={"prompt": prompt, **text})).status_code == 200
+        for prompt, is_thinking in (
+            ("<think>so", True),
+            ("<think>so</think>", False),
+            ("so", False),
+        ):
+            assert (
+                await served.http.post("/v1/completions", json={"prompt": prompt, **text})
+            ).status_code == 200
             assert (served.engine.sent[-1].params.thinking_tags.start_id is None) is is_thinking
 
 
@@ -457,11 +510,17 @@ async def test_the_openai_client():
         assert [(call.function.name, call.function.arguments) for call in calls] == EXPECTED
         assert whole.choices[0].message.reasoning_content == "Tools!"
         assert whole.usage.completion_tokens_details.reasoning_tokens == 6
-        strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # the helper wants it
-        async with client.chat.completions.stream(model=MODEL, messages=user("hi"), tools=strict) as stream:
+        strict = [
+            {**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS
+        ]  # the helper wants it
+        async with client.chat.completions.stream(
+            model=MODEL, messages=user("hi"), tools=strict
+        ) as stream:
             kinds = [event.type async for event in stream]
             final = await stream.get_final_completion()
         assert kinds.count("tool_calls.function.arguments.done") == 2
         message = final.choices[0].message
-        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == EXPECTED
+        assert [
+            (call.function.name, call.function.arguments) for call in message.tool_calls
+        ] == EXPECTED
         assert (message.content, final.choices[0].finish_reason) == ("I look.", "tool_calls")

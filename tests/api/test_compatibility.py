@@ -29,7 +29,9 @@ KINDS = {
 
 async def test_the_page_is_current():
     page = await compatibility.page()
-    assert compatibility.PAGE.read_text(encoding="utf8") == page, "run `python -m tests.api.compatibility`"
+    assert compatibility.PAGE.read_text(encoding="utf8") == page, (
+        "run `python -m tests.api.compatibility`"
+    )
 
 
 def test_every_field_is_tried():

@@ -26,14 +26,32 @@ async def ask(http, **body):
 async def test_a_repetition_ends_the_output():
     async with serve(script="ab" + "xyz" * 5) as served:
         body = {"prompt": "yzxyzxyzxyz", "max_tokens": 99, "return_token_ids": True}
-        body |= {"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}}
+        body |= {
+            "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}
+        }
         (choice,) = (await served.http.post("/v1/completions", json=body)).json()["choices"]
-        assert (choice["text"], choice["finish_reason"], len(choice["token_ids"])) == ("abxyzxyzxyz", "repetition", 11)
-        chat = {"messages": user("hi"), "max_tokens": 99, "repetition_detection": body["repetition_detection"], "n": 2}
+        assert (choice["text"], choice["finish_reason"], len(choice["token_ids"])) == (
+            "abxyzxyzxyz",
+            "repetition",
+            11,
+        )
+        chat = {
+            "messages": user("hi"),
+            "max_tokens": 99,
+            "repetition_detection": body["repetition_detection"],
+            "n": 2,
+        }
         answer = await served.http.post("/v1/chat/completions", json={**chat, "stream": True})
-        reasons = [c["finish_reason"] for chunk in events(answer.text) for c in chunk["choices"] if c["finish_reason"]]
+        reasons = [
+            c["finish_reason"]
+            for chunk in events(answer.text)
+            for c in chunk["choices"]
+            if c["finish_reason"]
+        ]
         assert reasons == ["repetition"] * 2
-        (choice,) = (await served.http.post("/v1/completions", json={**body, "min_tokens": 14})).json()["choices"]
+        (choice,) = (
+            await served.http.post("/v1/completions", json={**body, "min_tokens": 14})
+        ).json()["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("ab" + "xyz" * 4, "repetition")
         metrics = (await served.http.get("/metrics")).text
         assert re.search(r'vllm:request_success_total{.*"repetition".*} 4.0', metrics)
@@ -45,12 +63,22 @@ async def test_a_repetition_ends_the_output():
     {"max_pattern_size": 3.5, "min_count": 2}, {"size": 3}, 5,
 ], ids=str)  # fmt: skip
 async def test_bounds_of_repetition_detection(http, fields):
-    answer = await http.post("/v1/completions", json={"prompt": "a", "repetition_detection": fields})
-    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("repetition_detection")
+    answer = await http.post(
+        "/v1/completions", json={"prompt": "a", "repetition_detection": fields}
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(
+        "repetition_detection"
+    )
 
 
 async def test_tokens_are_named_by_their_ids_and_the_prompt_told_on_demand(http):
-    body = {"prompt": [[104, 105], [106]], "max_tokens": 3, "logprobs": 1, "echo": True, "return_token_ids": True}
+    body = {
+        "prompt": [[104, 105], [106]],
+        "max_tokens": 3,
+        "logprobs": 1,
+        "echo": True,
+        "return_token_ids": True,
+    }
     answer = (await http.post("/v1/completions", json={
         **body, "return_tokens_as_token_ids": True, "return_prompt_text": True,
     })).json()  # fmt: skip
@@ -110,7 +138,9 @@ async def test_several_prompts_with_several_choices(http, as_ids, stream):
 
 
 async def test_ids_equal_text(http):
-    assert (await ask(http, prompt=[79, 110]))["choices"] == (await ask(http, prompt="On"))["choices"]
+    assert (await ask(http, prompt=[79, 110]))["choices"] == (await ask(http, prompt="On"))[
+        "choices"
+    ]
 
 
 async def test_legacy_logprobs(http):
@@ -135,17 +165,25 @@ async def test_a_stream_joined_is_the_whole_answer_while_a_stop_string_holds_tex
         "return_token_ids": True,
     }
     (whole,) = (await ask(http, **body))["choices"]
-    answer = await http.post(COMPLETIONS, json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    answer = await http.post(
+        COMPLETIONS, json={**body, "stream": True, "stream_options": {"include_usage": True}}
+    )
     *chunks, last = events(answer.text)
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(whole["token_ids"])
     choices = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(choice["text"] for choice in choices) == whole["text"] == text[: text.index(text[30:33])]
+    assert (
+        "".join(choice["text"] for choice in choices)
+        == whole["text"]
+        == text[: text.index(text[30:33])]
+    )
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         parts = [choice["logprobs"][name] for choice in choices if choice["logprobs"]]
         assert [entry for part in parts for entry in part] == whole["logprobs"][name]
     assert choices[0]["prompt_token_ids"] == whole["prompt_token_ids"] == [97]
     assert all("prompt_token_ids" not in choice for choice in choices[1:])
-    assert [(c["finish_reason"], c["stop_reason"]) for c in choices if c["finish_reason"]] == [("stop", text[30:33])]
+    assert [(c["finish_reason"], c["stop_reason"]) for c in choices if c["finish_reason"]] == [
+        ("stop", text[30:33])
+    ]
 
 
 @given(st.text())
@@ -164,7 +202,9 @@ async def test_usage_grows_with_every_chunk(http):
     usages = [chunk["usage"] for chunk in events((await http.post(COMPLETIONS, json=body)).text)]
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and counts[-1] == counts[-2] == 16
-    assert all(u["prompt_tokens"] == 3 and u["total_tokens"] == 3 + u["completion_tokens"] for u in usages)
+    assert all(
+        u["prompt_tokens"] == 3 and u["total_tokens"] == 3 + u["completion_tokens"] for u in usages
+    )
 
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
@@ -175,9 +215,16 @@ async def test_no_usage_in_a_stream_unless_asked_for(http, options):
 
 
 async def test_the_openai_client(listening_server: Served):
-    async with openai.AsyncOpenAI(base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0) as client:
-        whole = await client.completions.create(model=MODEL, prompt=["x", "y"], max_tokens=7, logprobs=1)
-        assert [choice.text for choice in whole.choices] == [output_text("x", 7), output_text("y", 7)]
+    async with openai.AsyncOpenAI(
+        base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0
+    ) as client:
+        whole = await client.completions.create(
+            model=MODEL, prompt=["x", "y"], max_tokens=7, logprobs=1
+        )
+        assert [choice.text for choice in whole.choices] == [
+            output_text("x", 7),
+            output_text("y", 7),
+        ]
         stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=7, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == output_text("x", 7)
 
@@ -186,9 +233,16 @@ async def test_the_openai_client(listening_server: Served):
 async def test_choices_share_the_prompt(served, temperature):
     prompt = "x" * 160
     answer = await ask(served.http, prompt=prompt, n=5, temperature=temperature, max_tokens=3)
-    assert [choice["text"] for choice in answer["choices"]] == [output_text(prompt, 3)] * 5  # the fake has one answer
+    assert [choice["text"] for choice in answer["choices"]] == [
+        output_text(prompt, 3)
+    ] * 5  # the fake has one answer
     assert answer["usage"]["prompt_tokens"] == 160 and answer["usage"]["completion_tokens"] == 15
-    # The first choice computes the prompt; the others compute its last block, which yields their first token.
+    # The first choice computes the prompt; the others compute its last block, which yields their
+    # first token.
     stats = served.async_llm.metrics.render()[0].decode()
-    (hits,) = [line.split()[-1] for line in stats.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+    (hits,) = [
+        line.split()[-1]
+        for line in stats.splitlines()
+        if line.startswith("vllm:prefix_cache_hits_total")
+    ]
     assert float(hits) == 4 * 144

@@ -11,7 +11,9 @@ from servd.api.tokenizer import Tokenizer
 from servd.params import SamplingParams
 
 BYTES = Tokenizer.bytes()
-TEXT = st.one_of(st.text("ab", max_size=25), st.text(st.characters(exclude_categories=["Cs"]), max_size=25))
+TEXT = st.one_of(
+    st.text("ab", max_size=25), st.text(st.characters(exclude_categories=["Cs"]), max_size=25)
+)
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -69,7 +71,10 @@ def test_any_split_gives_the_whole_texts_answer(generation, include: bool):
         assert detokenizer.num_tokens == len(whole.encode())
 
 
-@given(ids=st.lists(st.integers(0, 256), max_size=30), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5))
+@given(
+    ids=st.lists(st.integers(0, 256), max_size=30),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+)
 @example(ids=[0xF0, 0x9F, 0x98], sizes=[1])  # ends inside a character
 @example(ids=[0xFF, 0x41, 0xC3, 0x41], sizes=[1])
 def test_any_tokens_add_up_to_the_whole_decode(ids: list[int], sizes: list[int]):
@@ -86,7 +91,9 @@ def test_an_emoji_over_four_tokens_comes_whole():
 @given(text=st.text("ab", max_size=20), stop=st.text("ab", min_size=1, max_size=3), min_tokens=st.integers(0, 20),
        size=st.integers(1, 7))  # fmt: skip
 def test_stop_strings_count_after_min_tokens(text: str, stop: str, min_tokens: int, size: int):
-    detokenizer = Detokenizer(BYTES, SamplingParams(stop=[stop], min_tokens=min_tokens, max_tokens=None))
+    detokenizer = Detokenizer(
+        BYTES, SamplingParams(stop=[stop], min_tokens=min_tokens, max_tokens=None)
+    )
     emitted = ""
     for chunk in chunks(BYTES.encode(text), [size]):
         if detokenizer.stop_reason is None:
@@ -105,7 +112,9 @@ def test_special_tokens(skip: bool, text: str):
 def test_leading_space_depends_on_the_prompt():
     # As in Llama 2: tokens carry the space before a word, and a text begins without one.
     backend = Backend(models.BPE(vocab={"<s>": 0, "▁": 1, "▁a": 2, "a": 3}, merges=[("▁", "a")]))
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     backend.add_special_tokens(["<s>"])
     backend.normalizer = normalizers.Replace(" ", "▁")
     tokenizer = Tokenizer(backend, {}, "")

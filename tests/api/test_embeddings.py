@@ -38,7 +38,13 @@ async def test_every_form_of_one_input(http, given):
     answer = await ask(http, input=given)
     assert answer == {
         "object": "list",
-        "data": [{"object": "embedding", "index": 0, "embedding": pytest.approx(expected("one"), rel=1e-6)}],
+        "data": [
+            {
+                "object": "embedding",
+                "index": 0,
+                "embedding": pytest.approx(expected("one"), rel=1e-6),
+            }
+        ],
         "model": MODEL,
         "usage": {"prompt_tokens": 3, "total_tokens": 3},
     }
@@ -49,7 +55,9 @@ async def test_many_inputs_keep_their_order(http):
     texts = [f"text {i} " * (1 + 37 * i % 50) for i in range(200)]
     answer = await ask(http, input=texts)
     assert [entry["index"] for entry in answer["data"]] == list(range(200))
-    assert [entry["embedding"] for entry in answer["data"]] == [pytest.approx(expected(t), rel=1e-6) for t in texts]
+    assert [entry["embedding"] for entry in answer["data"]] == [
+        pytest.approx(expected(t), rel=1e-6) for t in texts
+    ]
     assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
 
 
@@ -92,7 +100,12 @@ async def test_bad_requests(http, body, param):
 
 
 async def test_inputs_beyond_the_context(http):
-    check(await http.post(EMBEDDINGS, json={"input": "x" * 5000}), 400, "input", "context_length_exceeded")
+    check(
+        await http.post(EMBEDDINGS, json={"input": "x" * 5000}),
+        400,
+        "input",
+        "context_length_exceeded",
+    )
     answer = await ask(http, input="x" * 5000, truncate_prompt_tokens=-1)
     assert answer["usage"]["prompt_tokens"] == 4096
     assert answer["data"][0]["embedding"] == pytest.approx(expected("x" * 4096), rel=1e-6)
@@ -104,11 +117,17 @@ async def test_a_timeline_of_every_input_and_nothing_left_running(served: Served
     assert len(served.async_llm.tracer.recent) == 2 and not served.async_llm.tracer.marks
 
 
-@pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}], ids=["the default, base64", "float"])
+@pytest.mark.parametrize(
+    "encoding", [{}, {"encoding_format": "float"}], ids=["the default, base64", "float"]
+)
 async def test_the_openai_client(listening_server: Served, encoding):
-    async with openai.AsyncOpenAI(base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0
+    ) as client:
         answer = await client.embeddings.create(model=MODEL, input=["x", "yz"], **encoding)
-    assert [entry.embedding for entry in answer.data] == [pytest.approx(expected(t), rel=1e-6) for t in ("x", "yz")]
+    assert [entry.embedding for entry in answer.data] == [
+        pytest.approx(expected(t), rel=1e-6) for t in ("x", "yz")
+    ]
 
 
 async def test_a_chat_is_one_input(http):

@@ -13,8 +13,15 @@ from tests.api.harness import events, named_events, serve, user
 
 NUM_SHAPES = 200
 PARTS = ("text", "content", "reasoning", "reasoning_content", "arguments")  # joined
-SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("get", "put")]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 9}},
+    "required": ["a"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("get", "put")
+]
 
 
 def random_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
@@ -49,11 +56,15 @@ def random_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
         if not logprobs:
             body |= maybe(0.4, echo=True)
         return "/v1/completions", body
-    body["messages"] = [{"role": draw.choice(["user", "system"]), "content": draw.choice(words)} for _ in range(2)]
+    body["messages"] = [
+        {"role": draw.choice(["user", "system"]), "content": draw.choice(words)} for _ in range(2)
+    ]
     body["messages"].append({"role": "user", "content": draw.choice(words)})
     body.setdefault("max_tokens", 16)
     body["max_tokens"] *= draw.choice([1, 5])  # calls take more
-    body |= maybe(0.15, response_format={"type": "json_object"}) or maybe(0.3, tools=TOOLS, tool_choice="required")
+    body |= maybe(0.15, response_format={"type": "json_object"}) or maybe(
+        0.3, tools=TOOLS, tool_choice="required"
+    )
     body |= maybe(0.3, parallel_tool_calls=False)
     if draw.random() < 0.4:
         body |= {"logprobs": True, "top_logprobs": draw.randrange(4)}
@@ -103,7 +114,9 @@ async def test_streams_equal_whole_answers(part):
     draw = random.Random(part)
     num_calls = 0
     # A small budget, so that prompts are computed in chunks and choices are interleaved.
-    async with serve(max_num_batched_tokens=64, max_num_seqs=8, tool_call_parser="hermes") as served:
+    async with serve(
+        max_num_batched_tokens=64, max_num_seqs=8, tool_call_parser="hermes"
+    ) as served:
         for _ in range(NUM_SHAPES // 4):
             path, body = random_body(draw)
             if body.get("temperature") != 0:
@@ -112,16 +125,22 @@ async def test_streams_equal_whole_answers(part):
             assert answer.status_code == 200, (body, answer.text)
             whole = answer.json()
             options = {"include_usage": True, "continuous_usage_stats": draw.random() < 0.3}
-            stream = await served.http.post(path, json={**body, "stream": True, "stream_options": options})
+            stream = await served.http.post(
+                path, json={**body, "stream": True, "stream_options": options}
+            )
             got = joined(events(stream.text))
             usage, streamed_usage = whole["usage"], got["usage"]
             for counts in (usage, streamed_usage):
-                del counts["prompt_tokens_details"]  # the second request finds the first one's prompt
+                del counts[
+                    "prompt_tokens_details"
+                ]  # the second request finds the first one's prompt
             assert streamed_usage == usage, body
             for name in ("id", "created", "object", "usage"):
                 del whole[name], got[name]
             for choice in [*whole["choices"], *got["choices"]]:
-                if calls := choice.get("message", {}).get("tool_calls"):  # whose stream begins with an empty content
+                if calls := choice.get("message", {}).get(
+                    "tool_calls"
+                ):  # whose stream begins with an empty content
                     choice["message"]["content"] = choice["message"]["content"] or None
                 for call in calls or ():
                     assert call.pop("id").startswith("call_")
@@ -143,9 +162,18 @@ def translated_body(draw: random.Random, path: str) -> dict[str, Any]:
     body |= {"max_tokens": max_tokens, "messages": user(text)} if is_message else {
         "max_output_tokens": max_tokens, "input": text,
     }  # fmt: skip
-    more: list[dict[str, Any]] = [{"top_k": 4}, {"min_tokens": 1}, {"ignore_eos": True}, {"bad_words": ["e"]}]
+    more: list[dict[str, Any]] = [
+        {"top_k": 4},
+        {"min_tokens": 1},
+        {"ignore_eos": True},
+        {"bad_words": ["e"]},
+    ]
     # Not both: with a tokenizer of bytes, where </think> is no token, a form cannot begin after it.
-    thinking = {"thinking": {"type": "enabled"}} if is_message else {"chat_template_kwargs": {"enable_thinking": True}}
+    thinking = (
+        {"thinking": {"type": "enabled"}}
+        if is_message
+        else {"chat_template_kwargs": {"enable_thinking": True}}
+    )
     forms: list[dict[str, Any]] = [{}, thinking]
     if is_message:
         tools = [{"name": tool["function"]["name"], "input_schema": SCHEMA} for tool in TOOLS]
@@ -156,14 +184,19 @@ def translated_body(draw: random.Random, path: str) -> dict[str, Any]:
         functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
         more += [{"stop": ["a", "zq"]}, {"top_logprobs": 2}, {"instructions": "be kind"}]
         forms += [{"tools": functions, "tool_choice": choice} for choice in ("required", "auto")]
-        forms += [{"text": {"format": {"type": "json_object"}}}, {"parallel_tool_calls": False, **forms[2]}]
+        forms += [
+            {"text": {"format": {"type": "json_object"}}},
+            {"parallel_tool_calls": False, **forms[2]},
+        ]
     for part in [*draw.sample(more, draw.randrange(4)), draw.choice(forms)]:
         body |= part
     return body
 
 
 def told_response(stream: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response that a stream tells by its parts; its last event has the settings and the usage."""
+    """The response that a stream tells by its parts; its last event has the settings and the
+    usage.
+    """
     output: list[dict[str, Any]] = []
     for event in stream:
         match event["type"]:
@@ -204,14 +237,18 @@ def told_message(stream: list[dict[str, Any]]) -> dict[str, Any]:
                 try:
                     block |= {"input": json.loads(text)} if text else {}
                 except ValueError:  # cut off
-                    assert event is stream[-3] and stream[-2]["delta"]["stop_reason"] == "max_tokens"
+                    assert (
+                        event is stream[-3] and stream[-2]["delta"]["stop_reason"] == "max_tokens"
+                    )
             case "message_delta":
                 message |= event["delta"] | {"usage": event["usage"]}
     return message
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what differs from one request to the next: ids, times, and what was in the prefix cache."""
+    """An answer without what differs from one request to the next: ids, times, and what was in the
+    prefix cache.
+    """
     name = answer["id"].partition("_")[2]
     answer = json.loads(json.dumps(answer).replace(name, "ID"))
     usage = answer["usage"]
@@ -227,11 +264,17 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("part", range(2))
-@pytest.mark.parametrize(("path", "told"), [("/v1/responses", told_response), ("/v1/messages", told_message)])
+@pytest.mark.parametrize(
+    ("path", "told"), [("/v1/responses", told_response), ("/v1/messages", told_message)]
+)
 async def test_streams_of_other_apis_equal_whole_answers(path, told, part):
     draw = random.Random(f"{path} {part}")
     kinds: set[str] = set()
-    options: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "chat_template": THINKING}
+    options: dict[str, Any] = {
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "qwen3",
+        "chat_template": THINKING,
+    }
     async with serve(max_num_batched_tokens=64, max_num_seqs=8, **options) as served:
         for _ in range(NUM_SHAPES // 4):
             body = translated_body(draw, path)
@@ -240,6 +283,8 @@ async def test_streams_of_other_apis_equal_whole_answers(path, told, part):
             stream = await served.http.post(path, json={**body, "stream": True})
             got, whole = comparable(told(named_events(stream.text))), comparable(answer.json())
             assert got == whole, body
-            kinds |= {item["type"] for item in [*whole.get("output", []), *whole.get("content", [])]}
+            kinds |= {
+                item["type"] for item in [*whole.get("output", []), *whole.get("content", [])]
+            }
         assert served.async_llm.num_unfinished == 0
     assert len(kinds) == 3  # texts, thoughts and calls

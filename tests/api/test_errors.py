@@ -13,7 +13,13 @@ from servd.api.protocol.completions import CompletionRequest
 from servd.api.protocol.embeddings import EmbeddingRequest
 from servd.api.protocol.responses import ResponsesRequest
 from servd.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from servd.messages import EngineCoreOutput, EngineCoreOutputs, EngineDead, EngineStatus, FinishReason
+from servd.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineDead,
+    EngineStatus,
+    FinishReason,
+)
 from tests.api.harness import ALIAS, MODEL, Served, serve, until, user
 
 CHAT = "/v1/chat/completions"
@@ -54,16 +60,22 @@ async def test_routes_and_methods(http):
     ],
 )
 async def test_bodies_that_are_no_json_object(http, path, body, word):
-    assert word in check(await http.post(path, content=body, headers={"content-type": "application/json"}), 400)
+    assert word in check(
+        await http.post(path, content=body, headers={"content-type": "application/json"}), 400
+    )
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
 async def test_other_content_types(http, content_type):
     headers = {"content-type": content_type} if content_type else {}
-    answer = await http.post(CHAT, content=json.dumps({"messages": user("hi")}).encode(), headers=headers)
+    answer = await http.post(
+        CHAT, content=json.dumps({"messages": user("hi")}).encode(), headers=headers
+    )
     assert "application/json" in check(answer, 400)
     headers = {"content-type": "application/json; charset=utf-8"}
-    answer = await http.post(CHAT, content=json.dumps({"messages": user("hi"), "max_tokens": 1}), headers=headers)
+    answer = await http.post(
+        CHAT, content=json.dumps({"messages": user("hi"), "max_tokens": 1}), headers=headers
+    )
     assert answer.status_code == 200
 
 
@@ -88,10 +100,17 @@ CHAT_PROBLEMS = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+            ]
+        },
         "tools[0].function.parameters",
     ),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "f"}, "tool_choice"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "f"},
+        "tool_choice",
+    ),
     (
         {
             "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -176,12 +195,20 @@ SHARED_PROBLEMS = [
 @pytest.mark.parametrize("stream", [False, True])
 async def test_every_bad_value_is_a_400_that_names_its_field(http, stream):
     cases = [
-        *((CHAT, {"messages": user("hi"), **body}, param) for body, param in CHAT_PROBLEMS + SHARED_PROBLEMS),
-        *((COMPLETIONS, {"prompt": "a", **body}, param) for body, param in COMPLETION_PROBLEMS + SHARED_PROBLEMS),
+        *(
+            (CHAT, {"messages": user("hi"), **body}, param)
+            for body, param in CHAT_PROBLEMS + SHARED_PROBLEMS
+        ),
+        *(
+            (COMPLETIONS, {"prompt": "a", **body}, param)
+            for body, param in COMPLETION_PROBLEMS + SHARED_PROBLEMS
+        ),
     ]
     for path, body, param in cases:
         check(await http.post(path, json={**body, "stream": stream}), 400, param)
-    assert (await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 1})).status_code == 200
+    assert (
+        await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 1})
+    ).status_code == 200
 
 
 async def test_null_and_empty_fields_are_as_good_as_absent(http):
@@ -190,8 +217,16 @@ async def test_null_and_empty_fields_are_as_good_as_absent(http):
         "top_logprobs", "tools", "tool_choice", "response_format", "stream", "stream_options", "user", "model",
         "functions", "prompt_logprobs",
     ]  # fmt: skip
-    body = {"messages": user("hi"), **dict.fromkeys(names), "max_tokens": 2, "audio": None, "bad_words": []}
-    answer = await http.post(CHAT, json={**body, "response_format": {"type": "text"}, "modalities": ["text"]})
+    body = {
+        "messages": user("hi"),
+        **dict.fromkeys(names),
+        "max_tokens": 2,
+        "audio": None,
+        "bad_words": [],
+    }
+    answer = await http.post(
+        CHAT, json={**body, "response_format": {"type": "text"}, "modalities": ["text"]}
+    )
     assert answer.status_code == 200, answer.text
     assert "x-servd-ignored" not in answer.headers
 
@@ -205,7 +240,11 @@ async def test_scores_of_a_prompt_are_not_streamed(http):
 
 
 async def test_stream_options_need_a_stream(http):
-    check(await http.post(CHAT, json={"messages": user("hi"), "stream_options": {}}), 400, "stream_options")
+    check(
+        await http.post(CHAT, json={"messages": user("hi"), "stream_options": {}}),
+        400,
+        "stream_options",
+    )
 
 
 async def test_a_prompt_beyond_the_context(http):
@@ -221,7 +260,9 @@ async def test_unknown_models_and_the_names_of_known_ones(http):
         (COMPLETIONS, {"prompt": "a"}),
         ("/tokenize", {"prompt": "a"}),
     ):
-        message = check(await http.post(path, json={**body, "model": "gpt-99"}), 404, "model", "model_not_found")
+        message = check(
+            await http.post(path, json={**body, "model": "gpt-99"}), 404, "model", "model_not_found"
+        )
         assert MODEL in message and ALIAS in message
         for known in (MODEL, ALIAS):
             assert (await http.post(path, json={**body, "model": known})).status_code == 200
@@ -238,7 +279,11 @@ async def test_unknown_models_and_the_names_of_known_ones(http):
         {"messages": user([{"type": "t" * 100_000}])},
         {"messages": user("hi"), "model": "m" * 100_000},
         {"messages": user("hi"), "tool_choice": "c" * 100_000},
-        {"messages": user("hi"), "metadata": "d" * 100_000, **{name: [] for name in ("n", "seed", "top_p", "top_k")}},
+        {
+            "messages": user("hi"),
+            "metadata": "d" * 100_000,
+            **{name: [] for name in ("n", "seed", "top_p", "top_k")},
+        },
     ],
 )
 async def test_error_messages_stay_short(http, body):
@@ -262,7 +307,9 @@ async def test_many_problems_are_listed_but_not_all(http):
         "temperature",
         "priority",
     ]
-    answer = await http.post(CHAT, json={"messages": user("hi"), **dict.fromkeys(names, {"a": "input"})})
+    answer = await http.post(
+        CHAT, json={"messages": user("hi"), **dict.fromkeys(names, {"a": "input"})}
+    )
     message = check(answer, 400, "model")
     assert message.count("; ") == 10 and message.endswith("and 2 more")
     assert "input" not in message.lower().replace("input should be", "")
@@ -282,7 +329,9 @@ async def test_a_server_that_still_loads(stream):
 async def test_a_full_server():
     async with serve(max_waiting_requests=1) as served:
         served.engine.may_step.clear()
-        answer = await served.http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"], "stream": True})
+        answer = await served.http.post(
+            COMPLETIONS, json={"prompt": ["a", "b", "c"], "stream": True}
+        )
         check(answer, 503, code="overloaded")
         assert "retry-after" in answer.headers
         assert served.async_llm.num_unfinished == 0  # what had begun was aborted
@@ -306,7 +355,9 @@ async def test_an_engine_that_fails_on_a_request_before_its_first_token(served: 
     def fail(message) -> None:
         send(message)
         if request_id := getattr(message, "request_id", None):
-            output = EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error="no blocks")
+            output = EngineCoreOutput(
+                request_id, finish_reason=FinishReason.ERROR, error="no blocks"
+            )
             served.engine.tell(EngineCoreOutputs([output]))
 
     served.engine.send = fail  # type: ignore[method-assign]
@@ -323,7 +374,11 @@ async def test_strict_fields_refuse_what_has_no_effect():
             ("/tokenize", {"prompt": "a"}),
         ):
             assert (await served.http.post(path, json=body)).status_code == 200
-            message = check(await served.http.post(path, json={**body, "temprature": 1, "x": 2}), 400, "temprature")
+            message = check(
+                await served.http.post(path, json={**body, "temprature": 1, "x": 2}),
+                400,
+                "temprature",
+            )
             assert "`temprature`, `x`" in message
         stream = {"prompt": "a", "stream": True, "stream_options": {"include_all": True}}
         check(await served.http.post(COMPLETIONS, json=stream), 400, "stream_options.include_all")

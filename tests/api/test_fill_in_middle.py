@@ -32,11 +32,15 @@ def test_families_are_found_by_their_tokens(family):
     begin, hole, end = words[:3]
     tokenizer = tokenizer_with(*words)
     found = FillInMiddle.choose(tokenizer)
-    assert found and found.prompt("a{suffix}", "b{prefix}") == f"{begin}a{{suffix}}{hole}b{{prefix}}{end}"
+    assert (
+        found
+        and found.prompt("a{suffix}", "b{prefix}") == f"{begin}a{{suffix}}{hole}b{{prefix}}{end}"
+    )
     assert found.end_token_ids == [tokenizer.token_id(word) for word in words[3:]]
     token_ids = tokenizer.encode(found.prompt("a", "b"))
     assert token_ids == [
-        tokenizer.token_id(word) if word in words else ord(word) for word in (begin, "a", hole, "b", end)
+        tokenizer.token_id(word) if word in words else ord(word)
+        for word in (begin, "a", hole, "b", end)
     ]
 
 
@@ -70,4 +74,6 @@ async def test_completions():
 
 
 async def test_a_model_without_such_tokens(http):
-    assert "--fim-template" in check(await http.post(COMPLETIONS, json={"prompt": "a", "suffix": "b"}), 400, "suffix")
+    assert "--fim-template" in check(
+        await http.post(COMPLETIONS, json={"prompt": "a", "suffix": "b"}), 400, "suffix"
+    )

@@ -25,13 +25,16 @@ FORMS = [StructuredOutput("regex", letter) for letter in "abc"]
 class FakeProcess:
     """Answers that it is ready, then as many grammars as `lives` says for this process, and ends.
 
-    A life of -1 ends before it is ready, one of -2 never answers, None means that the process cannot be started.
+    A life of -1 ends before it is ready, one of -2 never answers, None means that the process
+    cannot be started.
     """
 
     lives: list[int | None] = []
     num_started = 0
 
-    def __init__(self, name: str, module: str, start: StartGrammarChecker, pass_fds: list[int]) -> None:
+    def __init__(
+        self, name: str, module: str, start: StartGrammarChecker, pass_fds: list[int]
+    ) -> None:
         life = FakeProcess.lives[FakeProcess.num_started]
         FakeProcess.num_started += 1
         if life is None:

@@ -19,7 +19,11 @@ async def test_from_loading_to_ready_to_dead(path):
         loading = await served.http.get(path)
         assert loading.status_code == 503
         body = loading.json()
-        assert (body["status"], body["phase"], body["progress"]) == ("loading", "loading weights", 0.5)
+        assert (body["status"], body["phase"], body["progress"]) == (
+            "loading",
+            "loading weights",
+            0.5,
+        )
         assert 0 <= body["elapsed_seconds"] < 60
         served.engine.tell(EngineReady(served.engine.worker, 4096, 16))
         await until(lambda: served.async_llm.is_ready)
@@ -43,7 +47,9 @@ async def test_load_counts_running_requests(served: Served):
     assert await load() == 0
     served.engine.may_step.clear()
     bodies = [{"prompt": "a"}, {"prompt": ["a", "b"]}]
-    running = [asyncio.create_task(served.http.post("/v1/completions", json=body)) for body in bodies]
+    running = [
+        asyncio.create_task(served.http.post("/v1/completions", json=body)) for body in bodies
+    ]
     await until(lambda: served.async_llm.num_unfinished == 3)
     assert await load() == 3
     served.engine.may_step.set()

@@ -73,13 +73,13 @@ async def test_a_client_that_has_caught_up_or_left_is_not_watched(protocol, end)
     assert timer.cancelled() and protocol._timer is None
 
 
-async def test_a_client_that_never_reads_is_cut_off_and_its_request_dropped(served: Served, monkeypatch):
+async def test_a_client_that_never_reads_is_cut_off_and_its_request_dropped(
+    served: Served, monkeypatch
+):
     monkeypatch.setattr(HttpProtocol, "write_timeout", 0.05)
     served.engine.step_seconds = 0.001
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True, "logprobs": 20})
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     async with listening(served.app, send_buffer=4096) as url:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

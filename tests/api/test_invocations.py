@@ -36,19 +36,36 @@ async def test_invocations(http, path, body):
 
 async def test_invocations_stream(http):
     answer = await http.post("/invocations", json={"prompt": "hi", "max_tokens": 5, "stream": True})
-    assert "".join(chunk["choices"][0]["text"] for chunk in events(answer.text)) == output_text("hi", 5)
+    assert "".join(chunk["choices"][0]["text"] for chunk in events(answer.text)) == output_text(
+        "hi", 5
+    )
 
 
 async def test_invocations_of_nothing_known(http):
     assert "`messages`" in check(await http.post("/invocations", json={"texts": ["a"]}), 400)
     for content in (b"", b"[]", b"{", b"\xff"):
-        check(await http.post("/invocations", content=content, headers={"content-type": "application/json"}), 400)
-    check(await http.post("/invocations", json={"prompt": "a", "model": "x"}), 404, "model", "model_not_found")
+        check(
+            await http.post(
+                "/invocations", content=content, headers={"content-type": "application/json"}
+            ),
+            400,
+        )
+    check(
+        await http.post("/invocations", json={"prompt": "a", "model": "x"}),
+        404,
+        "model",
+        "model_not_found",
+    )
 
 
 async def test_a_batch_of_chats(http):
     texts = ["one", "two words", "x" * 90]
-    body = {"model": MODEL, "messages": [user(text) for text in texts], "max_tokens": 7, "no_such_field": 1}
+    body = {
+        "model": MODEL,
+        "messages": [user(text) for text in texts],
+        "max_tokens": 7,
+        "no_such_field": 1,
+    }
     answer = await http.post(BATCH, json=body)
     assert answer.headers["x-servd-ignored"] == "no_such_field"
     whole = answer.json()
@@ -62,11 +79,15 @@ async def test_a_batch_of_chats(http):
 
 async def test_a_batch_of_chats_some_of_which_think():
     template = DEFAULT_TEMPLATE + "{%- if messages[0].content == 'think' %}<think>\n{% endif %}"
-    async with serve(script="hm</think>ok", reasoning_parser="qwen3", chat_template=template) as served:
+    async with serve(
+        script="hm</think>ok", reasoning_parser="qwen3", chat_template=template
+    ) as served:
         body = {"messages": [user("say"), user("think")], "max_tokens": 50}
         plain, thought = (await served.http.post(BATCH, json=body)).json()["choices"]
         assert (thought["message"]["reasoning"], thought["message"]["content"]) == ("hm", "ok")
-        alone = (await served.http.post("/v1/chat/completions", json={**body, "messages": user("say")})).json()
+        alone = (
+            await served.http.post("/v1/chat/completions", json={**body, "messages": user("say")})
+        ).json()
         assert plain["message"] == alone["choices"][0]["message"]
 
 

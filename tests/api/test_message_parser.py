@@ -29,33 +29,57 @@ TEMPLATES = {
         None,
     ),
     "Qwen3": (
-        '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>'
+        '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": '
+        "<args-json-object>}\\n</tool_call>"
         "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
         "hermes",
         "qwen3",
     ),
-    "Qwen3-Coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=a>", "qwen3_coder", None),
-    "GLM-4.5": ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> arguments </think>", None, "qwen3"),
+    "Qwen3-Coder": (
+        "<tool_call>\\n<function=example_function_name>\\n<parameter=a>",
+        "qwen3_coder",
+        None,
+    ),
+    "GLM-4.5": (
+        "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> arguments </think>",
+        None,
+        "qwen3",
+    ),
     "Llama 3.1": (
         '"Respond in the format {"name": function name, "parameters": ...}" <|python_tag|>',
         "llama3_json",
         None,
     ),
     "Llama 3.2": (
-        '\'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.\'',
+        '\'Respond in the format {"name": function name, "parameters": dictionary of argument '
+        "name and its value}.'",
         "llama3_json",
         None,
     ),
-    "Llama 4": ("[func_name1(params_name1=params_value1), func_name2(params)] <|python_start|>", "pythonic", None),
+    "Llama 4": (
+        "[func_name1(params_name1=params_value1), func_name2(params)] <|python_start|>",
+        "pythonic",
+        None,
+    ),
     "Mistral": ("{{- '[TOOL_CALLS] [' }}", "mistral", None),
-    "Magistral": ("[TOOL_CALLS]{{ name }}[ARGS] [THINK]{{ thoughts }}[/THINK]", "mistral", "mistral"),
-    "DeepSeek R1": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜> content.split('</think>')[-1]", "deepseek", "qwen3"),
+    "Magistral": (
+        "[TOOL_CALLS]{{ name }}[ARGS] [THINK]{{ thoughts }}[/THINK]",
+        "mistral",
+        "mistral",
+    ),
+    "DeepSeek R1": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜> content.split('</think>')[-1]",
+        "deepseek",
+        "qwen3",
+    ),
     "GPT-2": ("{{ messages[0].content }}", None, None),
 }
 
 
 def choose(template: str, **options: str) -> MessageFormat:
-    return MessageFormat.choose(Config.load(options), ChatTemplate("{#" + template + "#}"), Tokenizer.bytes())
+    return MessageFormat.choose(
+        Config.load(options), ChatTemplate("{#" + template + "#}"), Tokenizer.bytes()
+    )
 
 
 def name_of(parser: type | None) -> str | None:
@@ -74,8 +98,13 @@ def test_the_template_tells_the_parsers(template, tools, reasoning, caplog):
 
 
 def test_options_win_over_the_template():
-    chosen = choose(TEMPLATES["Qwen3"][0], tool_call_parser="mistral", reasoning_parser="deepseek-r1")
-    assert (name_of(chosen.tool_parser), name_of(chosen.reasoning_parser)) == ("mistral", "deepseek_r1")
+    chosen = choose(
+        TEMPLATES["Qwen3"][0], tool_call_parser="mistral", reasoning_parser="deepseek-r1"
+    )
+    assert (name_of(chosen.tool_parser), name_of(chosen.reasoning_parser)) == (
+        "mistral",
+        "deepseek_r1",
+    )
     chosen = choose(TEMPLATES["Qwen3"][0], tool_call_parser="none", reasoning_parser="none")
     assert chosen.tool_parser is None and chosen.reasoning_parser is None
     with pytest.raises(ConfigError, match="qwen3_coder"):
@@ -109,10 +138,14 @@ def test_a_form_cannot_wait_for_a_tag_that_is_no_token():
     schema = StructuredOutput("json_object")
     with pytest.raises(InvalidRequest, match="</think>"):
         choose(TEMPLATES["Qwen3"][0]).reply("assistant:", structured_output=schema)
-    closed = choose(TEMPLATES["Qwen3"][0]).reply("<think>\n\n</think>\n\n", structured_output=schema)
+    closed = choose(TEMPLATES["Qwen3"][0]).reply(
+        "<think>\n\n</think>\n\n", structured_output=schema
+    )
     assert closed.structured_output == schema
     # A model that is not known to think by itself is held to the form at once.
-    assert choose(TEMPLATES["DeepSeek R1"][0]).reply("assistant:", structured_output=schema).is_plain
+    assert (
+        choose(TEMPLATES["DeepSeek R1"][0]).reply("assistant:", structured_output=schema).is_plain
+    )
 
 
 # ---- forms of calls ----
@@ -138,8 +171,10 @@ def allows(output: StructuredOutput, text: str) -> bool:
 FORMATS = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Rome"}}; {"name": "now", "parameters": {}}',
-    "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]',
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Rome"}}; {"name": "now", '
+    '"parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": '
+    '"now", "arguments": {}}]',
     "pythonic": '[get_weather(city="Rome"), now()]',
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
     "</tool_call>\n"
@@ -147,7 +182,8 @@ FORMATS = {
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
     '```json\n{"city": "Rome"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n'
     "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "none": '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]',
+    "none": '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", '
+    '"arguments": {}}]',
 }
 
 
@@ -162,7 +198,10 @@ def test_forced_calls_are_written_in_the_models_format_and_obey_their_schemas(na
     assert not allows(reply.structured_output, "Hello")
     parser = reply.new_parser()
     deltas = parser.feed(text) + parser.finish()
-    assert [delta.name for delta in deltas if isinstance(delta, ToolCallStart)] == ["get_weather", "now"]
+    assert [delta.name for delta in deltas if isinstance(delta, ToolCallStart)] == [
+        "get_weather",
+        "now",
+    ]
     assert not any(isinstance(delta, Content) for delta in deltas)
     one = chosen.reply("", ToolUse(TOOLS, forced=TOOLS, parallel=False)).structured_output
     assert one is not None and not allows(one, text)
@@ -176,18 +215,28 @@ def test_content_of_a_form_or_calls(name):
     output = choose("", tool_call_parser=name).reply("", ToolUse(TOOLS), answer).structured_output
     assert output is not None
     assert allows(output, "[1, 2]") and allows(output, FORMATS[name])
-    assert not allows(output, '["a"]') and not allows(output, FORMATS[name].replace("Rome", "Paris"))
+    assert not allows(output, '["a"]') and not allows(
+        output, FORMATS[name].replace("Rome", "Paris")
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_name_can_be_forced(name):
     for function in ("ARGUMENTS", "NAME", "calls", "call0", "a.b-C_9"):
         tool = {"type": "function", "function": {"name": function}}
-        output = choose("", tool_call_parser=name).reply("", ToolUse([tool], forced=[tool])).structured_output
+        output = (
+            choose("", tool_call_parser=name)
+            .reply("", ToolUse([tool], forced=[tool]))
+            .structured_output
+        )
         form = FORMATS["none" if name == "pythonic" and "-" in function else name]
         for arguments in ('city="Rome"', "<parameter=city>\nRome\n</parameter>\n"):
             form = form.replace(arguments, "")
-        only = form.replace('{"city": "Rome"}', "{}").replace("get_weather", function).replace("now", function)
+        only = (
+            form.replace('{"city": "Rome"}', "{}")
+            .replace("get_weather", function)
+            .replace("now", function)
+        )
         assert output is not None and allows(output, only)
 
 
@@ -209,6 +258,10 @@ def test_references_in_schemas_stay_inside_their_tool():
     def is_valid(name: str, arguments: object) -> bool:
         return validator.is_valid([{"name": name, "arguments": arguments}])
 
-    assert is_valid("get_weather", {"city": "Bonn"}) and not is_valid("get_weather", {"city": "Oslo"})
-    assert is_valid("tree", {"child": {"child": {"x": 1}}}) and not is_valid("tree", {"child": {"x": "1"}})
+    assert is_valid("get_weather", {"city": "Bonn"}) and not is_valid(
+        "get_weather", {"city": "Oslo"}
+    )
+    assert is_valid("tree", {"child": {"child": {"x": 1}}}) and not is_valid(
+        "tree", {"child": {"x": "1"}}
+    )
     assert not is_valid("tree", {"city": "Bonn"}) and not validator.is_valid([])

@@ -1,4 +1,6 @@
-"""Anthropic's /v1/messages and count_tokens: blocks, events, errors; judged by the Anthropic client's own types."""
+"""Anthropic's /v1/messages and count_tokens: blocks, events, errors; judged by the Anthropic
+client's own types.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,27 @@ from pydantic import TypeAdapter
 from servd.api.protocol.anthropic import MessagesRequest, chat_messages
 from servd.messages import AbortRequests, EngineDead, EngineStatus
 from servd.params import ThinkingTags
-from tests.api.harness import MODEL, Served, chat_prompt, named_events, output_text, serve, until, user
+from tests.api.harness import (
+    MODEL,
+    Served,
+    chat_prompt,
+    named_events,
+    output_text,
+    serve,
+    until,
+    user,
+)
 
 URL = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 WEATHER = {
     "name": "weather",
     "description": "Tells the weather.",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
 }
 SCRIPT = (
     "<think>\nWhere is it?\n</think>\n\nLet me look.\n"
@@ -32,7 +47,8 @@ SCRIPT = (
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}|{{ m.content }}"
-    "{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% endfor %}"
+    "{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% "
+    "endfor %}"
     "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {{ '<think>' if enable_thinking else '' }}{% endif %}"
 )
@@ -40,7 +56,9 @@ TEMPLATE = (
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[Served]:
-    async with serve(listen=True, script=SCRIPT, tool_call_parser="hermes", reasoning_parser="qwen3") as served:
+    async with serve(
+        listen=True, script=SCRIPT, tool_call_parser="hermes", reasoning_parser="qwen3"
+    ) as served:
         yield served
 
 
@@ -57,9 +75,16 @@ async def test_text(listening_server: Served):
         message = await client.messages.create(model=MODEL, max_tokens=9, messages=user("hi"))
         assert [block.type for block in message.content] == ["text"]
         assert message.content[0].text == output_text(chat_prompt("hi"), 9)
-        assert (message.stop_reason, message.stop_sequence, message.role) == ("max_tokens", None, "assistant")
+        assert (message.stop_reason, message.stop_sequence, message.role) == (
+            "max_tokens",
+            None,
+            "assistant",
+        )
         assert message.model == MODEL and message._request_id
-        assert (message.usage.input_tokens, message.usage.output_tokens) == (len(chat_prompt("hi")), 9)
+        assert (message.usage.input_tokens, message.usage.output_tokens) == (
+            len(chat_prompt("hi")),
+            9,
+        )
         again = await client.messages.create(model=MODEL, max_tokens=9, messages=user("hi"))
         assert again.usage.cache_read_input_tokens == 16
         assert again.usage.input_tokens + 16 == message.usage.input_tokens
@@ -75,7 +100,12 @@ ORDER = [
     "content_block_start text",
     "content_block_delta text_delta",
     "content_block_stop",
-    *2 * ["content_block_start tool_use", "content_block_delta input_json_delta", "content_block_stop"],
+    *2
+    * [
+        "content_block_start tool_use",
+        "content_block_delta input_json_delta",
+        "content_block_stop",
+    ],
     "message_delta",
     "message_stop",
 ]
@@ -97,19 +127,32 @@ async def test_every_event_in_its_order(scripted: Served):
     SDKMessage.model_validate(whole)
     assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "tool_use"
     assert events[0]["message"]["content"] == []
-    assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"] == len(SCRIPT.encode()) + 1
+    assert (
+        events[-2]["usage"]["output_tokens"]
+        == whole["usage"]["output_tokens"]
+        == len(SCRIPT.encode()) + 1
+    )
     assert whole["usage"]["output_tokens_details"]["thinking_tokens"] > 10
     for index, block in enumerate(whole["content"]):
         deltas = [e["delta"] for e in events if e.get("index") == index and "delta" in e]
         key = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}[block["type"]]
         joined = "".join(delta.get(key, "") for delta in deltas)
-        assert joined == block[key] if key != "partial_json" else json.loads(joined) == block["input"]
-    assert [block["input"]["city"] for block in whole["content"] if block["type"] == "tool_use"] == ["Köln", "Bonn"]
+        assert (
+            joined == block[key] if key != "partial_json" else json.loads(joined) == block["input"]
+        )
+    assert [
+        block["input"]["city"] for block in whole["content"] if block["type"] == "tool_use"
+    ] == ["Köln", "Bonn"]
 
 
 async def test_the_stream_helper(scripted: Served):
     async with connect(scripted) as client:
-        asked: Any = {"model": MODEL, "max_tokens": 500, "messages": user("How is it?"), "tools": [WEATHER]}
+        asked: Any = {
+            "model": MODEL,
+            "max_tokens": 500,
+            "messages": user("How is it?"),
+            "tools": [WEATHER],
+        }
         async with client.messages.stream(**asked) as stream:
             text = "".join([piece async for piece in stream.text_stream])
             final = await stream.get_final_message()
@@ -127,10 +170,18 @@ async def test_the_stream_helper(scripted: Served):
 
 @pytest.mark.parametrize(
     ("choice", "num_calls"),
-    [({"type": "auto"}, 2), ({"type": "auto", "disable_parallel_tool_use": True}, 1), ({"type": "none"}, 0)],
+    [
+        ({"type": "auto"}, 2),
+        ({"type": "auto", "disable_parallel_tool_use": True}, 1),
+        ({"type": "none"}, 0),
+    ],
 )
 async def test_tool_choice(scripted: Served, choice, num_calls):
-    whole = (await scripted.http.post(URL, json=body_of(tools=[WEATHER], tool_choice=choice, max_tokens=500))).json()
+    whole = (
+        await scripted.http.post(
+            URL, json=body_of(tools=[WEATHER], tool_choice=choice, max_tokens=500)
+        )
+    ).json()
     assert sum(block["type"] == "tool_use" for block in whole["content"]) == num_calls
     assert whole["stop_reason"] == ("tool_use" if num_calls else "end_turn")
 
@@ -139,7 +190,9 @@ async def test_stop_sequences(http):
     text = output_text(chat_prompt("hi"), 60)
     stop = text[20:23]
     at = text.index(stop)
-    whole = (await http.post(URL, json=body_of(max_tokens=60, stop_sequences=[stop, "never"]))).json()
+    whole = (
+        await http.post(URL, json=body_of(max_tokens=60, stop_sequences=[stop, "never"]))
+    ).json()
     assert whole["content"] == [{"type": "text", "text": text[:at]}]
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", stop)
 
@@ -147,7 +200,9 @@ async def test_stop_sequences(http):
 @pytest.mark.parametrize(("stop", "reason", "inputs"), [
     ("ln", ("stop_sequence", "ln"), [{}]), ('"arguments": {"city": "B', ("tool_use", None), [{"city": "Köln"}]),
 ])  # fmt: skip
-async def test_a_call_that_a_stop_sequence_cuts_off_is_not_to_be_run(scripted: Served, stop, reason, inputs):
+async def test_a_call_that_a_stop_sequence_cuts_off_is_not_to_be_run(
+    scripted: Served, stop, reason, inputs
+):
     asked = body_of(tools=[WEATHER], max_tokens=500, stop_sequences=[stop])
     whole = (await scripted.http.post(URL, json=asked)).json()
     assert (whole["stop_reason"], whole["stop_sequence"]) == reason
@@ -157,9 +212,14 @@ async def test_a_call_that_a_stop_sequence_cuts_off_is_not_to_be_run(scripted: S
 async def test_an_answer_that_goes_round_in_circles_is_cut_off():
     async with serve(script="ab" * 50) as served:
         detection = {"max_pattern_size": 2, "min_count": 4}
-        answer = await served.http.post(URL, json=body_of(max_tokens=90, repetition_detection=detection))
+        answer = await served.http.post(
+            URL, json=body_of(max_tokens=90, repetition_detection=detection)
+        )
     SDKMessage.model_validate(answer.json())
-    assert (answer.json()["stop_reason"], answer.json()["usage"]["output_tokens"]) == ("max_tokens", 8)
+    assert (answer.json()["stop_reason"], answer.json()["usage"]["output_tokens"]) == (
+        "max_tokens",
+        8,
+    )
     assert "x-servd-ignored" not in answer.headers
 
 
@@ -168,8 +228,16 @@ CHAT_CALL = {"id": "t1", "type": "function", "function": {"name": "f", "argument
 TEXT = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
 PART = {"type": "text", "text": "a"}
 CONVERSATIONS: list[Any] = [
-    ("be brief", user("a"), [{"role": "system", "content": "be brief"}, {"role": "user", "content": [PART]}]),
-    ([TEXT, TEXT], user([TEXT]), [{"role": "system", "content": [PART, PART]}, {"role": "user", "content": [PART]}]),
+    (
+        "be brief",
+        user("a"),
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": [PART]}],
+    ),
+    (
+        [TEXT, TEXT],
+        user([TEXT]),
+        [{"role": "system", "content": [PART, PART]}, {"role": "user", "content": [PART]}],
+    ),
     (
         None,
         [
@@ -183,23 +251,51 @@ CONVERSATIONS: list[Any] = [
                     CALL,
                 ],
             },
-            *user([{"type": "tool_result", "tool_use_id": "t1", "content": [TEXT], "is_error": True}, TEXT, TEXT]),
+            *user(
+                [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t1",
+                        "content": [TEXT],
+                        "is_error": True,
+                    },
+                    TEXT,
+                    TEXT,
+                ]
+            ),
         ],
         [
             {"role": "user", "content": [PART]},
-            {"role": "assistant", "reasoning_content": "hm", "content": [PART], "tool_calls": [CHAT_CALL]},
-            {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "Error:"}, PART]},
+            {
+                "role": "assistant",
+                "reasoning_content": "hm",
+                "content": [PART],
+                "tool_calls": [CHAT_CALL],
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "t1",
+                "content": [{"type": "text", "text": "Error:"}, PART],
+            },
             {"role": "user", "content": [PART, PART]},
         ],
     ),
     (
         None,
         [*user("a"), {"role": "system", "content": "be brief"}],
-        [{"role": "user", "content": [PART]}, {"role": "system", "content": [{"type": "text", "text": "be brief"}]}],
+        [
+            {"role": "user", "content": [PART]},
+            {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+        ],
     ),
     (
         None,
-        user([{"type": "tool_result", "tool_use_id": name, "is_error": name != "t1"} for name in ("t1", "t2")]),
+        user(
+            [
+                {"type": "tool_result", "tool_use_id": name, "is_error": name != "t1"}
+                for name in ("t1", "t2")
+            ]
+        ),
         [
             {"role": "tool", "tool_call_id": "t1", "content": ""},
             {"role": "tool", "tool_call_id": "t2", "content": "Error:"},
@@ -223,7 +319,10 @@ async def test_an_answer_goes_on_with_what_the_client_began(http):
 
 async def test_count_tokens_is_what_a_message_costs():
     async with serve(listen=True, chat_template=TEMPLATE) as served, connect(served) as client:
-        conversations: list[Any] = [{"messages": user("hi")}, {"messages": user("hi"), "system": "be brief"}]
+        conversations: list[Any] = [
+            {"messages": user("hi")},
+            {"messages": user("hi"), "system": "be brief"},
+        ]
         conversations += [
             {"messages": user("how?"), "tools": [WEATHER]},
             {"messages": user("how?"), "tools": [WEATHER], "tool_choice": {"type": "none"}},
@@ -236,11 +335,16 @@ async def test_count_tokens_is_what_a_message_costs():
             counted = await client.messages.count_tokens(model=MODEL, **asked)
             usage = (await client.messages.create(model=MODEL, max_tokens=1, **asked)).usage
             assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-        counts = [(await client.messages.count_tokens(model=MODEL, **asked)).input_tokens for asked in conversations]
+        counts = [
+            (await client.messages.count_tokens(model=MODEL, **asked)).input_tokens
+            for asked in conversations
+        ]
         assert counts[2] - counts[3] == len("[weather]")
         assert counts[4] - counts[5] == len("<think>")
         # A prompt of any length can be counted, also one that is too long to be answered.
-        assert (await client.messages.count_tokens(model=MODEL, messages=user("x" * 9000))).input_tokens > 9000
+        assert (
+            await client.messages.count_tokens(model=MODEL, messages=user("x" * 9000))
+        ).input_tokens > 9000
 
 
 @pytest.mark.parametrize(
@@ -277,13 +381,23 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 5000}, "maximum context length"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
-    ({"messages": [*user("hi"), {"role": "assistant", "content": [TEXT, CALL]}]}, "text to go on with"),
+    (
+        {"messages": [*user("hi"), {"role": "assistant", "content": [TEXT, CALL]}]},
+        "text to go on with",
+    ),
     ({"messages": [*user("hi"), {"role": "assistant", "content": []}]}, "text to go on with"),
     ({"messages": user([])}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0]"),
     ({"messages": user([{"type": "image", "source": {}}])}, "image"),
     ({"messages": user([{"type": "text"}])}, "`text`"),
-    ({"messages": user([{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}])}, "image"),
+    (
+        {
+            "messages": user(
+                [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}]
+            )
+        },
+        "image",
+    ),
     ({"messages": user([{"type": "tool_use", "id": "x", "name": "f", "input": {}}])}, "tool_use"),
     ({"system": 5}, "system"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
@@ -312,9 +426,15 @@ async def test_errors_have_the_envelope_everywhere(http):
     check(await http.post(f"{URL}/batches", json={}), 404, "not_found_error")
     check(await http.get(URL), 405, "invalid_request_error")
     check(
-        await http.post(URL, content=b"{", headers={"content-type": "application/json"}), 400, "invalid_request_error"
+        await http.post(URL, content=b"{", headers={"content-type": "application/json"}),
+        400,
+        "invalid_request_error",
     )
-    check(await http.post(URL, content=b"x", headers={"content-length": str(2**30)}), 413, "request_too_large")
+    check(
+        await http.post(URL, content=b"x", headers={"content-length": str(2**30)}),
+        413,
+        "request_too_large",
+    )
 
 
 async def test_errors_of_the_client():
@@ -363,13 +483,17 @@ async def test_pings_while_the_model_is_silent():
         served.engine.may_step.clear()
         async with client.messages.stream(model=MODEL, max_tokens=9, messages=user("hi")) as stream:
             served.engine.may_step.set()
-            assert (await stream.get_final_message()).content[0].text == output_text(chat_prompt("hi"), 9)
+            assert (await stream.get_final_message()).content[0].text == output_text(
+                chat_prompt("hi"), 9
+            )
 
 
 async def test_a_client_that_leaves_ends_its_request(listening_server: Served):
     listening_server.engine.step_seconds = 0.01
     async with connect(listening_server) as client:
-        async with client.messages.stream(model=MODEL, max_tokens=2000, messages=user("hi")) as stream:
+        async with client.messages.stream(
+            model=MODEL, max_tokens=2000, messages=user("hi")
+        ) as stream:
             async for _ in stream.text_stream:
                 break
     await until(lambda: isinstance(listening_server.engine.sent[-1], AbortRequests))
@@ -385,9 +509,14 @@ async def test_what_has_no_effect_is_named(http):
         "top_k": 3,
         "seed": 1,
     }
-    answer = await http.post(URL, json=body_of(**fields), headers={"anthropic-version": "2023-06-01"})
+    answer = await http.post(
+        URL, json=body_of(**fields), headers={"anthropic-version": "2023-06-01"}
+    )
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-servd-ignored"] == "container, output_config.colour, thinking.budget_tokens"
+    assert (
+        answer.headers["x-servd-ignored"]
+        == "container, output_config.colour, thinking.budget_tokens"
+    )
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -395,7 +524,9 @@ async def test_what_has_no_effect_is_named(http):
 async def test_a_budget_for_thoughts_of_a_model_that_can_keep_it(monkeypatch, kind, strict):
     tags = ThinkingTags(end_id=ord("e"), start_id=None)
     async with serve(reasoning_parser="qwen3", strict_fields=strict) as served:
-        monkeypatch.setattr(served.async_llm.processor, "thinking_tags", lambda prompt_token_ids: tags)
+        monkeypatch.setattr(
+            served.async_llm.processor, "thinking_tags", lambda prompt_token_ids: tags
+        )
         body = {"messages": user("hi"), "thinking": {"type": kind, "budget_tokens": 3}}
         answer = await served.http.post(URL, json={**body, "max_tokens": 9})
         counted = await served.http.post(COUNT, json=body)
@@ -412,6 +543,10 @@ async def test_a_budget_for_thoughts_of_a_model_that_can_keep_it(monkeypatch, ki
 async def test_fields_of_the_chat_route_join_those_of_this_one(http):
     body = body_of(thinking={"type": "enabled"}, chat_template_kwargs={"a": 1})
     chat = MessagesRequest.model_validate(body)
-    assert chat.as_chat(chat.chat_fields()).chat_template_kwargs == {"enable_thinking": True, "thinking": True, "a": 1}
+    assert chat.as_chat(chat.chat_fields()).chat_template_kwargs == {
+        "enable_thinking": True,
+        "thinking": True,
+        "a": 1,
+    }
     answer = await http.post(URL, json=body_of(stop_sequences=["a"], stop=["b"]))
     assert answer.status_code == 400 and "`stop`" in answer.json()["error"]["message"]

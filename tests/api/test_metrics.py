@@ -59,7 +59,9 @@ def test_state_of_the_engine():
     assert value(metrics, "prefix_cache_queries_total") == 110
     assert value(metrics, "prefix_cache_hits_total") == 65
     assert value(metrics, "num_preemptions_total") == 3
-    assert value(metrics, "iteration_tokens_total_count") == 1  # a step that computed nothing is none
+    assert (
+        value(metrics, "iteration_tokens_total_count") == 1
+    )  # a step that computed nothing is none
 
 
 def test_times_of_a_request():
@@ -68,7 +70,13 @@ def test_times_of_a_request():
     metrics.observe_tokens(choice, 1, 3 * SECOND)
     metrics.observe_tokens(choice, 0, 4 * SECOND)  # an output without tokens is no token
     metrics.observe_tokens(choice, 2, 7 * SECOND)
-    stages = [("queued", 1), ("scheduled", 2), ("scheduled", 5), ("first_token", 3), ("finished", 7)]
+    stages = [
+        ("queued", 1),
+        ("scheduled", 2),
+        ("scheduled", 5),
+        ("first_token", 3),
+        ("finished", 7),
+    ]
     choice.add_marks([Mark(stage, at * SECOND) for stage, at in stages])
     metrics.observe_finished(choice, FinishReason.STOP, 8 * SECOND)
     metrics.observe_request(SamplingParams(n=1, max_tokens=30), [choice])
@@ -87,9 +95,14 @@ def test_times_of_a_request():
         "request_params_max_tokens": 30,
         "request_params_n": 1,
     }.items():
-        assert (value(metrics, f"{name}_sum"), value(metrics, f"{name}_count")) == (seconds, 1), name
+        assert (value(metrics, f"{name}_sum"), value(metrics, f"{name}_count")) == (seconds, 1), (
+            name
+        )
     assert value(metrics, "request_success_total", finished_reason="stop") == 1
-    assert value(metrics, "prompt_tokens_total") == 7 and value(metrics, "generation_tokens_total") == 3
+    assert (
+        value(metrics, "prompt_tokens_total") == 7
+        and value(metrics, "generation_tokens_total") == 3
+    )
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
@@ -114,7 +127,9 @@ def test_token_buckets_end_at_the_context():
 
 
 def test_every_api_server_answers_for_all(tmp_path):
-    """Three real processes, as prometheus-client decides when it is imported; the last one only reads."""
+    """Three real processes, as prometheus-client decides when it is imported; the last one only
+    reads.
+    """
     program = (
         "import sys; from servd.api.metrics import *\n"
         "running, tokens = int(sys.argv[1]), int(sys.argv[2])\n"
@@ -126,7 +141,10 @@ def test_every_api_server_answers_for_all(tmp_path):
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for running, tokens in ((4, 5), (2, 6), (0, 0)):
         body = subprocess.run(
-            [sys.executable, "-c", program, str(running), str(tokens)], env=environment, capture_output=True, check=True
+            [sys.executable, "-c", program, str(running), str(tokens)],
+            env=environment,
+            capture_output=True,
+            check=True,
         ).stdout
     values = read(body)
     assert values["vllm:num_requests_running"] == 2  # the newest report, not a sum

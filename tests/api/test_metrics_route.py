@@ -13,7 +13,9 @@ from tests.api.harness import Served, until
 async def values(http: httpx.AsyncClient) -> dict[str, float]:
     """Sums over labels, by sample name."""
     answer = await http.get("/metrics")
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith(
+        "text/plain; version="
+    )
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
@@ -34,7 +36,9 @@ async def test_counts_equal_the_requests_made(served: Served):
 
 async def test_gauges_return_to_zero_after_an_abort(served: Served):
     served.engine.step_seconds = 0.01
-    task = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2000}))
+    task = asyncio.create_task(
+        served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2000})
+    )
     await until(lambda: served.async_llm.stats.num_running == 1)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

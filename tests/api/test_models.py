@@ -13,7 +13,16 @@ async def test_all_names_are_listed(http):
     assert answer["object"] == "list"
     assert [card["id"] for card in answer["data"]] == [MODEL, ALIAS]
     card = answer["data"][0]
-    assert set(card) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"}
+    assert set(card) == {
+        "id",
+        "object",
+        "created",
+        "owned_by",
+        "root",
+        "parent",
+        "max_model_len",
+        "permission",
+    }
     assert (card["object"], card["max_model_len"]) == ("model", 4096)
 
 
@@ -23,7 +32,9 @@ async def test_one_name_with_a_slash(http, path):
 
 
 async def test_the_openai_client(listening_server: Served):
-    async with openai.AsyncOpenAI(base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0
+    ) as client:
         assert [model.id async for model in client.models.list()] == [MODEL, ALIAS]
         assert (await client.models.retrieve(MODEL)).id == MODEL
         with pytest.raises(openai.NotFoundError) as unknown:

@@ -26,7 +26,9 @@ def started(*requests: Prepared) -> OutputProcessor:
     return processor
 
 
-def out(text: str | list[int], finish: FinishReason | None = None, request_id: str = "r", **fields) -> EngineCoreOutput:
+def out(
+    text: str | list[int], finish: FinishReason | None = None, request_id: str = "r", **fields
+) -> EngineCoreOutput:
     ids = list(text.encode()) if isinstance(text, str) else text
     return EngineCoreOutput(request_id, ids, finish, **fields)
 
@@ -73,7 +75,9 @@ def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine():
     assert one(processor, out("aE", logprobs=logprobs[:2]))[0].text == "a"
     delta, stopped = one(processor, out("NDxyz", logprobs=logprobs))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", FinishReason.STOP, "END")
-    assert delta.token_ids == list(b"ND") and delta.logprobs is not None and len(delta.logprobs) == 2
+    assert (
+        delta.token_ids == list(b"ND") and delta.logprobs is not None and len(delta.logprobs) == 2
+    )
     assert stopped == ["r"]
     assert processor.process([out("late")]) == ([], [])
     assert processor.abort("r") == []
@@ -82,7 +86,12 @@ def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine():
 def test_a_stop_string_in_the_last_output_needs_no_abort():
     processor = started(prepare(stop=["b"]))
     delta, stopped = one(processor, out("abc", FinishReason.LENGTH))
-    assert (delta.text, delta.finish_reason, delta.stop_reason, stopped) == ("a", FinishReason.STOP, "b", [])
+    assert (delta.text, delta.finish_reason, delta.stop_reason, stopped) == (
+        "a",
+        FinishReason.STOP,
+        "b",
+        [],
+    )
 
 
 def test_held_text_comes_when_the_request_ends():

@@ -20,7 +20,10 @@ def make(max_model_len: int = 100, spec: ModelSpec = FAKE_SPEC, **options) -> Pr
 
 
 def with_generation(**generation) -> ModelSpec:
-    return ModelSpec(**{f: getattr(FAKE_SPEC, f) for f in FAKE_SPEC.__struct_fields__} | {"generation": generation})
+    return ModelSpec(
+        **{f: getattr(FAKE_SPEC, f) for f in FAKE_SPEC.__struct_fields__}
+        | {"generation": generation}
+    )
 
 
 def test_text_and_token_ids_make_the_same_request():
@@ -34,7 +37,9 @@ def test_text_and_token_ids_make_the_same_request():
 
 
 def test_routing_fields_are_passed_on():
-    (request,) = make().process("r", "hi", SamplingParams(), priority=-3, cache_salt="s", client=2).requests
+    (request,) = (
+        make().process("r", "hi", SamplingParams(), priority=-3, cache_salt="s", client=2).requests
+    )
     assert (request.priority, request.cache_salt, request.client) == (-3, "s", 2)
 
 
@@ -44,7 +49,9 @@ def test_ignore_eos_leaves_no_eos():
 
 
 def test_eos_of_the_tokenizer_counts_too():
-    spec = ModelSpec(**{f: getattr(FAKE_SPEC, f) for f in FAKE_SPEC.__struct_fields__} | {"eos_token_ids": [7]})
+    spec = ModelSpec(
+        **{f: getattr(FAKE_SPEC, f) for f in FAKE_SPEC.__struct_fields__} | {"eos_token_ids": [7]}
+    )
     (request,) = make(spec=spec).process("r", "hi", SamplingParams()).requests
     assert sorted(request.eos_token_ids) == [7, 256]
 
@@ -95,7 +102,9 @@ def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch
 def test_a_prompt_leaves_room_for_one_token(num_prompt: int, fits: bool):
     params = SamplingParams(max_tokens=None)
     if fits:
-        assert make(100).process("r", [1] * num_prompt, params).params.max_tokens == 100 - num_prompt
+        assert (
+            make(100).process("r", [1] * num_prompt, params).params.max_tokens == 100 - num_prompt
+        )
     else:
         with pytest.raises(ContextTooLong):
             make(100).process("r", [1] * num_prompt, params)
@@ -104,7 +113,10 @@ def test_a_prompt_leaves_room_for_one_token(num_prompt: int, fits: bool):
 def test_a_prompt_without_output_may_fill_the_context():
     params = SamplingParams(max_tokens=0)
     assert len(make(100).process("r", [1] * 100, params).prompt_token_ids) == 100
-    assert len(make(100).process("r", [1] * 300, params, truncate_prompt_tokens=-1).prompt_token_ids) == 100
+    assert (
+        len(make(100).process("r", [1] * 300, params, truncate_prompt_tokens=-1).prompt_token_ids)
+        == 100
+    )
     assert len(make(100).process_pooling("r", [1] * 100, PoolingParams()).prompt_token_ids) == 100
     with pytest.raises(ContextTooLong, match=r"101 in the prompt, 0 in the completion"):
         make(100).process("r", [1] * 101, params)
@@ -133,7 +145,12 @@ def test_refused(prompt, params: SamplingParams, param: str):
 @given(n=st.integers(2, 8), seed=st.integers(-INT64_MAX - 1, INT64_MAX))
 def test_choices_have_successive_seeds_and_nothing_about_text(n: int, seed: int):
     params = SamplingParams(
-        n=n, seed=seed, stop=["x"], include_stop_str_in_output=True, skip_special_tokens=False, top_k=5
+        n=n,
+        seed=seed,
+        stop=["x"],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        top_k=5,
     )
     prepared = make().process("r", "hi", params)
     assert [request.request_id for request in prepared.requests] == [f"r_{i}" for i in range(n)]
@@ -147,7 +164,10 @@ def test_choices_have_successive_seeds_and_nothing_about_text(n: int, seed: int)
 def test_seeds_differ_by_request_and_server_and_repeat_over_runs():
     def seeds(client: int, **options) -> list[int | None]:
         processor = make(**options)
-        return [processor.process("r", "hi", SamplingParams(), client=client).params.seed for _ in range(50)]
+        return [
+            processor.process("r", "hi", SamplingParams(), client=client).params.seed
+            for _ in range(50)
+        ]
 
     assert seeds(0) == seeds(0)
     all_seeds = seeds(0) + seeds(1) + seeds(0, seed=1)
@@ -159,7 +179,9 @@ def test_greedy_needs_no_seed():
 
 
 def test_chat():
-    processor = make(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}{{ documents }}{{ mood }}")
+    processor = make(
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}{{ documents }}{{ mood }}"
+    )
     prompt = processor.render_chat(
         [{"role": "user", "content": "hi"}], chat_template_kwargs={"mood": "!", "documents": [1]}
     )

@@ -33,8 +33,12 @@ async def test_echo_with_logprobs_scores_prompt_and_output(http, max_tokens):
     assert logprobs["text_offset"] == list(range(4 + max_tokens))
     assert logprobs["token_logprobs"] == [None] + [pytest.approx(HALF)] * (3 + max_tokens)
     assert logprobs["top_logprobs"][0] is None
-    assert all(len(top) == 2 and token in top for token, top in
-               list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:])  # fmt: skip
+    assert all(
+        len(top) == 2 and token in top
+        for token, top in
+        # fmt: skip
+        list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:]
+    )
 
 
 async def test_every_choice_of_every_prompt_is_scored_while_the_prompt_is_computed_once(served):
@@ -57,10 +61,18 @@ async def test_offsets_point_into_the_text_of_a_real_tokenizer(tiny_llama_tokeni
         text = "Licensed works, naïve: 東京 🙂"
         ids = tokenizer.encode(text)
         prompt = text if field == "prompt" else ids
-        body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 8, "return_token_ids": True}
+        body = {
+            "prompt": prompt,
+            "echo": True,
+            "logprobs": 1,
+            "max_tokens": 8,
+            "return_token_ids": True,
+        }
         (choice,) = (await ask(served.http, **body))["choices"]
     logprobs = choice["logprobs"]
-    shown = text if field == "prompt" else "<s>" + text  # the beginning token is text only where it was sent
+    shown = (
+        text if field == "prompt" else "<s>" + text
+    )  # the beginning token is text only where it was sent
     assert choice["text"].startswith(shown)
     assert len(logprobs["tokens"]) == len(ids) + 8
     offsets = logprobs["text_offset"]
@@ -75,11 +87,19 @@ async def test_offsets_point_into_the_text_of_a_real_tokenizer(tiny_llama_tokeni
 async def test_offsets_and_scores_while_stop_strings_hold_text_back(http):
     output = output_text("Once", 30)
     stop = output[10:13]
-    body = {"prompt": "Once", "max_tokens": 30, "stop": [stop], "logprobs": 0, "return_token_ids": True}
+    body = {
+        "prompt": "Once",
+        "max_tokens": 30,
+        "stop": [stop],
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
     (plain,) = (await ask(http, **body))["choices"]
     (echoed,) = (await ask(http, **body, echo=True))["choices"]
     assert echoed["text"] == "Once" + plain["text"] == "Once" + output[: output.index(stop)]
-    assert [offset - 4 for offset in echoed["logprobs"]["text_offset"][4:]] == plain["logprobs"]["text_offset"]
+    assert [offset - 4 for offset in echoed["logprobs"]["text_offset"][4:]] == plain["logprobs"][
+        "text_offset"
+    ]
     assert len(plain["logprobs"]["tokens"]) == len(plain["token_ids"]) == output.index(stop) + 3
 
 
@@ -93,7 +113,9 @@ async def test_prompt_logprobs_of_both_routes(http, k):
     assert entries[0][1]["98"] == {"logprob": pytest.approx(HALF), "rank": 1, "decoded_token": "b"}
     chat = await ask(http, CHAT, messages=user("hi"), prompt_logprobs=k, max_tokens=1)
     prompt = chat_prompt("hi").encode()
-    assert [next(iter(entry)) for entry in chat["prompt_logprobs"][1:]] == [str(byte) for byte in prompt[1:]]
+    assert [next(iter(entry)) for entry in chat["prompt_logprobs"][1:]] == [
+        str(byte) for byte in prompt[1:]
+    ]
     assert "prompt_logprobs" not in await ask(http, CHAT, messages=user("hi"), max_tokens=1)
 
 

@@ -21,8 +21,15 @@ async def test_it_shows_what_the_chat_route_sends(served: Served):
 
 
 async def test_errors_are_those_of_the_chat_route(http):
-    for body in ({"messages": []}, {"messages": user("hi"), "top_p": 3}, {"messages": user("hi"), "max_tokens": 9999}):
-        rendered, asked = await http.post(URL, json=body), await http.post("/v1/chat/completions", json=body)
+    for body in (
+        {"messages": []},
+        {"messages": user("hi"), "top_p": 3},
+        {"messages": user("hi"), "max_tokens": 9999},
+    ):
+        rendered, asked = (
+            await http.post(URL, json=body),
+            await http.post("/v1/chat/completions", json=body),
+        )
         assert rendered.status_code == 400
         assert rendered.json() == asked.json()
 

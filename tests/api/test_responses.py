@@ -1,4 +1,6 @@
-"""POST /v1/responses: items, events, stored conversations, background; judged by the OpenAI client's own types."""
+"""POST /v1/responses: items, events, stored conversations, background; judged by the OpenAI
+client's own types.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,27 @@ from servd.api.protocol.responses import Response, chat_messages
 from servd.api.response_store import ResponseStore, Stored
 from servd.errors import NotFound
 from servd.messages import AbortRequests, EngineDead
-from tests.api.harness import MODEL, Served, chat_prompt, named_events, output_text, serve, until, user
+from tests.api.harness import (
+    MODEL,
+    Served,
+    chat_prompt,
+    named_events,
+    output_text,
+    serve,
+    until,
+    user,
+)
 
 URL = "/v1/responses"
 WEATHER = {
     "type": "function",
     "name": "weather",
     "description": "Tells the weather.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
     "strict": False,
 }
 SCRIPT = (
@@ -79,13 +94,22 @@ async def test_a_call_that_a_stop_string_cuts_off_is_incomplete(scripted: Served
 
 async def test_text(client: openai.AsyncOpenAI):
     response = await client.responses.create(
-        model=MODEL, input="hi", max_output_tokens=9, temperature=0.5, top_p=0.9, metadata={"k": "v"}, user="me"
+        model=MODEL,
+        input="hi",
+        max_output_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        metadata={"k": "v"},
+        user="me",
     )
     assert response.output_text == output_text(chat_prompt("hi"), 9)
     assert response.status == "incomplete" and response.incomplete_details
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.usage and response.usage.input_tokens == len(chat_prompt("hi"))
-    assert (response.usage.output_tokens, response.usage.total_tokens) == (9, len(chat_prompt("hi")) + 9)
+    assert (response.usage.output_tokens, response.usage.total_tokens) == (
+        9,
+        len(chat_prompt("hi")) + 9,
+    )
     assert (response.temperature, response.top_p, response.max_output_tokens) == (0.5, 0.9, 9)
     assert (response.metadata, response.user, response.model) == ({"k": "v"}, "me", MODEL)
     again = await client.responses.create(model=MODEL, input="hi", max_output_tokens=9)
@@ -96,7 +120,11 @@ ORDER = [
     "response.created",
     "response.in_progress",
     "response.output_item.added reasoning",
-    *["response.content_part.added", "response.reasoning_text.delta", "response.reasoning_text.done"],
+    *[
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+    ],
     *["response.content_part.done", "response.output_item.done reasoning"],
     "response.output_item.added message",
     *["response.content_part.added", "response.output_text.delta", "response.output_text.done"],
@@ -128,7 +156,9 @@ async def test_every_event_in_its_order(scripted: Served):
     whole = (await scripted.http.post(URL, json=body)).json()
     SDKResponse.model_validate(whole)
     assert without_identity(events[-1]["response"]) == without_identity(whole)
-    assert events[0]["response"]["output"] == [] and events[0]["response"]["status"] == "in_progress"
+    assert (
+        events[0]["response"]["output"] == [] and events[0]["response"]["status"] == "in_progress"
+    )
     for number, item in enumerate(events[-1]["response"]["output"]):
         mine = [event for event in events if event.get("output_index") == number]
         assert mine[-1]["item"] == item and item["status"] == "completed"
@@ -137,7 +167,9 @@ async def test_every_event_in_its_order(scripted: Served):
         said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
         assert joined == said
         assert [
-            e.get("text", e.get("arguments")) for e in mine if "text.done" in e["type"] or "s.done" in e["type"]
+            e.get("text", e.get("arguments"))
+            for e in mine
+            if "text.done" in e["type"] or "s.done" in e["type"]
         ] == [said]
     assert whole["usage"]["output_tokens"] == len(SCRIPT.encode()) + 1
     thoughts = len("\nWhere is it?\n")
@@ -146,11 +178,18 @@ async def test_every_event_in_its_order(scripted: Served):
 
 async def test_the_stream_helper(scripted: Served):
     async with connect(scripted) as client:
-        async with client.responses.stream(model=MODEL, input="How is it?", tools=[WEATHER]) as stream:
+        async with client.responses.stream(
+            model=MODEL, input="How is it?", tools=[WEATHER]
+        ) as stream:
             seen = [event.type async for event in stream]
             final = await stream.get_final_response()
     assert seen[-1] == "response.completed"
-    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert [item.type for item in final.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
     assert final.output_text == "Let me look."
     assert [json.loads(i.arguments) for i in final.output if i.type == "function_call"] == [
         {"city": "Köln"},
@@ -160,7 +199,9 @@ async def test_the_stream_helper(scripted: Served):
 
 async def test_logprobs_are_those_of_the_chat(client: openai.AsyncOpenAI):
     asked: Any = {"model": MODEL, "top_logprobs": 2}
-    chat = await client.chat.completions.create(messages=user("hi"), max_tokens=5, logprobs=True, **asked)
+    chat = await client.chat.completions.create(
+        messages=user("hi"), max_tokens=5, logprobs=True, **asked
+    )
     async with client.responses.stream(input="hi", max_output_tokens=5, **asked) as stream:
         events = [event async for event in stream]
     (part,) = events[-1].response.output[0].content
@@ -171,14 +212,17 @@ async def test_logprobs_are_those_of_the_chat(client: openai.AsyncOpenAI):
     response = await client.responses.create(
         model=MODEL, input="hi", max_output_tokens=5, include=["message.output_text.logprobs"]
     )
-    assert [entry.token for entry in response.output[0].content[0].logprobs] == [e["token"] for e in expected]
+    assert [entry.token for entry in response.output[0].content[0].logprobs] == [
+        e["token"] for e in expected
+    ]
 
 
 async def test_logprobs_of_messages_only(scripted: Served):
     body = {"input": "How is it?", "tools": [WEATHER], "top_logprobs": 1}
     whole = (await scripted.http.post(URL, json=body)).json()
     (message,) = [item for item in whole["output"] if item["type"] == "message"]
-    # A model of bytes. The line break after the text is dropped, but may have come in one output with it.
+    # A model of bytes. The line break after the text is dropped, but may have come in one output
+    # with it.
     assert len(message["content"][0]["logprobs"]) in (len("Let me look."), len("Let me look.\n"))
 
 
@@ -192,7 +236,9 @@ async def test_one_call_only(scripted: Served):
 
 
 async def test_a_conversation_is_what_the_same_chat_would_be(client: openai.AsyncOpenAI):
-    first = await client.responses.create(model=MODEL, input="one", instructions="be brief", max_output_tokens=5)
+    first = await client.responses.create(
+        model=MODEL, input="one", instructions="be brief", max_output_tokens=5
+    )
     second = await client.responses.create(
         model=MODEL, input="two", previous_response_id=first.id, max_output_tokens=5, store=False
     )
@@ -215,7 +261,12 @@ async def test_a_conversation_is_what_the_same_chat_would_be(client: openai.Asyn
 
 async def test_input_tokens_are_what_the_response_has(client: openai.AsyncOpenAI):
     first = await client.responses.create(model=MODEL, input="one", max_output_tokens=5)
-    shared: Any = {"model": MODEL, "input": "two", "instructions": "be brief", "previous_response_id": first.id}
+    shared: Any = {
+        "model": MODEL,
+        "input": "two",
+        "instructions": "be brief",
+        "previous_response_id": first.id,
+    }
     counted = await client.responses.input_tokens.count(**shared)
     response = await client.responses.create(max_output_tokens=1, **shared)
     assert counted.object == "response.input_tokens"
@@ -228,21 +279,36 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 A = {"role": "assistant", "content": "a"}
 CONVERSATIONS = [
-    ("sys", [{"role": "developer", "content": "dev"}], [{"role": "system", "content": "sys\n\ndev"}]),
+    (
+        "sys",
+        [{"role": "developer", "content": "dev"}],
+        [{"role": "system", "content": "sys\n\ndev"}],
+    ),
     (
         None,
-        [{"role": "user", "content": "a"}, {"role": "developer", "content": [{"type": "input_text", "text": "dev"}]}],
+        [
+            {"role": "user", "content": "a"},
+            {"role": "developer", "content": [{"type": "input_text", "text": "dev"}]},
+        ],
         [*user("a"), {"role": "system", "content": "dev"}],
     ),
     (
         None,
         [
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "a"}],
+            },
             CALL,
             CALL,
             {"type": "function_call_output", "call_id": "c1", "output": "42"},
-            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "ah"}]},
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "ah"}],
+            },
             CALL,
         ],
         [
@@ -262,7 +328,10 @@ CONVERSATIONS = [
             {"role": "assistant", "content": "a"},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         ],
-        [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "no"}]}],
+        [
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": [{"type": "text", "text": "no"}]},
+        ],
     ),
 ]
 
@@ -270,7 +339,9 @@ CONVERSATIONS = [
 @pytest.mark.parametrize(("instructions", "items", "messages"), CONVERSATIONS)
 async def test_items_become_messages(http, instructions, items, messages):
     assert chat_messages(instructions, items) == messages
-    answer = await http.post(URL, json={"input": items, "instructions": instructions, "max_output_tokens": 1})
+    answer = await http.post(
+        URL, json={"input": items, "instructions": instructions, "max_output_tokens": 1}
+    )
     assert answer.status_code == 200, answer.text
 
 
@@ -285,39 +356,52 @@ async def test_stored_responses(client: openai.AsyncOpenAI):
             await call(response.id)
     with pytest.raises(openai.BadRequestError) as missing:
         await client.responses.create(model=MODEL, input="hi", previous_response_id=response.id)
-    assert (missing.value.code, missing.value.param) == ("previous_response_not_found", "previous_response_id")
+    assert (missing.value.code, missing.value.param) == (
+        "previous_response_not_found",
+        "previous_response_id",
+    )
 
 
 async def test_a_server_that_stores_nothing():
     async with serve(max_stored_responses=0) as served:
-        response = (await served.http.post(URL, json={"input": "hi", "max_output_tokens": 1})).json()
+        response = (
+            await served.http.post(URL, json={"input": "hi", "max_output_tokens": 1})
+        ).json()
         assert response["store"] is False
         assert (await served.http.get(f"{URL}/{response['id']}")).status_code == 404
-        assert (await served.http.post(URL, json={"input": "hi", "background": True})).json()["error"]["param"] == (
-            "background"
-        )
+        assert (await served.http.post(URL, json={"input": "hi", "background": True})).json()[
+            "error"
+        ]["param"] == ("background")
 
 
 async def test_background(listening_server: Served):
     engine = listening_server.engine
     async with connect(listening_server) as client:
         engine.may_step.clear()
-        response = await client.responses.create(model=MODEL, input="hi", max_output_tokens=5, background=True)
+        response = await client.responses.create(
+            model=MODEL, input="hi", max_output_tokens=5, background=True
+        )
         assert response.status == "queued"
         assert (await client.responses.retrieve(response.id)).status == "queued"
         with pytest.raises(openai.BadRequestError, match="queued"):
             await client.responses.create(model=MODEL, input="hi", previous_response_id=response.id)
         cancelled = await client.responses.cancel(response.id)
-        assert cancelled.status == (await client.responses.retrieve(response.id)).status == "cancelled"
+        assert (
+            cancelled.status == (await client.responses.retrieve(response.id)).status == "cancelled"
+        )
         assert isinstance(engine.sent[-1], AbortRequests)
 
-        response = await client.responses.create(model=MODEL, input="hi", max_output_tokens=5, background=True)
+        response = await client.responses.create(
+            model=MODEL, input="hi", max_output_tokens=5, background=True
+        )
         engine.may_step.set()
         await until(lambda: not listening_server.async_llm.num_unfinished)
         done = await client.responses.retrieve(response.id)
         assert done.output_text == output_text(chat_prompt("hi"), 5)
         assert (await client.responses.cancel(response.id)).to_dict() == done.to_dict()
-        assert (await client.responses.create(model=MODEL, input="go on", previous_response_id=done.id)).output_text
+        assert (
+            await client.responses.create(model=MODEL, input="go on", previous_response_id=done.id)
+        ).output_text
         assert listening_server.async_llm.tracer.marks == {}
 
         engine.may_step.clear()
@@ -393,7 +477,9 @@ async def test_what_has_no_effect_is_named(http):
 async def text_of_dying_engine(served: Served, sign: str, **fields: Any) -> str:
     """A stream whose engine dies when the first piece with `sign` has come."""
     text, is_dead = "", False
-    async with served.http.stream("POST", URL, json={"input": "hi", "stream": True, **fields}) as answer:
+    async with served.http.stream(
+        "POST", URL, json={"input": "hi", "stream": True, **fields}
+    ) as answer:
         async for piece in answer.aiter_text():
             if sign in piece and not is_dead:
                 served.engine.tell(EngineDead("it is gone"))
@@ -406,7 +492,9 @@ async def test_an_engine_that_dies(listening_server: Served):
     listening_server.engine.step_seconds = 0.01
     last = named_events(await text_of_dying_engine(listening_server, "output_text.delta"))[-1]
     TypeAdapter(ResponseStreamEvent).validate_python(last)
-    assert last["type"] == "response.failed" and "it is gone" in last["response"]["error"]["message"]
+    assert (
+        last["type"] == "response.failed" and "it is gone" in last["response"]["error"]["message"]
+    )
     for stream in (False, True):
         answer = await listening_server.http.post(URL, json={"input": "hi", "stream": stream})
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
@@ -428,7 +516,12 @@ def stored(response_id: str, num_bytes: int) -> Stored:
     return Stored(Response(**{**fields, "id": response_id}), [], num_bytes)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 60), st.sampled_from(["put", "get", "pop"])), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 60), st.sampled_from(["put", "get", "pop"])),
+        max_size=40,
+    )
+)
 def test_the_store_stays_within_its_bounds_and_forgets_the_oldest(steps):
     store = ResponseStore(max_responses=4, max_bytes=100)
     model: dict[str, int] = {}  # least recently used first
@@ -487,7 +580,9 @@ async def events_of(stream) -> list[Any]:
     return [event async for event in stream]
 
 
-async def test_a_background_response_is_streamed_again_and_from_the_middle(listening_server: Served):
+async def test_a_background_response_is_streamed_again_and_from_the_middle(
+    listening_server: Served,
+):
     engine = listening_server.engine
     body: Any = {"model": MODEL, "input": "hi", "max_output_tokens": 30}
     async with connect(listening_server) as client:
@@ -510,7 +605,9 @@ async def test_a_background_response_is_streamed_again_and_from_the_middle(liste
             "response.created", "response.queued", "response.in_progress", "response.output_item.added",
         ]  # fmt: skip
         assert events[-1].type == "response.incomplete"
-        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in events if event.type == "response.output_text.delta"
+        )
         assert text == events[-1].response.output_text == output_text(chat_prompt("hi"), 30)
         assert await later == events[4:]
         for start in (-1, 5, len(events) - 2, len(events) - 1, 1000):
@@ -532,7 +629,9 @@ async def test_a_background_response_is_streamed_again_and_from_the_middle(liste
 
 async def test_a_background_stream_of_an_engine_that_dies(listening_server: Served):
     listening_server.engine.may_step.clear()
-    last = named_events(await text_of_dying_engine(listening_server, "response.queued", background=True))[-1]
+    last = named_events(
+        await text_of_dying_engine(listening_server, "response.queued", background=True)
+    )[-1]
     TypeAdapter(ResponseStreamEvent).validate_python(last)
     assert last["type"] == "response.failed" and last["sequence_number"] == 2
 
@@ -556,7 +655,9 @@ async def test_input_items(client: openai.AsyncOpenAI):
     assert last.id == "mine" and last.content[0].text == "two"
     ids = [item.id for item in page.data]
     assert len(set(ids)) == 6 and not page.has_more
-    assert [item.id async for item in client.responses.input_items.list(second.id, limit=4)] == ids[::-1]
+    assert [item.id async for item in client.responses.input_items.list(second.id, limit=4)] == ids[
+        ::-1
+    ]
     page = await client.responses.input_items.list(second.id, limit=2, after=ids[4])
     assert [item.id for item in page.data] == ids[3:1:-1] and page.has_more
     with pytest.raises(openai.BadRequestError, match="after"):

@@ -30,10 +30,14 @@ def states(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
+@pytest.mark.parametrize(
+    "names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")]
+)
 async def test_scores(http, path, names):
     for firsts, seconds in [("a", "b"), ("a", ["b", "cc"]), (["a", "b"], ["cc", {"text": "d"}])]:
-        answer = (await http.post(path, json=dict(zip(names, (firsts, seconds), strict=True)))).json()
+        answer = (
+            await http.post(path, json=dict(zip(names, (firsts, seconds), strict=True)))
+        ).json()
         texts = [entry["text"] if isinstance(entry, dict) else entry for entry in seconds]
         pairs = list(zip(list(firsts) * (len(texts) // len(firsts)), texts, strict=True))
         assert answer["data"] == [
@@ -42,20 +46,36 @@ async def test_scores(http, path, names):
         ]
         num_tokens = sum(map(len, [*firsts, *texts]))
         assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        assert answer["id"].startswith("score-") and answer["object"] == "list" and answer["model"] == MODEL
+        assert (
+            answer["id"].startswith("score-")
+            and answer["object"] == "list"
+            and answer["model"] == MODEL
+        )
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_rerank(http, path):
     documents = [*DOCUMENTS[:2], {"text": DOCUMENTS[2]}]
     answer = (await http.post(path, json={"query": QUERY, "documents": documents})).json()
-    scores = sorted(((cosine(QUERY, text), i) for i, text in enumerate(DOCUMENTS[:3])), reverse=True)
+    scores = sorted(
+        ((cosine(QUERY, text), i) for i, text in enumerate(DOCUMENTS[:3])), reverse=True
+    )
     assert answer["results"] == [
-        {"index": i, "relevance_score": pytest.approx(score, abs=1e-6), "document": {"text": DOCUMENTS[i]}}
+        {
+            "index": i,
+            "relevance_score": pytest.approx(score, abs=1e-6),
+            "document": {"text": DOCUMENTS[i]},
+        }
         for score, i in scores
     ]
     assert answer["usage"]["total_tokens"] == sum(map(len, [QUERY, *DOCUMENTS]))
-    body = {"query": QUERY, "documents": documents, "top_n": 1, "return_documents": False, "rank_fields": ["text"]}
+    body = {
+        "query": QUERY,
+        "documents": documents,
+        "top_n": 1,
+        "return_documents": False,
+        "rank_fields": ["text"],
+    }
     answer = await http.post(path, json=body)
     assert answer.headers["x-servd-ignored"] == "rank_fields"
     assert [set(entry) for entry in answer.json()["results"]] == [{"index", "relevance_score"}]
@@ -69,16 +89,22 @@ async def test_rerank_with_cut_texts(http):
     assert scores == {0: pytest.approx(cosine("wh", "xxx")), 1: pytest.approx(cosine("wh", "abc"))}
     check(await http.post("/rerank", json=body), 400, "documents", "context_length_exceeded")
     answer = (
-        await http.post("/rerank", json={"query": QUERY, "documents": ["abc"], "truncate_prompt_tokens": 2})
+        await http.post(
+            "/rerank", json={"query": QUERY, "documents": ["abc"], "truncate_prompt_tokens": 2}
+        )
     ).json()
     assert answer["results"][0]["relevance_score"] == pytest.approx(cosine("e?", "bc"))
 
 
 async def test_pooling(http):
     answer = (await http.post("/pooling", json={"input": ["ab", "c"], "normalize": False})).json()
-    assert [entry["data"] for entry in answer["data"]] == [expected(text, normalize=False) for text in ("ab", "c")]
+    assert [entry["data"] for entry in answer["data"]] == [
+        expected(text, normalize=False) for text in ("ab", "c")
+    ]
     assert answer["data"][0]["object"] == "pooling" and answer["usage"]["prompt_tokens"] == 3
-    answer = (await http.post("/pooling", json={"messages": user("x"), "add_generation_prompt": True})).json()
+    answer = (
+        await http.post("/pooling", json={"messages": user("x"), "add_generation_prompt": True})
+    ).json()
     assert answer["data"][0]["data"] == pytest.approx(expected(chat_prompt("x")))
 
 
@@ -96,36 +122,57 @@ async def test_a_vector_for_every_token(http, asked):
 async def test_an_answer_of_too_many_numbers(http, monkeypatch):
     monkeypatch.setattr("servd.api.routes.pooling.MAX_NUMBERS", 10 * SIZE)
     assert "fewer inputs" in check(
-        await http.post("/pooling", json={"input": ["x" * 5, "y" * 6], "pooling": "all"}), 400, "input"
+        await http.post("/pooling", json={"input": ["x" * 5, "y" * 6], "pooling": "all"}),
+        400,
+        "input",
     )
-    assert (await http.post("/pooling", json={"input": ["x" * 5, "y" * 5], "pooling": "all"})).status_code == 200
+    assert (
+        await http.post("/pooling", json={"input": ["x" * 5, "y" * 5], "pooling": "all"})
+    ).status_code == 200
     assert (await http.post("/pooling", json={"input": ["x" * 500]})).status_code == 200
 
 
 async def test_classify_names_the_remedy(http):
-    assert "structured_outputs" in check(await http.post("/classify", json={"input": "x"}), 400, "model")
-    check(await http.post("/classify", json={"input": "x", "model": "other"}), 404, "model", "model_not_found")
+    assert "structured_outputs" in check(
+        await http.post("/classify", json={"input": "x"}), 400, "model"
+    )
+    check(
+        await http.post("/classify", json={"input": "x", "model": "other"}),
+        404,
+        "model",
+        "model_not_found",
+    )
 
 
 async def test_cohere_embeddings(http):
     body = {"texts": ["ab", "x" * 5000], "model": MODEL, "input_type": "search_query"}
-    answer = await http.post("/v2/embed", json={**body, "embedding_types": ["float", "base64", "binary", "ubinary"]})
+    answer = await http.post(
+        "/v2/embed", json={**body, "embedding_types": ["float", "base64", "binary", "ubinary"]}
+    )
     assert answer.headers["x-servd-ignored"] == "input_type"
     found = answer.json()
     vectors = [expected("ab"), expected("x" * 4096)]
     assert found["embeddings"]["float"] == [pytest.approx(vector) for vector in vectors]
-    assert [list(struct.unpack(f"<{SIZE}f", base64.b64decode(data))) for data in found["embeddings"]["base64"]] == (
-        found["embeddings"]["float"]
-    )
+    assert [
+        list(struct.unpack(f"<{SIZE}f", base64.b64decode(data)))
+        for data in found["embeddings"]["base64"]
+    ] == (found["embeddings"]["float"])
     bits = ["".join("01"[number > 0] for number in vector) for vector in vectors]
     whole = [[int(text[start : start + 8], 2) for start in range(0, SIZE, 8)] for text in bits]
     assert found["embeddings"]["ubinary"] == whole
     assert found["embeddings"]["binary"] == [[byte - 128 for byte in row] for row in whole]
     assert found["meta"]["billed_units"] == {"input_tokens": 2 + 4096}
     assert found["response_type"] == "embeddings_by_type"
-    answer = (await http.post("/v2/embed", json={"texts": ["abcd"], "truncate": "START", "max_tokens": 2})).json()
+    answer = (
+        await http.post("/v2/embed", json={"texts": ["abcd"], "truncate": "START", "max_tokens": 2})
+    ).json()
     assert answer["embeddings"] == {"float": [pytest.approx(expected("cd"))]}
-    check(await http.post("/v2/embed", json={**body, "truncate": "NONE"}), 400, "texts", "context_length_exceeded")
+    check(
+        await http.post("/v2/embed", json={**body, "truncate": "NONE"}),
+        400,
+        "texts",
+        "context_length_exceeded",
+    )
 
 
 @pytest.mark.parametrize(

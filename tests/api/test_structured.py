@@ -32,7 +32,10 @@ EXPLOSIVE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"all
 
 
 def json_schema(schema) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "strict": True, "schema": schema},
+    }
 
 
 async def ask(http, path=CHAT, **body) -> str:
@@ -56,7 +59,10 @@ FORMS = [
     ({"structured_outputs": {"json_object": True}}, lambda text: type(json.loads(text)) is dict),
     ({"structured_outputs": {"regex": "[0-9]{4}"}}, lambda text: re.fullmatch("[0-9]{4}", text)),
     ({"structured_outputs": {"choice": ["red", "green"]}}, lambda text: text in ("red", "green")),
-    ({"structured_outputs": {"grammar": 'root ::= "a" [0-9]'}}, lambda text: re.fullmatch("a[0-9]", text)),
+    (
+        {"structured_outputs": {"grammar": 'root ::= "a" [0-9]'}},
+        lambda text: re.fullmatch("a[0-9]", text),
+    ),
     ({"guided_json": SCHEMA}, is_valid),
     ({"guided_regex": "[0-9]{4}"}, lambda text: re.fullmatch("[0-9]{4}", text)),
     ({"guided_choice": ["red", "green"]}, lambda text: text in ("red", "green")),
@@ -71,7 +77,13 @@ async def test_every_way_to_ask(http):
 
 
 async def test_a_stream_joined_is_the_answer_and_choices_are_independent(http):
-    body = {"messages": user("hi"), "max_tokens": 400, "n": 3, "seed": 1, "response_format": json_schema(SCHEMA)}
+    body = {
+        "messages": user("hi"),
+        "max_tokens": 400,
+        "n": 3,
+        "seed": 1,
+        "response_format": json_schema(SCHEMA),
+    }
     whole = (await http.post(CHAT, json=body)).json()
     chunks = events((await http.post(CHAT, json={**body, "stream": True})).text)
     joined = dict.fromkeys(range(3), "")
@@ -95,8 +107,16 @@ REFUSED = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "EOF"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not permitted"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "together"),
+    (
+        {"structured_outputs": {"structural_tag": "x"}},
+        "structured_outputs.structural_tag",
+        "not permitted",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs.choice",
+        "together",
+    ),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "together"),
     ({"guided_grammar": "hello"}, "guided_grammar", "::="),
     ({"guided_regex": "a" * 70_000}, "guided_regex", "at most 65536"),
@@ -119,7 +139,9 @@ async def test_what_cannot_be_generated_is_refused_and_serving_goes_on(http, mon
 async def test_an_explosive_schema_disturbs_nobody(served: Served, monkeypatch):
     monkeypatch.setattr(grammar_checker, "TIME_LIMIT", 1.5)
     served.async_llm.processor.grammars.check(StructuredOutput("regex", "warm"))
-    explosion = asyncio.create_task(served.http.post(CHAT, json={"messages": user("hi"), "response_format": EXPLOSIVE}))
+    explosion = asyncio.create_task(
+        served.http.post(CHAT, json={"messages": user("hi"), "response_format": EXPLOSIVE})
+    )
     gaps: list[float] = []
     num_answers = 0
     while not explosion.done():
@@ -133,7 +155,11 @@ async def test_an_explosive_schema_disturbs_nobody(served: Served, monkeypatch):
 
 
 async def test_free_text_asks_for_nothing(http):
-    for body in ({"response_format": {"type": "text"}}, {"structured_outputs": None}, {"guided_json": None}):
+    for body in (
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": None},
+        {"guided_json": None},
+    ):
         answer = await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 4, **body})
         assert answer.json()["choices"][0]["finish_reason"] == "length"
         assert "x-servd-ignored" not in answer.headers
@@ -151,9 +177,14 @@ async def test_the_openai_client_parses_into_pydantic():
         size: int = pydantic.Field(ge=0, le=99)
 
     async with serve(listen=True) as served:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="-", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="-", max_retries=0
+        ) as client:
             done = await client.chat.completions.parse(
-                model=MODEL, messages=[{"role": "user", "content": "hi"}], response_format=Item, max_tokens=400
+                model=MODEL,
+                messages=[{"role": "user", "content": "hi"}],
+                response_format=Item,
+                max_tokens=400,
             )
             item = done.choices[0].message.parsed
             assert isinstance(item, Item) and 0 <= item.size <= 99

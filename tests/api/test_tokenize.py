@@ -11,7 +11,9 @@ from tests.api.harness import MODEL, chat_prompt, serve, user
 
 
 async def test_a_text(http):
-    answer = (await http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True})).json()
+    answer = (
+        await http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True})
+    ).json()
     assert bytes(answer["tokens"]).decode() == "héllo"
     assert (answer["count"], answer["max_model_len"]) == (6, 4096)
     assert answer["token_strs"][0] == "h" and len(answer["token_strs"]) == 6
@@ -26,19 +28,27 @@ async def test_a_chat_counts_what_its_answer_will(http):
         answer = await http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
         assert count == answer.json()["usage"]["prompt_tokens"]
     tokens = (await http.post("/tokenize", json={"messages": user("hi")})).json()["tokens"]
-    assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": chat_prompt("hi")}
+    assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {
+        "prompt": chat_prompt("hi")
+    }
 
 
 async def test_a_real_tokenizer(tiny_llama_tokenizer):
     reference = AutoTokenizer.from_pretrained(tiny_llama_tokenizer)
-    spec = msgspec.structs.replace(FAKE_SPEC, folder=str(tiny_llama_tokenizer), vocab_size=len(reference))
+    spec = msgspec.structs.replace(
+        FAKE_SPEC, folder=str(tiny_llama_tokenizer), vocab_size=len(reference)
+    )
     async with serve(spec=spec) as served:
         for add_special_tokens in (True, False):
             body = {"prompt": "the License", "add_special_tokens": add_special_tokens}
             tokens = (await served.http.post("/tokenize", json=body)).json()["tokens"]
             assert tokens == reference.encode("the License", add_special_tokens=add_special_tokens)
-        tokens = (await served.http.post("/tokenize", json={"messages": user("hi")})).json()["tokens"]
-        rendered = reference.apply_chat_template(user("hi"), tokenize=False, add_generation_prompt=True)
+        tokens = (await served.http.post("/tokenize", json={"messages": user("hi")})).json()[
+            "tokens"
+        ]
+        rendered = reference.apply_chat_template(
+            user("hi"), tokenize=False, add_generation_prompt=True
+        )
         assert tokens == reference.encode(rendered, add_special_tokens=False)
         text = (await served.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
         assert text == reference.decode(tokens)

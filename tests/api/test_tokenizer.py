@@ -1,4 +1,6 @@
-"""Tokenizer against the `tokenizers` library's own decode, for all the decoders that language models use."""
+"""Tokenizer against the `tokenizers` library's own decode, for all the decoders that language
+models use.
+"""
 
 import json
 import sys
@@ -33,9 +35,19 @@ def gpt2_backend() -> Backend:
     """GPT-2's tokenizer made of its published merges: bytes, merged pairs, end of text."""
     if not GPT2_MERGES.exists():
         pytest.skip("GPT-2's vocab.bpe is not in ../shared/data/gpt2")
-    merges = [tuple(line.split(" ")) for line in GPT2_MERGES.read_text(encoding="utf8").splitlines()[1:] if line]
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    merges = [
+        tuple(line.split(" "))
+        for line in GPT2_MERGES.read_text(encoding="utf8").splitlines()[1:]
+        if line
+    ]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    alphabet = [chr(byte) for byte in printable] + [
+        chr(256 + i) for i in range(256 - len(printable))
+    ]
     tokens = [*alphabet, *("".join(pair) for pair in merges)]
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,14 +61,24 @@ def llama2_backend(strip: bool = True) -> Backend:
     trained = Backend(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+        ),
     )
     model = json.loads(trained.to_str())["model"]
-    vocab = {token: i for i, token in enumerate([*sorted(model["vocab"], key=model["vocab"].get), *BYTE_TOKENS])}
+    vocab = {
+        token: i
+        for i, token in enumerate([*sorted(model["vocab"], key=model["vocab"].get), *BYTE_TOKENS])
+    }
     merges = [tuple(pair) for pair in model["merges"]]
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     replace = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if strip else replace
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), replace]) if strip else replace
+    )
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(parts + [decoders.Strip(" ", 1, 0)] * strip)
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
@@ -96,7 +118,11 @@ def tokenizer(backend: Backend) -> Tokenizer:
     return Tokenizer(backend, {}, "")
 
 
-@given(text=st.one_of(UNICODE_TEXT, st.sampled_from(CORPUS), st.text("the quick brown fox", max_size=30)))
+@given(
+    text=st.one_of(
+        UNICODE_TEXT, st.sampled_from(CORPUS), st.text("the quick brown fox", max_size=30)
+    )
+)
 def test_decode_equals_the_library(tokenizer: Tokenizer, backend: Backend, text: str):
     for add_special_tokens in (True, False):
         ids = tokenizer.encode(text, add_special_tokens)
@@ -107,11 +133,15 @@ def test_decode_equals_the_library(tokenizer: Tokenizer, backend: Backend, text:
 
 @given(data=st.data())
 def test_any_tokens_decode_as_in_the_library(tokenizer: Tokenizer, backend: Backend, data):
-    """Also where the bytes are not UTF-8. With byte fallback, the library answers U+FFFD per byte of the whole run."""
+    """Also where the bytes are not UTF-8. With byte fallback, the library answers U+FFFD per byte
+    of the whole run.
+    """
     if b"ByteFallback" in backend.decoder.__getstate__():
         ids = st.integers(0, tokenizer.vocab_size - 1 - len(BYTE_TOKENS))
     else:
-        ids = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, min(255, tokenizer.vocab_size - 1))
+        ids = st.integers(0, tokenizer.vocab_size - 1) | st.integers(
+            0, min(255, tokenizer.vocab_size - 1)
+        )
     token_ids = data.draw(st.lists(ids, max_size=12))
     assert tokenizer.decode(token_ids) == backend.decode(token_ids)
 
@@ -133,7 +163,10 @@ def test_byte_tokenizer_is_the_fake_models():
     assert [BYTES.eos_token_id] == FAKE_SPEC.eos_token_ids
     assert BYTES.encode("hé") == [104, 0xC3, 0xA9]
     assert [BYTES.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
-    assert BYTES.decode([104, 256]) == "h" and BYTES.decode([104, 256], skip_special_tokens=False) == "h<eos>"
+    assert (
+        BYTES.decode([104, 256]) == "h"
+        and BYTES.decode([104, 256], skip_special_tokens=False) == "h<eos>"
+    )
 
 
 def test_special_tokens():
@@ -198,7 +231,9 @@ def test_broken_tokenizer(tmp_path: Path):
 
 
 def converter(folder: Path, body: str) -> str:
-    """A stand-in for the Python interpreter; it is called as `python -m servd.worker.convert_tokenizer SRC DST`."""
+    """A stand-in for the Python interpreter; it is called as `python -m
+    servd.worker.convert_tokenizer SRC DST`.
+    """
     script = folder / "python"
     script.write_text(f'#!/bin/sh\nshift 2\necho run >> "{folder}/runs"\n{body}\n')
     script.chmod(0o755)
@@ -225,6 +260,8 @@ def test_a_slow_tokenizer_is_converted_once(tmp_path: Path, monkeypatch):
 def test_a_failed_conversion_names_the_reason(tmp_path: Path, monkeypatch):
     (tmp_path / "tokenizer.model").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "executable", converter(tmp_path, "echo the file is empty >&2; exit 1"))
+    monkeypatch.setattr(
+        sys, "executable", converter(tmp_path, "echo the file is empty >&2; exit 1")
+    )
     with pytest.raises(ModelNotFound, match="the file is empty"):
         Tokenizer.load(str(tmp_path))

@@ -1,4 +1,6 @@
-"""Devices that answer later: one as slow as the host allows, and one whose host and device take simulated times."""
+"""Devices that answer later: one as slow as the host allows, and one whose host and device take
+simulated times.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,11 @@ class SlowOutput:
 
 
 class SlowExecutor(AuditedExecutor):
-    """Its device ends a step only when the host waits for that, so what the host does before overlaps with it.
+    """Its device ends a step only when the host waits for that, so what the host does before
+    overlaps with it.
 
-    And the host launches a step only while the device is at work on the oldest one in flight. Real threads, real times.
+    And the host launches a step only while the device is at work on the oldest one in flight. Real
+    threads, real times.
     """
 
     def start(self):
@@ -96,12 +100,16 @@ class TimedOutput:
 
 
 class TimedExecutor(AuditedExecutor):
-    """Keeps the clocks of a host that takes `host` for each step and of a device that takes `forward` and `sample`."""
+    """Keeps the clocks of a host that takes `host` for each step and of a device that takes
+    `forward` and `sample`.
+    """
 
     host, forward, sample = 1.0, 3.0, 1.0
 
     def start(self):
-        self.now = self.free = 0.0  # the host's clock; when the device has done all that it was given
+        self.now = self.free = (
+            0.0  # the host's clock; when the device has done all that it was given
+        )
         self.host_spans: list[Span] = []
         self.device_spans: list[Span] = []
         return super().start()

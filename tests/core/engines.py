@@ -1,4 +1,6 @@
-"""Engines over a fake executor that audits the whole KV cache, and a loop that checks every step."""
+"""Engines over a fake executor that audits the whole KV cache, and a loop that checks every
+step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ EOS = FAKE_SPEC.eos_token_ids
 
 
 class AuditedExecutor(FakeExecutor):
-    """Checks every step against the rules, and the cache of every scheduled row over its whole length."""
+    """Checks every step against the rules, and the cache of every scheduled row over its whole
+    length.
+    """
 
     def start(self):
         self.steps: list[SchedulerOutput] = []
@@ -31,7 +35,9 @@ class AuditedExecutor(FakeExecutor):
         assert scheduled.num_tokens <= config.max_num_batched_tokens
         for new in scheduled.new_requests:
             assert new.slot in slots
-            assert new.num_computed_tokens == len(new.block_ids) * self.block_size < len(new.token_ids)
+            assert (
+                new.num_computed_tokens == len(new.block_ids) * self.block_size < len(new.token_ids)
+            )
         super().execute_model(scheduled)
 
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
@@ -51,10 +57,18 @@ class AuditedExecutor(FakeExecutor):
 
 
 def make_engine(
-    num_blocks: int = 64, depth: int = 1, executor_class: type[AuditedExecutor] = AuditedExecutor, **options
+    num_blocks: int = 64,
+    depth: int = 1,
+    executor_class: type[AuditedExecutor] = AuditedExecutor,
+    **options,
 ) -> EngineCore:
     """An engine with a small cache; `options` as in Config."""
-    options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, "max_model_len": 64} | options
+    options = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "max_model_len": 64,
+    } | options
     memory = num_blocks * options["block_size"] * FAKE_SPEC.kv_bytes_per_token(4)
     config = Config.load(options | {"kv_cache_memory": memory, "async_scheduling": depth > 1})
     executor = executor_class(config, FAKE_SPEC, lambda phase, fraction: None)
@@ -64,16 +78,25 @@ def make_engine(
     return engine
 
 
-def make_request(request_id: str, prompt: list[int], max_tokens: int | None = 8, **options) -> EngineCoreRequest:
+def make_request(
+    request_id: str, prompt: list[int], max_tokens: int | None = 8, **options
+) -> EngineCoreRequest:
     """A request; options that a message does not have go to its SamplingParams."""
-    fields = {name: options.pop(name) for name in EngineCoreRequest.__struct_fields__ if name in options}
+    fields = {
+        name: options.pop(name) for name in EngineCoreRequest.__struct_fields__ if name in options
+    }
     return EngineCoreRequest(
-        request_id, prompt, SamplingParams(max_tokens=max_tokens, **options), **{"eos_token_ids": EOS} | fields
+        request_id,
+        prompt,
+        SamplingParams(max_tokens=max_tokens, **options),
+        **{"eos_token_ids": EOS} | fields,
     )
 
 
 def check(engine: EngineCore) -> None:
-    """Blocks and slots: owned exactly as often as the requests say, and never both free and owned."""
+    """Blocks and slots: owned exactly as often as the requests say, and never both free and
+    owned.
+    """
     scheduler = engine.scheduler
     pool = scheduler.kv_cache.pool
     owned = Counter(block for request in scheduler.requests.values() for block in request.block_ids)
@@ -126,11 +149,17 @@ class Log:
 
     def token_ids(self, request_id: str) -> list[int]:
         """All tokens of a request."""
-        return [token_id for output in self.outputs[request_id] for token_id in output.new_token_ids]
+        return [
+            token_id for output in self.outputs[request_id] for token_id in output.new_token_ids
+        ]
 
     def total(self, counter: str) -> int:
         """Sum of a counter of SchedulerStats over all reports."""
-        return sum(getattr(report.stats, counter) for reports in self.by_client.values() for report in reports)
+        return sum(
+            getattr(report.stats, counter)
+            for reports in self.by_client.values()
+            for report in reports
+        )
 
 
 def generate(engine: EngineCore, *requests: EngineCoreRequest) -> Log:

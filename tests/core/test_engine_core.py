@@ -1,4 +1,6 @@
-"""The whole core under random requests, aborts, budgets and cache sizes, at every depth and with both policies."""
+"""The whole core under random requests, aborts, budgets and cache sizes, at every depth and with
+both policies.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ TEXTS = [list(range(40)), [0, 1, 2, 3, 4, 5, 6, 7, *range(100, 132)]]
 arrivals = st.builds(
     Arrival,
     step=st.integers(0, 12),
-    prompt=st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 40)),
+    prompt=st.builds(
+        lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 40)
+    ),
     max_tokens=st.integers(1, 20),
     priority=st.integers(0, 2),
     cache_salt=st.sampled_from([None, None, "a"]),
@@ -37,7 +41,9 @@ arrivals = st.builds(
 max_num_seqs = st.shared(st.integers(1, 6), key="max_num_seqs")
 options = st.fixed_dictionaries(
     {
-        "num_blocks": st.sampled_from([16, 20, 64]),  # 60 tokens, the longest request, need 15 blocks
+        "num_blocks": st.sampled_from(
+            [16, 20, 64]
+        ),  # 60 tokens, the longest request, need 15 blocks
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_seqs.flatmap(lambda least: st.integers(least, 40)),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
@@ -63,7 +69,10 @@ def serve(arrivals: list[Arrival], depth: int, options: dict) -> Log:
                 engine.handle(AbortRequests([str(i)]))
         log.step(engine)
     log.run(engine)  # bounded: nobody starves
-    event(f"preemptions: {log.total('num_preemptions') > 0}, hits: {log.total('prefix_cache_hits') > 0}")
+    event(
+        f"preemptions: {log.total('num_preemptions') > 0}, hits: "
+        f"{log.total('prefix_cache_hits') > 0}"
+    )
     return log
 
 
@@ -95,7 +104,9 @@ def test_two_steps_are_in_flight_at_depth_two():
 
 
 def test_scheduling_never_reads_the_history_again():
-    """The cost of a step must not grow with the length of a request: decoding may touch the end of it only."""
+    """The cost of a step must not grow with the length of a request: decoding may touch the end of
+    it only.
+    """
 
     class Counted(list):
         reads = 0

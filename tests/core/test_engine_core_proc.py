@@ -9,13 +9,22 @@ from servd.config import Config
 from servd.core.engine_core_proc import ClientGone, EngineCoreProc, Start, all_of
 from servd.hf import FAKE_SPEC
 from servd.ipc import Inbox
-from servd.messages import AbortRequests, Attach, EngineCoreOutput, EngineCoreOutputs, EngineStatus, FromEngine
+from servd.messages import (
+    AbortRequests,
+    Attach,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineStatus,
+    FromEngine,
+)
 from tests.core.engines import make_engine, make_request
 
 
 def test_a_client_that_is_gone_is_told_to_the_engine_and_others_go_on():
     folder = ipc.private_dir()
-    inboxes = {client: Inbox(ipc.address(folder, f"client-{client}"), FromEngine) for client in (1, 2)}
+    inboxes = {
+        client: Inbox(ipc.address(folder, f"client-{client}"), FromEngine) for client in (1, 2)
+    }
     proc = EngineCoreProc(Start(Config(), FAKE_SPEC, str(folder), 0.0))
     thread = threading.Thread(target=proc.send_outputs)
     outputs = EngineCoreOutputs([EngineCoreOutput("a", [1])])

@@ -21,7 +21,9 @@ NUM_STEPS = 12
 
 
 def with_grammars(engine):
-    """An engine that takes in what its grammars' threads compile; returns a function that waits for all of it."""
+    """An engine that takes in what its grammars' threads compile; returns a function that waits for
+    all of it.
+    """
     news: queue.SimpleQueue[Any] = queue.SimpleQueue()
     engine.grammars.on_compiled = news.put
 
@@ -40,13 +42,17 @@ def test_the_host_works_while_the_device_does(depth):
     device = engine.executor
     assert len(device.device_spans) == NUM_STEPS
     for launch in device.host_spans:
-        hidden = overlap([launch], [span for span in device.device_spans if span.step < launch.step])
+        hidden = overlap(
+            [launch], [span for span in device.device_spans if span.step < launch.step]
+        )
         whole = launch.end - launch.start
         assert hidden == pytest.approx(whole if depth > 1 and launch.step else 0)
     assert all(log.finished(request.request_id) for request in requests)
 
 
-@pytest.mark.parametrize("form", [None, StructuredOutput("regex", "[a-z]{40}")], ids=["free", "grammar"])
+@pytest.mark.parametrize(
+    "form", [None, StructuredOutput("regex", "[a-z]{40}")], ids=["free", "grammar"]
+)
 @pytest.mark.parametrize(
     ("depth", "host", "expected"),
     [
@@ -92,7 +98,9 @@ TEXT = tuple(range(40))
 arrivals = st.builds(
     Arrival,
     step=st.integers(0, 10),
-    prompt=st.builds(lambda first, length: TEXT[first : first + length], st.integers(0, 2), st.integers(1, 30)),
+    prompt=st.builds(
+        lambda first, length: TEXT[first : first + length], st.integers(0, 2), st.integers(1, 30)
+    ),
     max_tokens=st.integers(1, 16),
     min_tokens=st.integers(0, 8),
     stops=st.booleans(),
@@ -102,9 +110,13 @@ arrivals = st.builds(
 )
 
 
-def serve(arrivals: list[Arrival], depth: int, executor_class: type[AuditedExecutor], num_blocks: int) -> Log:
+def serve(
+    arrivals: list[Arrival], depth: int, executor_class: type[AuditedExecutor], num_blocks: int
+) -> Log:
     """Run the engine while requests come and go."""
-    engine = make_engine(num_blocks, depth, max_num_seqs=4, max_num_batched_tokens=24, executor_class=executor_class)
+    engine = make_engine(
+        num_blocks, depth, max_num_seqs=4, max_num_batched_tokens=24, executor_class=executor_class
+    )
     settle, log = with_grammars(engine), Log()
     for step in range(max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals) + 1):
         for i, arrival in enumerate(arrivals):
@@ -125,7 +137,10 @@ def alone(arrival: Arrival) -> list[Any]:
 
 
 def outputs(log: Log, request_id: str) -> list[Any]:
-    return [(o.new_token_ids, o.finish_reason, o.stop_reason, o.logprobs) for o in log.outputs[request_id]]
+    return [
+        (o.new_token_ids, o.finish_reason, o.stop_reason, o.logprobs)
+        for o in log.outputs[request_id]
+    ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -153,7 +168,11 @@ def reasons(log: Log) -> list[str | None]:
     [
         (64, {"stops": True}, lambda log: "stop" in reasons(log)),
         (64, {"form": True}, lambda log: reasons(log) == ["stop"] * 6),
-        (64, {"abort_after": 8}, lambda log: 0 < len(log.token_ids("0")) < 16 and set(reasons(log)) == {None}),
+        (
+            64,
+            {"abort_after": 8},
+            lambda log: 0 < len(log.token_ids("0")) < 16 and set(reasons(log)) == {None},
+        ),
         (12, {}, lambda log: log.total("num_preemptions") > 0),
         (12, {"form": True, "logprobs": 1}, lambda log: log.total("num_preemptions") > 0),
     ],

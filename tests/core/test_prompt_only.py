@@ -69,7 +69,11 @@ def test_without_output_the_prompt_is_all(depth):
 def test_a_prompt_without_output_may_fill_the_context_and_the_cache(depth, num_blocks):
     engine = make_engine(num_blocks, depth, max_num_batched_tokens=24)
     prompt = [i % 50 for i in range(64)]
-    log = generate(engine, make_request("full", prompt, 0, prompt_logprobs=0), make_request("beyond", [*prompt, 1], 0))
+    log = generate(
+        engine,
+        make_request("full", prompt, 0, prompt_logprobs=0),
+        make_request("beyond", [*prompt, 1], 0),
+    )
     assert scored(log, "full") == prompt[1:]
     assert log.outputs["full"][0].finish_reason is FinishReason.LENGTH
     assert log.outputs["beyond"][0].finish_reason is FinishReason.ERROR
@@ -82,8 +86,12 @@ def test_vectors(depth, pooling):
     engine = make_engine(num_blocks=24, depth=depth, max_num_batched_tokens=16)
     params = PoolingParams(pooling=pooling)
     texts = {str(i): [*PROMPT[:30], i] for i in range(5)}
-    log = generate(engine, make_request("text", PROMPT[:30], 9),
-                   *(EngineCoreRequest(name, ids, params) for name, ids in texts.items()))  # fmt: skip
+    log = generate(
+        engine,
+        make_request("text", PROMPT[:30], 9),
+        # fmt: skip
+        *(EngineCoreRequest(name, ids, params) for name, ids in texts.items()),
+    )
     for name, ids in texts.items():
         (output,) = log.outputs[name]
         state, vectors = 0, []

@@ -10,7 +10,10 @@ from servd.params import RepetitionDetection
 
 def repeats(output: list[int], smallest: int, largest: int, count: int) -> bool:
     sizes = range(max(smallest, 1), largest + 1)
-    return any(len(output) >= size * count and output[-size * count :] == output[-size:] * count for size in sizes)
+    return any(
+        len(output) >= size * count and output[-size * count :] == output[-size:] * count
+        for size in sizes
+    )
 
 
 def test_ends_where_the_output_repeats_itself():

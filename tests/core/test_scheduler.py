@@ -6,32 +6,54 @@ import pytest
 
 from servd.core.executor.fake import expected_tokens
 from servd.messages import AbortRequests, FinishReason
-from tests.core.engines import EOS, VOCAB_SIZE, Log, check_idle, generate, make_engine, make_request, solo
+from tests.core.engines import (
+    EOS,
+    VOCAB_SIZE,
+    Log,
+    check_idle,
+    generate,
+    make_engine,
+    make_request,
+    solo,
+)
 
 
 def run_and_list_steps(engine, *requests) -> tuple[Log, list[dict[int, int]]]:
-    """For every step: {slot: tokens}. Slots are handed out from 0, so slot i is the i-th request."""
+    """For every step: {slot: tokens}. Slots are handed out from 0, so slot i is the i-th
+    request.
+    """
     log = generate(engine, *requests)
-    return log, [{item.slot: item.num_tokens for item in step.scheduled} for step in engine.executor.steps]
+    return log, [
+        {item.slot: item.num_tokens for item in step.scheduled} for step in engine.executor.steps
+    ]
 
 
 # ---- the token budget ----
 
 
 def test_a_long_prompt_is_computed_in_chunks():
-    _, steps = run_and_list_steps(make_engine(max_num_batched_tokens=10), make_request("a", list(range(25)), 2))
+    _, steps = run_and_list_steps(
+        make_engine(max_num_batched_tokens=10), make_request("a", list(range(25)), 2)
+    )
     assert steps == [{0: 10}, {0: 10}, {0: 5}, {0: 1}]
 
 
 def test_only_the_last_chunk_samples():
     engine = make_engine(max_num_batched_tokens=10)
     generate(engine, make_request("a", list(range(25)), 2))
-    assert [step.scheduled[0].samples for step in engine.executor.steps] == [False, False, True, True]
+    assert [step.scheduled[0].samples for step in engine.executor.steps] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_decoding_goes_on_beside_a_long_prompt():
     engine = make_engine(max_num_batched_tokens=8)
-    _, steps = run_and_list_steps(engine, make_request("a", [1], 6), make_request("b", list(range(30)), 1))
+    _, steps = run_and_list_steps(
+        engine, make_request("a", [1], 6), make_request("b", list(range(30)), 1)
+    )
     assert steps == [{0: 1, 1: 7}, {0: 1, 1: 7}, {0: 1, 1: 7}, {0: 1, 1: 7}, {0: 1, 1: 2}, {0: 1}]
 
 
@@ -62,13 +84,17 @@ def order_of_first_tokens(engine, *requests) -> list[str]:
 def test_priority_decides_who_runs_next_and_arrival_among_equals():
     engine = make_engine(max_num_seqs=1, scheduling_policy="priority")
     priorities = {"a": 5, "b": 1, "c": 5, "d": -2, "e": 1}
-    requests = [make_request(name, [1], 1, priority=priority) for name, priority in priorities.items()]
+    requests = [
+        make_request(name, [1], 1, priority=priority) for name, priority in priorities.items()
+    ]
     assert order_of_first_tokens(engine, *requests) == ["d", "b", "e", "a", "c"]
 
 
 def test_fcfs_ignores_priorities():
     engine = make_engine(max_num_seqs=1)
-    requests = [make_request(name, [1], 1, priority=priority) for name, priority in {"a": 5, "b": 1}.items()]
+    requests = [
+        make_request(name, [1], 1, priority=priority) for name, priority in {"a": 5, "b": 1}.items()
+    ]
     assert order_of_first_tokens(engine, *requests) == ["a", "b"]
 
 
@@ -87,7 +113,10 @@ def preempted(log: Log) -> set[str]:
 @pytest.mark.parametrize(("policy", "yields"), [("fcfs", {"b"}), ("priority", {"a"})])
 def test_the_last_in_order_yields_when_blocks_run_out_and_loses_nothing(depth, policy, yields):
     engine = make_engine(num_blocks=8, depth=depth, max_model_len=32, scheduling_policy=policy)
-    requests = [make_request("a", [1, 2, 3], 20, priority=1), make_request("b", [4, 5, 6], 20, priority=0)]
+    requests = [
+        make_request("a", [1, 2, 3], 20, priority=1),
+        make_request("b", [4, 5, 6], 20, priority=0),
+    ]
     log = generate(engine, *requests)
     assert preempted(log) == yields
     assert log.total("num_preemptions") >= 1
@@ -100,13 +129,18 @@ def test_recomputed_tokens_do_not_count_as_prefix_hits():
     log = generate(engine, make_request("a", [1, 2, 3], 20), make_request("b", [4, 5, 6], 20))
     assert log.total("num_preemptions") >= 1
     assert (log.total("prefix_cache_queries"), log.total("prefix_cache_hits")) == (6, 0)
-    assert all(output.num_cached_tokens == 0 for outputs in log.outputs.values() for output in outputs)
+    assert all(
+        output.num_cached_tokens == 0 for outputs in log.outputs.values() for output in outputs
+    )
 
 
 def test_a_request_that_does_not_fit_yet_is_not_overtaken():
     engine = make_engine(num_blocks=8, max_model_len=32)
     log = Log()
-    for request in (make_request("a", list(range(20)), 4), make_request("b", list(range(50, 70)), 1)):
+    for request in (
+        make_request("a", list(range(20)), 4),
+        make_request("b", list(range(50, 70)), 1),
+    ):
         engine.handle(request)
     log.step(engine)
     engine.handle(make_request("small", [1], 1))
@@ -148,7 +182,8 @@ def test_min_tokens_outlasts_a_stop_token():
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    ("num_prompt", "max_tokens", "num_output"), [(10, 5, 5), (10, None, 22), (10, 100, 22), (31, None, 1)]
+    ("num_prompt", "max_tokens", "num_output"),
+    [(10, 5, 5), (10, None, 22), (10, 100, 22), (31, None, 1)],
 )
 def test_max_tokens_and_max_model_len_bound_the_output(depth, num_prompt, max_tokens, num_output):
     engine = make_engine(depth=depth, max_model_len=32)
@@ -162,7 +197,11 @@ def test_max_tokens_and_max_model_len_bound_the_output(depth, num_prompt, max_to
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_cache_smaller_than_the_model_length_bounds_the_output(depth):
     engine = make_engine(num_blocks=4, depth=depth, max_model_len=64)
-    log = generate(engine, make_request("a", list(range(10)), None), make_request("b", list(range(20, 30)), None))
+    log = generate(
+        engine,
+        make_request("a", list(range(10)), None),
+        make_request("b", list(range(20, 30)), None),
+    )
     for name in "ab":
         assert len(log.token_ids(name)) == 6 and finish(log, name) == (FinishReason.LENGTH, None)
 
@@ -172,7 +211,11 @@ def test_a_prompt_larger_than_the_cache_ends_with_an_error_that_names_the_remedy
     log = generate(engine, make_request("a", list(range(40))), make_request("b", [1], 2))
     [output] = log.outputs["a"]
     assert output.finish_reason is FinishReason.ERROR and output.new_token_ids == []
-    assert "40 tokens" in output.error and "16 tokens" in output.error and "--kv-cache-memory" in output.error
+    assert (
+        "40 tokens" in output.error
+        and "16 tokens" in output.error
+        and "--kv-cache-memory" in output.error
+    )
     assert len(log.token_ids("b")) == 2
 
 
@@ -182,11 +225,17 @@ def test_a_prompt_larger_than_the_cache_ends_with_an_error_that_names_the_remedy
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_steps", range(8))
 def test_an_abort_at_any_moment_frees_everything_and_disturbs_nobody(depth, num_steps):
-    """Steps 0 to 3 fall into the prompt of "a"; blocks are short enough that someone is preempted later on."""
+    """Steps 0 to 3 fall into the prompt of "a"; blocks are short enough that someone is preempted
+    later on.
+    """
     engine = make_engine(num_blocks=14, depth=depth, max_num_batched_tokens=8, max_model_len=56)
     log = Log()
     stays = make_request("stays", [9, 8, 7], 25)
-    for request in (make_request("a", list(range(24)), 9), stays, make_request("waits", list(range(30, 50)), 3)):
+    for request in (
+        make_request("a", list(range(24)), 9),
+        stays,
+        make_request("waits", list(range(30, 50)), 3),
+    ):
         engine.handle(request)
     for _ in range(num_steps):
         log.step(engine)
@@ -259,7 +308,9 @@ def test_an_engine_without_requests_has_no_work_and_makes_no_step():
 
 
 def test_logprobs_come_with_their_token():
-    log = generate(make_engine(), make_request("a", [1, 2], 3, logprobs=2), make_request("b", [3], 3))
+    log = generate(
+        make_engine(), make_request("a", [1, 2], 3, logprobs=2), make_request("b", [3], 3)
+    )
     for output in log.outputs["a"]:
         assert [entry.token_ids[0] for entry in output.logprobs] == output.new_token_ids
     assert all(output.logprobs is None for output in log.outputs["b"])

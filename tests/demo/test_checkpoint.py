@@ -1,4 +1,6 @@
-"""The checkpoint that ships in the package: small, of the ordinary layout, with a tokenizer and template that hold."""
+"""The checkpoint that ships in the package: small, of the ordinary layout, with a tokenizer and
+template that hold.
+"""
 
 import json
 from itertools import islice
@@ -17,7 +19,13 @@ from servd.api.chat_template import ChatTemplate
 from servd.hf import read_spec
 
 MODEL = Path(__file__).parents[2] / "servd" / "demo_model"
-FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+FILES = {
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+}
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
@@ -55,24 +63,53 @@ def test_any_text_comes_back(tokenizer, text):
 
 
 def test_digits_are_single_tokens_and_marks_are_visible(tokenizer):
-    assert [tokenizer.decode(token) for token in tokenizer.encode("1990-07")] == ["1", "9", "9", "0", "-", "0", "7"]
-    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+    assert [tokenizer.decode(token) for token in tokenizer.encode("1990-07")] == [
+        "1",
+        "9",
+        "9",
+        "0",
+        "-",
+        "0",
+        "7",
+    ]
+    marks = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_response>",
+        "</tool_response>",
+    ]
     ids = tokenizer.convert_tokens_to_ids(marks)
     assert tokenizer.decode(ids, skip_special_tokens=True) == "".join(marks)
-    assert tokenizer.decode(tokenizer.encode("<|im_start|>x<|im_end|>"), skip_special_tokens=True) == "x"
+    assert (
+        tokenizer.decode(tokenizer.encode("<|im_start|>x<|im_end|>"), skip_special_tokens=True)
+        == "x"
+    )
 
 
 def test_template_gives_the_training_text(tokenizer):
-    """Training renders by itself; transformers and servd must get the same text from the shipped template."""
+    """Training renders by itself; transformers and servd must get the same text from the shipped
+    template.
+    """
     assert tokenizer.chat_template == TEMPLATE.read_text("utf8")
     render, servd_template = Renderer(), ChatTemplate(tokenizer.chat_template)
     examples = [example for example in islice(Corpus(5), 300) if "messages" in example]
-    assert any(example["tools"] for example in examples) and any(example["thinking"] for example in examples)
+    assert any(example["tools"] for example in examples) and any(
+        example["thinking"] for example in examples
+    )
     for example in examples:
         text = render(example)
-        assert tokenizer.apply_chat_template(example["messages"], tools=example["tools"], tokenize=False) == text
         assert (
-            servd_template.render(as_sent(example["messages"]), tools=example["tools"], add_generation_prompt=False)
+            tokenizer.apply_chat_template(
+                example["messages"], tools=example["tools"], tokenize=False
+            )
+            == text
+        )
+        assert (
+            servd_template.render(
+                as_sent(example["messages"]), tools=example["tools"], add_generation_prompt=False
+            )
             == text
         )
 
@@ -90,7 +127,9 @@ def test_thinking_is_switched_by_the_template(tokenizer):
     messages = [{"role": "user", "content": "Hi"}]
 
     def prompt(**options):
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **options
+        )
 
     start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert prompt(enable_thinking=True) == start
@@ -98,7 +137,9 @@ def test_thinking_is_switched_by_the_template(tokenizer):
 
 
 def test_a_next_turn_begins_with_the_tokens_of_the_last_one(tokenizer):
-    """Prompt and answer of a turn are a prefix of the next turn's prompt, so that a prefix cache finds them."""
+    """Prompt and answer of a turn are a prefix of the next turn's prompt, so that a prefix cache
+    finds them.
+    """
     messages = [{"role": "user", "content": "Hi"}]
     first = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     messages += [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Bye"}]
@@ -107,7 +148,10 @@ def test_a_next_turn_begins_with_the_tokens_of_the_last_one(tokenizer):
 
 
 def test_tools_and_results(tokenizer):
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -116,9 +160,14 @@ def test_tools_and_results(tokenizer):
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},
     ]
-    text = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        messages, tools=[tool], tokenize=False, add_generation_prompt=True
+    )
     system, rest = text.split("<|im_end|>\n", 1)
-    assert system.startswith("<|im_start|>system\nBe brief.\n\n") and f"\n{json.dumps(tool)}\n" in system
+    assert (
+        system.startswith("<|im_start|>system\nBe brief.\n\n")
+        and f"\n{json.dumps(tool)}\n" in system
+    )
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     results = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
     assert rest == (

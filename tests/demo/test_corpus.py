@@ -1,4 +1,6 @@
-"""The training text: seeded, consistent in itself, and apart from the prompts of the quality test."""
+"""The training text: seeded, consistent in itself, and apart from the prompts of the quality
+test.
+"""
 
 import json
 import re
@@ -29,7 +31,11 @@ def answers(examples):
         if "text" in example:
             yield example["text"]
         else:
-            yield from (message["content"] for message in example["messages"] if message["role"] == "assistant")
+            yield from (
+                message["content"]
+                for message in example["messages"]
+                if message["role"] == "assistant"
+            )
 
 
 def normalised(text):
@@ -47,7 +53,9 @@ def test_held_out_text_differs(examples):
 
 def test_every_sum_is_right_and_some_pairs_are_left_out(examples):
     found = [SUM.findall(answer) for answer in answers(examples)]
-    sums = [(int(a), sign, int(b), int(result)) for matches in found for a, sign, b, result in matches]
+    sums = [
+        (int(a), sign, int(b), int(result)) for matches in found for a, sign, b, result in matches
+    ]
     assert len(sums) > 1000
     for a, sign, b, result in sums:
         assert result == (a + b if sign == "+" else a - b)
@@ -64,7 +72,10 @@ def test_json_answers_are_json(examples):
 def test_calls_fit_the_given_functions(examples):
     calls = 0
     for example in conversations(examples):
-        declared = {tool["function"]["name"]: tool["function"]["parameters"] for tool in example["tools"] or []}
+        declared = {
+            tool["function"]["name"]: tool["function"]["parameters"]
+            for tool in example["tools"] or []
+        }
         for message in example["messages"]:
             for call in message.get("tool_calls", []):
                 calls += 1
@@ -78,14 +89,24 @@ def test_conversations_alternate_and_think_all_or_nothing(examples):
         messages = [message for message in example["messages"] if message["role"] != "system"]
         assert messages[0]["role"] == "user"
         for before, after in zip(messages, messages[1:], strict=False):
-            assert (before["role"] == "assistant") == (after["role"] == "user") or after["role"] == "tool"
-        thoughts = [bool(message.get("reasoning_content")) for message in messages if message["role"] == "assistant"]
+            assert (before["role"] == "assistant") == (after["role"] == "user") or after[
+                "role"
+            ] == "tool"
+        thoughts = [
+            bool(message.get("reasoning_content"))
+            for message in messages
+            if message["role"] == "assistant"
+        ]
         assert set(thoughts) == {example["thinking"]}
 
 
 def test_no_slot_or_choice_is_left_open(examples):
     for example in examples:
-        texts = [example["text"]] if "text" in example else [message["content"] for message in example["messages"]]
+        texts = (
+            [example["text"]]
+            if "text" in example
+            else [message["content"] for message in example["messages"]]
+        )
         for text in texts:
             assert not re.search(r"<[a-z]\w*>", text.replace("<think>", ""))
             assert "|" not in text
@@ -96,7 +117,11 @@ def test_no_slot_or_choice_is_left_open(examples):
 def test_no_quality_prompt_is_in_the_training_text():
     files = (ROOT / "demo").glob("*_prompts.jsonl")
     rows = [json.loads(line) for file in files for line in file.read_text("utf8").splitlines()]
-    asked = {normalised(row["messages"][-1]["content"]) for row in rows if row["kind"] not in ("text", "result")}
+    asked = {
+        normalised(row["messages"][-1]["content"])
+        for row in rows
+        if row["kind"] not in ("text", "result")
+    }
     options = parse([])
     for example in islice(Corpus(options.seed), options.examples):
         for message in example.get("messages", []):
@@ -109,5 +134,7 @@ def test_grammar_choices_slots_and_articles():
     grammar = Grammar({"colors": "red blue", "cities": ["New York"]})
     rng = random.Random(0)
     texts = {grammar.expand("{a|{b|c}} <color> <it>,  {x|} end", rng, it="owl") for _ in range(200)}
-    assert texts == {f"{a} {c} owl,{x} end" for a in "abc" for c in ("red", "blue") for x in (" x", "")}
+    assert texts == {
+        f"{a} {c} owl,{x} end" for a in "abc" for c in ("red", "blue") for x in (" x", "")
+    }
     assert grammar.expand("a <it> in <city>", rng, it="owl") == "an owl in New York"

@@ -1,4 +1,6 @@
-"""Weights of 8 and 16 bits: how much worse the demo model predicts text that it was not trained on."""
+"""Weights of 8 and 16 bits: how much worse the demo model predicts text that it was not trained
+on.
+"""
 
 from itertools import islice
 from math import exp
@@ -39,7 +41,10 @@ def perplexity(sequences, **options: str) -> float:
 @pytest.mark.timeout(300)
 def test_perplexity_changes_by_less_than_a_percent(held_out):
     exact = perplexity(held_out, dtype="float32")
-    for name, options in {"bfloat16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"}}.items():
+    for name, options in {
+        "bfloat16": {"dtype": "bfloat16"},
+        "int8": {"quantization": "int8"},
+    }.items():
         change = perplexity(held_out, **options) / exact - 1
         print(f"{name}: {change:+.3%} of {exact:.4f}")
         assert abs(change) < 0.01

@@ -1,9 +1,10 @@
 """How well the demo model answers prompts that its training text does not have.
 
-`demo/quality_prompts.jsonl` was written apart from the training text, which was widened where the model failed on them;
-`demo/fresh_prompts.jsonl` by somebody who had not read the training text, when it was finished. Each prompt has a kind,
-and `KINDS` has the rule by which an answer of that kind passes. Whatever the kind, an answer must end by itself and
-must not loop. `pytest tests/demo/test_quality.py -s` shows the scores and the answers that failed.
+`demo/quality_prompts.jsonl` was written apart from the training text, which was widened where the
+model failed on them; `demo/fresh_prompts.jsonl` by somebody who had not read the training text,
+when it was finished. Each prompt has a kind, and `KINDS` has the rule by which an answer of that
+kind passes. Whatever the kind, an answer must end by itself and must not loop. `pytest
+tests/demo/test_quality.py -s` shows the scores and the answers that failed.
 """
 
 import json
@@ -21,7 +22,10 @@ from servd import LLM, SamplingParams
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "servd" / "demo_model"
 SETS = {
-    name: [json.loads(line) for line in (ROOT / "demo" / f"{name}_prompts.jsonl").read_text("utf8").splitlines()]
+    name: [
+        json.loads(line)
+        for line in (ROOT / "demo" / f"{name}_prompts.jsonl").read_text("utf8").splitlines()
+    ]
     for name in ("quality", "fresh")
 }
 PROMPTS = [prompt for prompts in SETS.values() for prompt in prompts]
@@ -66,7 +70,9 @@ def sentences(text):
 
 def has_keywords(prompt, answer):
     """Of each group of keywords, one is in the answer."""
-    return all(any(word.lower() in answer.lower() for word in group) for group in prompt["keywords"])
+    return all(
+        any(word.lower() in answer.lower() for word in group) for group in prompt["keywords"]
+    )
 
 
 def has_value(prompt, answer):
@@ -76,13 +82,17 @@ def has_value(prompt, answer):
 
 def is_story(prompt, answer):
     """At least three sentences, and everyone asked for occurs."""
-    return len(sentences(answer)) >= 3 and all(name.lower() in answer.lower() for name in prompt["names"])
+    return len(sentences(answer)) >= 3 and all(
+        name.lower() in answer.lower() for name in prompt["names"]
+    )
 
 
 def is_listing(prompt, answer, kinds):
     """As many different things as asked for, all of the kind asked for."""
     things = {thing.lower() for thing in kinds[prompt["category"]]}
-    items = [re.sub(r"^\W*\d*\W*", "", line).strip(" .").lower() for line in re.split(r"[\n,]", answer)]
+    items = [
+        re.sub(r"^\W*\d*\W*", "", line).strip(" .").lower() for line in re.split(r"[\n,]", answer)
+    ]
     return len(items) == len(set(items)) == prompt["count"] and set(items) <= things
 
 
@@ -100,9 +110,14 @@ def is_object(prompt, answer):
 
 
 def calls_tools(prompt, answer):
-    """Exactly the expected calls; with `loose`, a text argument may have further or fewer words around its noun."""
+    """Exactly the expected calls; with `loose`, a text argument may have further or fewer words
+    around its noun.
+    """
     try:
-        calls = [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", answer, re.DOTALL)]
+        calls = [
+            json.loads(call)
+            for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", answer, re.DOTALL)
+        ]
     except ValueError:
         return False
     if not prompt.get("loose"):
@@ -110,7 +125,9 @@ def calls_tools(prompt, answer):
     if len(calls) != 1 or calls[0]["name"] != prompt["calls"][0]["name"]:
         return False
     given, wanted = calls[0]["arguments"], prompt["calls"][0]["arguments"]
-    return given.keys() == wanted.keys() and all(wanted[key].split()[-1] in given[key] for key in wanted)
+    return given.keys() == wanted.keys() and all(
+        wanted[key].split()[-1] in given[key] for key in wanted
+    )
 
 
 def thinks(prompt, answer):
@@ -167,7 +184,9 @@ def passes(prompt, answer, kinds):
 @pytest.mark.parametrize("name", SETS)
 def test_score(outputs, name: str):
     assert len(SETS[name]) >= 60
-    kinds = {kind: words.split() for kind, words in Skills(lambda a, b: False).words["kinds"].items()}
+    kinds = {
+        kind: words.split() for kind, words in Skills(lambda a, b: False).words["kinds"].items()
+    }
     right, of = Counter(), Counter()
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         if prompt not in SETS[name]:
@@ -176,7 +195,10 @@ def test_score(outputs, name: str):
         of[prompt["kind"]] += 1
         right[prompt["kind"]] += passes(prompt, answer, kinds)
         if not passes(prompt, answer, kinds):
-            print(f"\n{prompt['id']}: {(prompt.get('prompt') or prompt['messages'][-1]['content'])!r}\n  -> {answer!r}")
+            print(
+                f"\n{prompt['id']}: "
+                f"{(prompt.get('prompt') or prompt['messages'][-1]['content'])!r}\n  -> {answer!r}"
+            )
     score = right.total() / of.total()
     print("\n" + ", ".join(f"{kind} {right[kind]}/{of[kind]}" for kind in of))
     print(f"score of the {name} prompts: {right.total()} of {of.total()} = {score:.1%}")
@@ -197,9 +219,17 @@ def test_transformers_gives_the_same_tokens(token_ids, outputs):
 @pytest.mark.parametrize(
     ("prompt", "good", "bad"),
     [
-        ({"kind": "fact", "keywords": [["8000"], ["port"]]}, "The port is 8000.", "The port is 9000."),
+        (
+            {"kind": "fact", "keywords": [["8000"], ["port"]]},
+            "The port is 8000.",
+            "The port is 9000.",
+        ),
         ({"kind": "sum", "value": -18}, "12 - 30 = -18.", "12 - 30 = 18."),
-        ({"kind": "story", "names": ["Mia"]}, "Mia ran. She fell. She got up.", "Mia ran. She fell."),
+        (
+            {"kind": "story", "names": ["Mia"]},
+            "Mia ran. She fell. She got up.",
+            "Mia ran. She fell.",
+        ),
         ({"kind": "list", "category": "fruits", "count": 2}, "1. apple\n2. fig", "1. fig\n2. fig"),
         ({"kind": "sort", "items": ["5", "31"]}, "5, 31", "31, 5"),
         ({"kind": "json", "object": {"age": 3}}, '{"age": 3}', '{"age": "3"}'),
@@ -208,7 +238,11 @@ def test_transformers_gives_the_same_tokens(token_ids, outputs):
             '<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>',
             '<tool_call>\n{"name": "f", "arguments": {"x": "b"}}\n</tool_call>',
         ),
-        ({"kind": "think", "value": 5}, "<think>\n2 + 3\n</think>\n\n5", "<think>\n\n</think>\n\n5"),
+        (
+            {"kind": "think", "value": 5},
+            "<think>\n2 + 3\n</think>\n\n5",
+            "<think>\n\n</think>\n\n5",
+        ),
         ({"kind": "fact", "keywords": []}, "fine", "one two three four five six seven eight " * 3),
         ({"kind": "fact", "keywords": []}, "fine", None),
     ],

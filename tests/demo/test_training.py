@@ -1,4 +1,6 @@
-"""The training code: its model is Qwen3, its loss counts answers, an interrupted run goes on as if never stopped."""
+"""The training code: its model is Qwen3, its loss counts answers, an interrupted run goes on as if
+never stopped.
+"""
 
 import random
 from itertools import islice
@@ -24,8 +26,17 @@ from demo.train import (
     steps,
 )
 
-TINY = ModelConfig(vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
-                   num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
+TINY = ModelConfig(
+    vocab_size=700,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    head_dim=16,
+    # fmt: skip
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
 CPU = torch.device("cpu")
 
 
@@ -63,7 +74,9 @@ def test_exported_model_is_qwen3_to_transformers(tmp_path, tokenizer):
         tmp_path, dtype=torch.float32, output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    model.load_state_dict({name: weight.float() for name, weight in load_file(tmp_path / "model.safetensors").items()})
+    model.load_state_dict(
+        {name: weight.float() for name, weight in load_file(tmp_path / "model.safetensors").items()}
+    )
     ids = torch.randint(0, TINY.vocab_size, (2, 40))
     with torch.no_grad():
         ours = model(ids, torch.ones_like(ids, dtype=torch.bool)).view(2, 40, -1)
@@ -77,13 +90,19 @@ def test_loss_counts_answers_only(tokenizer):
             {"role": "user", "content": "One and two?"},
             {"role": "assistant", "content": "1 + 2 = 3."},
             {"role": "user", "content": "Thanks"},
-            {"role": "assistant", "reasoning_content": "I am polite.", "content": "You are welcome!"},
+            {
+                "role": "assistant",
+                "reasoning_content": "I am polite.",
+                "content": "You are welcome!",
+            },
         ],
         "tools": None,
     }
     [sequence] = encode([example], tokenizer, 256)
     assert tokenizer.decode(sequence.ids, skip_special_tokens=False) == Renderer()(example)
-    counted = tokenizer.decode([t for t, flag in zip(sequence.ids, sequence.counted, strict=True) if flag], False)
+    counted = tokenizer.decode(
+        [t for t, flag in zip(sequence.ids, sequence.counted, strict=True) if flag], False
+    )
     assert counted == f"1 + 2 = 3.{END}<think>\nI am polite.\n</think>\n\nYou are welcome!{END}"
 
 
@@ -103,7 +122,11 @@ def test_batches_hold_every_sequence_once(tokenizer):
 
 
 def test_examples_in_a_row_do_not_see_each_other(tokenizer):
-    sequences = [sequence for sequence in encode(islice(Corpus(0), 40), tokenizer, 256) if len(sequence) < 100]
+    sequences = [
+        sequence
+        for sequence in encode(islice(Corpus(0), 40), tokenizer, 256)
+        if len(sequence) < 100
+    ]
     torch.manual_seed(0)
     model = Qwen3(TINY)
 
@@ -140,7 +163,9 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(batches, tmp_path
 def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     """Its weights would be exported with a tokenizer that they do not know."""
     torch.manual_seed(0)
-    one, other = (Trainer(Qwen3(TINY), 4000, 2e-2, CPU, origin) for origin in ("text", "other text"))
+    one, other = (
+        Trainer(Qwen3(TINY), 4000, 2e-2, CPU, origin) for origin in ("text", "other text")
+    )
     one.save(tmp_path / "checkpoint.pt")
     with pytest.raises(SystemExit, match=r"checkpoint\.pt is of another training.*--work"):
         other.load(tmp_path / "checkpoint.pt")

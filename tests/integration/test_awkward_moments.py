@@ -114,18 +114,24 @@ def test_head_without_end_is_refused(fake_server: Server, part: bytes):
                 time.sleep(0.0005)
             received = client.recv(4096)
         except (BrokenPipeError, ConnectionResetError):
-            received = b"HTTP/1.1 431"  # the reset of a connection that still sends may overtake the answer
+            # the reset of a connection that still sends may overtake the answer
+            received = b"HTTP/1.1 431"
     assert received.startswith(b"HTTP/1.1 431")
 
 
 def test_a_large_body_and_large_headers_within_the_limit_pass(fake_server: Server):
     response = httpx.post(
-        f"{fake_server.url}/tokenize", json={"prompt": "x" * 2_000_000}, headers={"x-long": "y" * 60_000}, timeout=30
+        f"{fake_server.url}/tokenize",
+        json={"prompt": "x" * 2_000_000},
+        headers={"x-long": "y" * 60_000},
+        timeout=30,
     )
     assert response.json()["count"] == 2_000_000
 
 
-def test_tokenizer_may_be_named_by_its_id_on_the_hub(start, tiny_llama: Path, tmp_path: Path, monkeypatch):
+def test_tokenizer_may_be_named_by_its_id_on_the_hub(
+    start, tiny_llama: Path, tmp_path: Path, monkeypatch
+):
     commit = "0" * 40
     repository = tmp_path / "models--some--tokenizer"
     (repository / "refs").mkdir(parents=True)
@@ -136,7 +142,15 @@ def test_tokenizer_may_be_named_by_its_id_on_the_hub(start, tiny_llama: Path, tm
         if (tiny_llama / name).exists():
             shutil.copy(tiny_llama / name, snapshot / name)
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
-    server = start(str(tiny_llama), "--device", "cpu", "--tokenizer", "some/tokenizer", "--download-dir", str(tmp_path))
+    server = start(
+        str(tiny_llama),
+        "--device",
+        "cpu",
+        "--tokenizer",
+        "some/tokenizer",
+        "--download-dir",
+        str(tmp_path),
+    )
     assert httpx.post(f"{server.url}/tokenize", json={"prompt": "hello"}).json()["count"] > 0
 
 
@@ -153,7 +167,9 @@ def test_message_that_the_engine_cannot_read_ends_the_tree(start):
 
 
 def test_killed_engine_leaves_no_socket_of_its_workers(start, tiny_llama: Path, monkeypatch):
-    with tempfile.TemporaryDirectory(prefix="x", dir="/tmp") as folder:  # a short path, as sockets need
+    with tempfile.TemporaryDirectory(
+        prefix="x", dir="/tmp"
+    ) as folder:  # a short path, as sockets need
         monkeypatch.setitem(os.environ, "XDG_RUNTIME_DIR", folder)
         server = start(str(tiny_llama), "--device", "cpu", "--executor", "multiproc")
         assert list(Path(folder).rglob("worker-0"))
@@ -178,10 +194,15 @@ engine_core_proc.main()
 
 
 def test_second_sigterm_does_not_cut_short_the_stopping_of_workers(tmp_path: Path):
-    config = Config.load({"executor": "fake", "max_num_seqs": 1, "max_num_batched_tokens": 8, "max_model_len": 8})
+    config = Config.load(
+        {"executor": "fake", "max_num_seqs": 1, "max_num_batched_tokens": 8, "max_model_len": 8}
+    )
     message = msgspec.msgpack.encode(Start(config, FAKE_SPEC, str(tmp_path), time.monotonic()))
     with subprocess.Popen(
-        [sys.executable, "-c", SLOW_TO_STOP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", SLOW_TO_STOP],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as engine:
         assert engine.stdin and engine.stdout and engine.stderr
         engine.stdin.write(len(message).to_bytes(4, "big") + message)

@@ -1,4 +1,6 @@
-"""`servd bench`: what it reports, against servers whose timing is known, and every command from the command line."""
+"""`servd bench`: what it reports, against servers whose timing is known, and every command from the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ FIRST, GAP, TOKENS = 0.06, 0.02, 5  # seconds, seconds, tokens
 
 @pytest.fixture
 async def slow_server() -> AsyncIterator[str]:
-    """Answers every completion with TOKENS chunks, the first after FIRST seconds, the others GAP apart."""
+    """Answers every completion with TOKENS chunks, the first after FIRST seconds, the others GAP
+    apart.
+    """
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -40,7 +44,9 @@ async def slow_server() -> AsyncIterator[str]:
             await asyncio.sleep(GAP if i else FIRST)
             await reply.write(b'data: {"choices": [{"text": "x"}]}\n\n')
         usage = {"prompt_tokens": 7, "completion_tokens": TOKENS}
-        await reply.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
+        await reply.write(
+            f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode()
+        )
         return reply
 
     app = web.Application()
@@ -55,7 +61,9 @@ async def slow_server() -> AsyncIterator[str]:
 
 async def test_times_are_those_of_the_server(slow_server: str):
     load = _load.Load(slow_server, "m", concurrency=2)
-    records, seconds = await _load.run(load, [_data.Prompt("hello", TOKENS)] * 4, show_progress=False)
+    records, seconds = await _load.run(
+        load, [_data.Prompt("hello", TOKENS)] * 4, show_progress=False
+    )
     total = FIRST + (TOKENS - 1) * GAP
     assert 2 * total <= seconds < 2 * total + 0.5  # four requests, two at a time
     for record in records:
@@ -63,7 +71,11 @@ async def test_times_are_those_of_the_server(slow_server: str):
         assert GAP <= record.tpot < GAP + 0.1
         assert len(record.itl) == TOKENS - 1
     summary = _report.summarise(records, seconds)
-    assert (summary["requests"], summary["output_tokens"], summary["prompt_tokens"]) == (4, 4 * TOKENS, 28)
+    assert (summary["requests"], summary["output_tokens"], summary["prompt_tokens"]) == (
+        4,
+        4 * TOKENS,
+        28,
+    )
     assert summary["output_tokens_per_s"] == pytest.approx(4 * TOKENS / seconds)
     assert FIRST * 1000 <= summary["ttft_ms"]["p50"] <= summary["ttft_ms"]["p99"]
 
@@ -83,7 +95,9 @@ async def test_a_server_that_refuses_to_list_its_models_is_there(slow_server: st
         await _load.first_model(slow_server, None)
 
 
-def test_a_plot_that_cannot_be_drawn_is_refused_before_the_measurement(monkeypatch: pytest.MonkeyPatch):
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     parser = argparse.ArgumentParser()
     serve.add_options(parser)
@@ -103,7 +117,9 @@ def arguments(**options):
 
     parser = argparse.ArgumentParser()
     _data.add_options(parser, 10, 20, 30)
-    return parser.parse_args([part for name, value in options.items() for part in (f"--{name}", str(value))])
+    return parser.parse_args(
+        [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    )
 
 
 def test_workloads(tmp_path: Path):
@@ -115,7 +131,10 @@ def test_workloads(tmp_path: Path):
 
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"prompt": [1, 2], "output_len": 3}\n')
-    assert _data.make_prompts(arguments(jsonl=file)) == [_data.Prompt("a", 30), _data.Prompt([1, 2], 3)]
+    assert _data.make_prompts(arguments(jsonl=file)) == [
+        _data.Prompt("a", 30),
+        _data.Prompt([1, 2], 3),
+    ]
     file.write_text('{"text": "a"}\n')
     with pytest.raises(ServdError, match="must be an object with a prompt"):
         _data.make_prompts(arguments(jsonl=file))
@@ -149,7 +168,9 @@ def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
         options += ["--url", request.getfixturevalue("fake_server").url]
     file = tmp_path / "figures.json"
     result = subprocess.run(
-        [sys.executable, "-m", "servd", "bench", name, *options, "--json", str(file)], capture_output=True, text=True
+        [sys.executable, "-m", "servd", "bench", name, *options, "--json", str(file)],
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     figures = json.loads(file.read_text())
@@ -165,14 +186,27 @@ def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
         case "startup":
             assert 0 < figures["ready_ms"]["mean"] < figures["first_token_ms"]["mean"]
         case "latency":
-            assert figures["batch_ms"]["mean"] == pytest.approx(5 * figures["ms_per_output_step"]["mean"])
+            assert figures["batch_ms"]["mean"] == pytest.approx(
+                5 * figures["ms_per_output_step"]["mean"]
+            )
         case "compare":
             assert figures["a"]["2"]["output_tokens"] == figures["b"]["2"]["output_tokens"]
 
 
 def test_report_measures_the_parts_that_are_asked_for(tmp_path: Path):
-    folder, out = make_checkpoint(tmp_path / "model", "gpt2", CASES["gpt2"]["tied"]), tmp_path / "page.md"
-    command = [sys.executable, ROOT / "bench_cpu.py", "--out", str(out), "--parts", "ceilings", "weights"]
+    folder, out = (
+        make_checkpoint(tmp_path / "model", "gpt2", CASES["gpt2"]["tied"]),
+        tmp_path / "page.md",
+    )
+    command = [
+        sys.executable,
+        ROOT / "bench_cpu.py",
+        "--out",
+        str(out),
+        "--parts",
+        "ceilings",
+        "weights",
+    ]
     result = subprocess.run([*command, "--", str(folder)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "GB/s" in out.read_text()
@@ -180,12 +214,16 @@ def test_report_measures_the_parts_that_are_asked_for(tmp_path: Path):
     result = subprocess.run([*command, "--", "no-such-folder"], capture_output=True, text=True)
     assert result.returncode == 1
     assert "Not measured: weights: no-such-folder is not a folder" in out.read_text()
-    result = subprocess.run([*command, "--peer", "serve", "--", str(folder)], capture_output=True, text=True)
+    result = subprocess.run(
+        [*command, "--peer", "serve", "--", str(folder)], capture_output=True, text=True
+    )
     assert result.returncode == 2 and "--peer and --peer-url go together" in result.stderr
 
 
 def test_report_compares_with_what_the_machine_allows():
-    """10 GB/s read 20 M float32 in 8 ms; 8 prompts of 512 tokens over 10 M elements are 81.92 GFLOP."""
+    """10 GB/s read 20 M float32 in 8 ms; 8 prompts of 512 tokens over 10 M elements are 81.92
+    GFLOP.
+    """
     facts = {
         "threads": 2,
         "bandwidth": 10e9,
@@ -193,11 +231,19 @@ def test_report_compares_with_what_the_machine_allows():
         "elements": 20_000_000,
         "layer_elements": 10_000_000,
     }
-    times = {"float32_1": 16.0, "float32_8": 20.0, "float32_32": 40.0, "float32_long": 90.0, "float32_prompts": 819.2}
+    times = {
+        "float32_1": 16.0,
+        "float32_8": 20.0,
+        "float32_32": 40.0,
+        "float32_long": 90.0,
+        "float32_prompts": 819.2,
+    }
     summary = {"output_tokens_per_s": 30.0, "ttft_ms": {"mean": 50.0}}
     other = {"output_tokens_per_s": 20.0, "ttft_ms": {"mean": 200.0}}
     compared = {"a": {"8": summary}, "b": {"8": other}}
-    text = bench_cpu.page(facts | times | {"peer_name": "x", "compared": compared, "failed": ["server: no port"]})
+    text = bench_cpu.page(
+        facts | times | {"peer_name": "x", "compared": compared, "failed": ["server: no port"]}
+    )
     assert "| float32 | 16.0 | 50 % | 20.0 | 40.0 | 90 | 100 (50 %) |" in text
     assert "| 8 | 30 | 20 | 1.50 | 50 | 200 | 0.25 |" in text
     assert "Not measured: server: no port" in text

@@ -46,7 +46,9 @@ def test_chat_keeps_the_conversation(fake_server: Server):
 
 def test_complete(fake_server: Server):
     body = {"prompt": "once upon", "max_tokens": 9}
-    expected = httpx.post(f"{fake_server.url}/v1/completions", json=body).json()["choices"][0]["text"]
+    expected = httpx.post(f"{fake_server.url}/v1/completions", json=body).json()["choices"][0][
+        "text"
+    ]
     assert run(fake_server, "complete", "once upon", "--max-tokens", "9").stdout == expected + "\n"
 
 
@@ -55,7 +57,9 @@ def test_errors_are_one_line(fake_server: Server):
     assert refused.returncode == 2
     assert "maximum context length" in refused.stderr
     nobody = subprocess.run(
-        [sys.executable, "-m", "servd", "chat", "--url", "http://127.0.0.1:1"], capture_output=True, text=True
+        [sys.executable, "-m", "servd", "chat", "--url", "http://127.0.0.1:1"],
+        capture_output=True,
+        text=True,
     )
     assert nobody.returncode == 2
     assert nobody.stderr.startswith("servd: error: no server answers at http://127.0.0.1:1")
@@ -66,6 +70,11 @@ def test_a_server_that_hangs_up_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        result = subprocess.run([sys.executable, "-m", "servd", "chat", "--url", url], capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, "-m", "servd", "chat", "--url", url], capture_output=True, text=True
+        )
     assert result.returncode == 2
-    assert result.stderr.startswith(f"servd: error: no server answers at {url}") and "Traceback" not in result.stderr
+    assert (
+        result.stderr.startswith(f"servd: error: no server answers at {url}")
+        and "Traceback" not in result.stderr
+    )

@@ -38,16 +38,26 @@ class TestLiteLLM:
 
     @pytest.fixture
     def litellm(self, monkeypatch):
-        monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it downloads a list of prices
-        return pytest.importorskip("litellm", reason="litellm is not installed: pip install -e '.[dev]'")
+        monkeypatch.setenv(
+            "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+        )  # else it downloads a list of prices
+        return pytest.importorskip(
+            "litellm", reason="litellm is not installed: pip install -e '.[dev]'"
+        )
 
     def test_chat(self, litellm, options, expected):
         answer = litellm.completion(**options, messages=MESSAGES, max_tokens=20, temperature=0)
         assert answer.choices[0].message.content == expected
-        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        assert (
+            answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        )
 
     def test_stream(self, litellm, options, expected):
-        chunks = list(litellm.completion(**options, messages=MESSAGES, max_tokens=20, temperature=0, stream=True))
+        chunks = list(
+            litellm.completion(
+                **options, messages=MESSAGES, max_tokens=20, temperature=0, stream=True
+            )
+        )
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
 
     def test_embedding(self, litellm, options):
@@ -56,8 +66,12 @@ class TestLiteLLM:
 
     def test_rerank(self, litellm, llama_server):
         shared = {"api_base": llama_server.url, "api_key": "any"}
-        answer = litellm.rerank("hosted_vllm/tiny", "what is it?", ["a licence", "what is it?"], top_n=1, **shared)
-        assert [(entry["index"], entry["document"]["text"]) for entry in answer.results] == [(1, "what is it?")]
+        answer = litellm.rerank(
+            "hosted_vllm/tiny", "what is it?", ["a licence", "what is it?"], top_n=1, **shared
+        )
+        assert [(entry["index"], entry["document"]["text"]) for entry in answer.results] == [
+            (1, "what is it?")
+        ]
         assert answer.results[0]["relevance_score"] == pytest.approx(1, abs=1e-5)
 
     def test_errors(self, litellm, options):
@@ -77,7 +91,11 @@ class TestLangChain:
     @pytest.fixture
     def chat(self, langchain, llama_server):
         return langchain.ChatOpenAI(
-            model="tiny", base_url=f"{llama_server.url}/v1", api_key="any", max_tokens=20, temperature=0
+            model="tiny",
+            base_url=f"{llama_server.url}/v1",
+            api_key="any",
+            max_tokens=20,
+            temperature=0,
         )
 
     def test_invoke(self, chat, expected):
@@ -89,12 +107,17 @@ class TestLangChain:
         assert "".join(chunk.content for chunk in chat.stream(MESSAGES[0]["content"])) == expected
 
     def test_batch(self, chat, expected):
-        assert [answer.content for answer in chat.batch([MESSAGES[0]["content"]] * 3)] == [expected] * 3
+        assert [answer.content for answer in chat.batch([MESSAGES[0]["content"]] * 3)] == [
+            expected
+        ] * 3
 
     def test_embeddings(self, langchain, llama_server):
         # LangChain cuts texts itself by tiktoken, which would need a download.
         embeddings = langchain.OpenAIEmbeddings(
-            model="tiny", base_url=f"{llama_server.url}/v1", api_key="any", check_embedding_ctx_length=False
+            model="tiny",
+            base_url=f"{llama_server.url}/v1",
+            api_key="any",
+            check_embedding_ctx_length=False,
         )
         first, second = embeddings.embed_documents(["one", "two"])
         assert first != second and len(first) == 64

@@ -1,4 +1,6 @@
-"""lm-eval's `local-completions` against a real server: log-likelihoods equal teacher-forced ones."""
+"""lm-eval's `local-completions` against a real server: log-likelihoods equal teacher-forced
+ones.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,12 @@ def test_loglikelihood(lm, reference):
     from lm_eval.api.instance import Instance
 
     requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
-    for pair, (logprob, is_greedy) in zip(PAIRS, lm.loglikelihood(requests, disable_tqdm=True), strict=True):
-        context, continuation = lm._encode_pair(*pair) if pair[0] else ([lm.prefix_token_id], lm.tok_encode(pair[1]))
+    for pair, (logprob, is_greedy) in zip(
+        PAIRS, lm.loglikelihood(requests, disable_tqdm=True), strict=True
+    ):
+        context, continuation = (
+            lm._encode_pair(*pair) if pair[0] else ([lm.prefix_token_id], lm.tok_encode(pair[1]))
+        )
         expected, expected_greedy = teacher_forced(reference, context, continuation)
         assert logprob == pytest.approx(expected, abs=1e-3)
         assert is_greedy == expected_greedy
@@ -66,7 +72,9 @@ def test_loglikelihood(lm, reference):
 
 def greedy(reference, ids: list[int], num_tokens: int) -> list[int]:
     """The continuation by transformers."""
-    out = reference.generate(torch.tensor([ids]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    out = reference.generate(
+        torch.tensor([ids]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+    )
     return out[0, len(ids) :].tolist()
 
 
@@ -83,6 +91,10 @@ def test_generate_until(lm, reference):
 
     context = "Licensed under"
     options = {"max_gen_toks": 12, "until": ["\n\n"], "temperature": 0.0}
-    (text,) = lm.generate_until([Instance("generate_until", {}, (context, options), 0)], disable_tqdm=True)
-    expected = lm.tokenizer.decode(greedy(reference, lm.tok_encode(context), 12), skip_special_tokens=True)
+    (text,) = lm.generate_until(
+        [Instance("generate_until", {}, (context, options), 0)], disable_tqdm=True
+    )
+    expected = lm.tokenizer.decode(
+        greedy(reference, lm.tok_encode(context), 12), skip_special_tokens=True
+    )
     assert text == expected.split("\n\n")[0]

@@ -1,4 +1,6 @@
-"""The openai client against real processes: sync, async, helpers, parse, embeddings, retries, timeouts."""
+"""The openai client against real processes: sync, async, helpers, parse, embeddings, retries,
+timeouts.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,27 @@ def test_a_chat_equals_transformers(client, reference):
     model, tokenizer = reference
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     with torch.inference_mode():
-        out = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0)[0, len(ids) :]
-    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=20, temperature=0)
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0
+        )[0, len(ids) :]
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=20, temperature=0
+    )
     assert answer.choices[0].message.content == tokenizer.decode(out, skip_special_tokens=True)
     assert answer.usage.prompt_tokens == len(ids)
     assert answer._request_id
 
 
 def test_n_choices_at_temperature_0_share_the_prompt(client):
-    long = [{"role": "user", "content": "Unless required by applicable law or agreed to in writing. " * 5}]
-    answer = client.chat.completions.create(model="tiny", messages=long, max_tokens=8, temperature=0, n=4)
+    long = [
+        {
+            "role": "user",
+            "content": "Unless required by applicable law or agreed to in writing. " * 5,
+        }
+    ]
+    answer = client.chat.completions.create(
+        model="tiny", messages=long, max_tokens=8, temperature=0, n=4
+    )
     assert len({choice.message.content for choice in answer.choices}) == 1
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     hits = [line for line in client.get("../metrics", cast_to=httpx.Response).text.splitlines()
@@ -57,7 +70,9 @@ def test_n_choices_at_temperature_0_share_the_prompt(client):
 def test_streams_by_iteration_and_by_helper(client):
     options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
     whole = client.chat.completions.create(**options).choices[0].message.content
-    stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    stream = client.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
     *chunks, last = stream
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
     assert last.usage.completion_tokens > 0 and last.choices == []
@@ -70,7 +85,9 @@ def test_streams_by_iteration_and_by_helper(client):
 
 
 async def test_the_async_client(llama_server):
-    async with openai.AsyncOpenAI(base_url=f"{llama_server.url}/v1", api_key="any", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{llama_server.url}/v1", api_key="any", max_retries=0
+    ) as client:
         options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
         whole = (await client.chat.completions.create(**options)).choices[0].message.content
         stream = await client.chat.completions.create(**options, stream=True)
@@ -90,7 +107,12 @@ class Licence(pydantic.BaseModel):
 
 def test_parse_gives_an_object(client):
     answer = client.chat.completions.parse(
-        model="tiny", messages=MESSAGES, max_tokens=200, temperature=1, seed=1, response_format=Licence
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=200,
+        temperature=1,
+        seed=1,
+        response_format=Licence,
     )
     assert isinstance(answer.choices[0].message.parsed, Licence)
 
@@ -101,9 +123,15 @@ def test_embeddings_equal_the_hidden_states_of_transformers(client, reference):
     answer = client.embeddings.create(model="tiny", input=texts)
     for text, entry in zip(texts, answer.data, strict=True):
         with torch.inference_mode():
-            hidden = model.model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0, -1]
-        torch.testing.assert_close(torch.tensor(entry.embedding), hidden / hidden.norm(), atol=1e-4, rtol=0)
-    short = client.embeddings.create(model="tiny", input=texts[0], dimensions=8, encoding_format="float")
+            hidden = model.model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[
+                0, -1
+            ]
+        torch.testing.assert_close(
+            torch.tensor(entry.embedding), hidden / hidden.norm(), atol=1e-4, rtol=0
+        )
+    short = client.embeddings.create(
+        model="tiny", input=texts[0], dimensions=8, encoding_format="float"
+    )
     assert len(short.data[0].embedding) == 8
 
 
@@ -116,7 +144,11 @@ def test_beam_search_equals_transformers(client, reference):
             do_sample=False, pad_token_id=0,
         )  # fmt: skip
     answer = client.completions.create(
-        model="tiny", prompt="Licensed under", n=3, max_tokens=12, extra_body={"use_beam_search": True}
+        model="tiny",
+        prompt="Licensed under",
+        n=3,
+        max_tokens=12,
+        extra_body={"use_beam_search": True},
     )
     texts = [tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True) for row in expected]
     assert [choice.text for choice in answer.choices] == texts
@@ -126,7 +158,12 @@ def test_bad_words_are_not_written(client):
     options = {"model": "tiny", "prompt": "Licensed under", "max_tokens": 16, "temperature": 0}
     text = client.completions.create(**options).choices[0].text
     word = text[3:6]
-    assert word not in client.completions.create(**options, extra_body={"bad_words": list(word)}).choices[0].text
+    assert (
+        word
+        not in client.completions.create(**options, extra_body={"bad_words": list(word)})
+        .choices[0]
+        .text
+    )
 
 
 def test_errors_have_their_class_and_fields(client):
@@ -142,21 +179,29 @@ def test_errors_have_their_class_and_fields(client):
 
 
 def test_the_request_id_of_the_client_comes_back(client):
-    raw = client.with_options(default_headers={"X-Request-Id": "mine-1"}).models.with_raw_response.list()
+    raw = client.with_options(
+        default_headers={"X-Request-Id": "mine-1"}
+    ).models.with_raw_response.list()
     assert raw.request_id == "mine-1"
     assert raw.parse().data[0].id == "tiny"
 
 
 def test_a_timeout_ends_the_request_on_the_server(start, long_llama):
     server = start(str(long_llama), "--device", "cpu", "--served-model-name", "long")
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=0.5) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=0.5
+    ) as client:
         with pytest.raises(openai.APITimeoutError):
-            client.completions.create(model="long", prompt="x", max_tokens=8000, extra_body={"ignore_eos": True})
+            client.completions.create(
+                model="long", prompt="x", max_tokens=8000, extra_body={"ignore_eos": True}
+            )
     server.wait_for_line("aborted after")
 
 
 class Flaky(http.server.BaseHTTPRequestHandler):
-    """A proxy before a server that answers every second request with 503, as a server that is loading does."""
+    """A proxy before a server that answers every second request with 503, as a server that is
+    loading does.
+    """
 
     target: str
     num_requests = 0
@@ -165,9 +210,14 @@ class Flaky(http.server.BaseHTTPRequestHandler):
         type(self).num_requests += 1
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.num_requests % 2:
-            status, data = 503, json.dumps({"error": {"message": "loading", "type": "overloaded_error"}}).encode()
+            status, data = (
+                503,
+                json.dumps({"error": {"message": "loading", "type": "overloaded_error"}}).encode(),
+            )
         else:
-            answer = httpx.post(self.target + self.path, content=body, headers={"content-type": "application/json"})
+            answer = httpx.post(
+                self.target + self.path, content=body, headers={"content-type": "application/json"}
+            )
             status, data = answer.status_code, answer.content
         self.send_response(status)
         self.send_header("content-type", "application/json")
@@ -185,6 +235,11 @@ def test_the_client_retries_what_is_overloaded(llama_server):
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{proxy.server_address[1]}/v1"
         with openai.OpenAI(base_url=url, api_key="any", max_retries=2) as client:
-            assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens == 2
+            assert (
+                client.completions.create(
+                    model="tiny", prompt="a", max_tokens=2
+                ).usage.completion_tokens
+                == 2
+            )
         proxy.shutdown()
     assert Flaky.num_requests == 2

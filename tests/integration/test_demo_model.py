@@ -1,4 +1,6 @@
-"""`servd serve` without a model: the demo model in the package shows the features with real text."""
+"""`servd serve` without a model: the demo model in the package shows the features with real
+text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ WEATHER = {
     "function": {
         "name": "get_weather",
         "description": "Get the weather for a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 
@@ -27,7 +33,11 @@ def test_every_feature_with_real_text(start: Callable[..., Server]):
 
     def message(text: str, **fields: Any) -> dict[str, Any]:
         body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
-        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).raise_for_status().json()
+        reply = (
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30)
+            .raise_for_status()
+            .json()
+        )
         return reply["choices"][0]["message"]
 
     assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "demo"
@@ -40,12 +50,19 @@ def test_every_feature_with_real_text(start: Callable[..., Server]):
     [call] = message("What is the weather in Paris?", tools=[WEATHER])["tool_calls"]
     assert call["function"]["name"] == "get_weather"
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
-    [call] = message("Hello!", tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)["tool_calls"]
+    [call] = message("Hello!", tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)[
+        "tool_calls"
+    ]
     assert json.loads(call["function"]["arguments"]).keys() == {"city"}
 
-    person = message("JSON for Anna, 31, from Oslo. Use name, age and city.", response_format={"type": "json_object"})
+    person = message(
+        "JSON for Anna, 31, from Oslo. Use name, age and city.",
+        response_format={"type": "json_object"},
+    )
     assert json.loads(person["content"]) == {"name": "Anna", "age": 31, "city": "Oslo"}
 
     chat = [sys.executable, "-m", "servd", "chat", "--url", server.url, "--temperature", "0"]
-    result = subprocess.run(chat, input="What is servd?\n", capture_output=True, text=True, timeout=30)
+    result = subprocess.run(
+        chat, input="What is servd?\n", capture_output=True, text=True, timeout=30
+    )
     assert "language models" in result.stdout

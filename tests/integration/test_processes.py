@@ -21,14 +21,22 @@ import pytest
 from tests.integration.conftest import Server
 
 
-async def open_streams(server: Server, count: int, max_tokens: int = 8000) -> tuple[openai.AsyncOpenAI, list]:
+async def open_streams(
+    server: Server, count: int, max_tokens: int = 8000
+) -> tuple[openai.AsyncOpenAI, list]:
     """Streams that have each delivered their first chunk with text."""
-    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+    )
     model = (await client.models.list()).data[0].id
 
     async def one(i: int):
         stream = await client.completions.create(
-            model=model, prompt=f"stream {i}", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+            model=model,
+            prompt=f"stream {i}",
+            max_tokens=max_tokens,
+            stream=True,
+            extra_body={"ignore_eos": True},
         )
         async for chunk in stream:
             if chunk.choices[0].text:
@@ -124,7 +132,9 @@ async def test_100_clients_that_leave_free_all_blocks(start, long_llama):
     # Gauges follow the engine's steps: one small request makes it report.
     deadline = time.monotonic() + 10
     while True:
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).raise_for_status()
+        httpx.post(
+            f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}
+        ).raise_for_status()
         if not server.metric("vllm:num_requests_running"):
             break
         assert time.monotonic() < deadline
@@ -160,7 +170,9 @@ def test_idle_costs_no_cpu(llama_server: Server):
 def test_two_api_servers_share_port_and_metrics(start):
     server = start("--executor", "fake", "--api-server-count", "2")
     for i in range(20):  # new connections, so that both servers get some
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": f"{i}", "max_tokens": 4}).raise_for_status()
+        httpx.post(
+            f"{server.url}/v1/completions", json={"prompt": f"{i}", "max_tokens": 4}
+        ).raise_for_status()
     assert server.metric("vllm:request_success_total") == 20
     assert server.metric("vllm:generation_tokens_total") == 80
     assert server.stop() == 0
@@ -177,20 +189,28 @@ def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
     assert engine.stop() != 0
 
 
-async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(start, tmp_path: Path):
+async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(
+    start, tmp_path: Path
+):
     folder = tmp_path / "ipc"
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
     survivor, victim = (start("--executor", "fake", "--attach", str(folder)) for _ in range(2))
     # The victim's last: 8,000 tokens take a few seconds, and it must be killed before their end.
-    clients, streams = zip(*[await open_streams(front, 3) for front in (survivor, victim)], strict=True)
+    clients, streams = zip(
+        *[await open_streams(front, 3) for front in (survivor, victim)], strict=True
+    )
     victim.children()["api"].kill()
     assert await asyncio.to_thread(victim.process.wait, 5) != 0
     engine.wait_for_line(r"an API server is gone: \d requests aborted", 20)
     for stream in streams[0]:  # the other one's go on to their ends
         reasons = [chunk.choices[0].finish_reason async for chunk in stream]
         assert reasons[-1] == "length" and reasons.count("length") == 1
-    httpx.post(f"{survivor.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).raise_for_status()
-    assert survivor.metric("vllm:num_requests_running") == 0  # as the engine said with the last answer
+    httpx.post(
+        f"{survivor.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}
+    ).raise_for_status()
+    assert (
+        survivor.metric("vllm:num_requests_running") == 0
+    )  # as the engine said with the last answer
     for client in clients:
         await client.close()
     assert engine.process.poll() is None
@@ -199,15 +219,25 @@ async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(
 def test_unix_socket(start, tmp_path: Path):
     path = tmp_path / "servd.sock"
     server = start("--executor", "fake", "--uds", str(path))
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://servd") as client:
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(path)), base_url="http://servd"
+    ) as client:
         assert client.get("/v1/models").json()["data"][0]["id"] == "fake"
     assert server.stop() == 0
     assert not path.exists()
 
 
 def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_llama):
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", **dict.fromkeys(sizes, 8)}))
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "unheard_of", **dict.fromkeys(sizes, 8)})
+    )
     (tmp_path / "empty").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -225,7 +255,9 @@ def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_
                 [sys.executable, "-m", "servd", "serve", *args],
                 capture_output=True, text=True, timeout=60, env={**os.environ, "HF_HUB_OFFLINE": "1"},
             )  # fmt: skip
-            errors = [line for line in result.stderr.splitlines() if line.startswith("servd: error: ")]
+            errors = [
+                line for line in result.stderr.splitlines() if line.startswith("servd: error: ")
+            ]
             assert len(errors) == 1, result.stderr
             assert re.search(pattern, errors[0]), errors
             assert result.returncode == 2
@@ -238,5 +270,7 @@ def test_unreachable_hub_is_a_clear_error():
         capture_output=True, text=True, timeout=60, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert result.returncode == 2
-    assert re.search(r"cannot get 'no-such-user/no-such-model' from the hub .*local folder", result.stderr)
+    assert re.search(
+        r"cannot get 'no-such-user/no-such-model' from the hub .*local folder", result.stderr
+    )
     assert "Traceback" not in result.stderr

@@ -1,4 +1,6 @@
-"""`servd run-batch`: a server of its own, a running one, broken lines, and going on where it stopped."""
+"""`servd run-batch`: a server of its own, a running one, broken lines, and going on where it
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,20 @@ def run(folder: Path, *lines: str, options: list[str]) -> tuple[int, dict[str, A
     """Exit code, answers by custom_id, stderr."""
     source, results = folder / "in.jsonl", folder / "out.jsonl"
     source.write_text("\n".join(lines) + "\n", encoding="utf8")
-    command = [sys.executable, "-m", "servd", "run-batch", *options, "-i", str(source), "-o", str(results)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ})
+    command = [
+        sys.executable,
+        "-m",
+        "servd",
+        "run-batch",
+        *options,
+        "-i",
+        str(source),
+        "-o",
+        str(results),
+    ]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=90, env={**os.environ}
+    )
     answers = [json.loads(text) for text in results.read_text(encoding="utf8").strip().split("\n")]
     assert len({answer["custom_id"] for answer in answers}) == len(answers)
     return process.returncode, {answer["custom_id"]: answer for answer in answers}, process.stderr
@@ -47,12 +61,14 @@ def test_every_route_on_a_server_of_its_own(tmp_path):
         options=["--executor", "fake"],
     )
     assert code == 0, log
-    assert {name: answer["response"]["status_code"] for name, answer in answers.items()} == dict.fromkeys(
-        ["chat", "text", "vector"], 200
-    )
+    assert {
+        name: answer["response"]["status_code"] for name, answer in answers.items()
+    } == dict.fromkeys(["chat", "text", "vector"], 200)
     assert answers["chat"]["response"]["body"]["usage"]["completion_tokens"] == 3
     assert len(answers["vector"]["response"]["body"]["data"]) == 2
-    assert all(answer["error"] is None and answer["response"]["request_id"] for answer in answers.values())
+    assert all(
+        answer["error"] is None and answer["response"]["request_id"] for answer in answers.values()
+    )
     assert "3/3" in log  # the progress bar
 
 
@@ -74,7 +90,9 @@ def test_bad_lines_fail_alone(tmp_path, url):
     assert (refused["response"]["status_code"], refused["error"]) == (400, None)
     assert refused["response"]["body"]["error"]["param"] == "temperature"
     assert set(answers) == {"line 2", "line 3", "line 4", "elsewhere", "stream"}
-    assert all(answer["response"] is None and answer["error"]["message"] for answer in answers.values())
+    assert all(
+        answer["response"] is None and answer["error"]["message"] for answer in answers.values()
+    )
 
 
 def test_it_goes_on_where_it_stopped(tmp_path, url, fake_server):
@@ -96,7 +114,12 @@ def test_it_goes_on_where_it_stopped(tmp_path, url, fake_server):
 
 def test_only_line_feeds_end_lines(tmp_path, url):
     text = "a\u2028b\x85c"  # other ends of lines that JSON writes as they are
-    request = {"custom_id": text, "method": "POST", "url": COMPLETIONS, "body": {"prompt": text, "max_tokens": 1}}
+    request = {
+        "custom_id": text,
+        "method": "POST",
+        "url": COMPLETIONS,
+        "body": {"prompt": text, "max_tokens": 1},
+    }
     request["body"]["echo"] = True
     for _ in range(2):
         code, answers, log = run(tmp_path, json.dumps(request, ensure_ascii=False), options=url)
@@ -119,28 +142,58 @@ def test_errors_of_the_start(tmp_path):
 
 def test_an_output_that_cannot_be_written_is_an_error(tmp_path, url):
     source = tmp_path / "in.jsonl"
-    source.write_text("\n".join(line(str(i), prompt="a", max_tokens=20) for i in range(40)), encoding="utf8")
-    command = [sys.executable, "-m", "servd", "run-batch", *url, "-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    source.write_text(
+        "\n".join(line(str(i), prompt="a", max_tokens=20) for i in range(40)), encoding="utf8"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "servd",
+        "run-batch",
+        *url,
+        "-i",
+        str(source),
+        "-o",
+        str(tmp_path / "out.jsonl"),
+    ]
     full = ["bash", "-c", 'ulimit -f 2; exec "$@"', "bash"]  # kB, as on a full disk
     process = subprocess.run([*full, *command], capture_output=True, text=True, timeout=60)
     assert process.returncode == 2, process.stderr
     assert "File too large" in process.stderr and "Traceback" not in process.stderr
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
-    answers = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text(encoding="utf8").splitlines()]
+    answers = [
+        json.loads(text)
+        for text in (tmp_path / "out.jsonl").read_text(encoding="utf8").splitlines()
+    ]
     assert len(answers) == 40
 
 
 def test_its_server_ends_with_it(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join(line(str(i), prompt="a", max_tokens=99) for i in range(9999)), encoding="utf8")
-    command = [sys.executable, "-m", "servd", "run-batch", "--executor", "fake", "--shutdown-timeout", "2"]
-    process = subprocess.Popen([*command, "-i", str(source), "-o", str(results)], stderr=subprocess.DEVNULL)
+    source.write_text(
+        "\n".join(line(str(i), prompt="a", max_tokens=99) for i in range(9999)), encoding="utf8"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "servd",
+        "run-batch",
+        "--executor",
+        "fake",
+        "--shutdown-timeout",
+        "2",
+    ]
+    process = subprocess.Popen(
+        [*command, "-i", str(source), "-o", str(results)], stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + 60
         while not (results.exists() and results.stat().st_size):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        [server] = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        [server] = map(
+            int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        )
     finally:
         process.terminate()
     assert process.wait(30) == 128 + signal.SIGTERM

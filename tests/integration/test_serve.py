@@ -11,26 +11,40 @@ import pytest
 
 from tests.integration.conftest import Server
 
-PROMPTS = [f"{'the licence ' * (i % 7)}grants rights number {i} {'and so on ' * (i % 5)}" for i in range(64)]
+PROMPTS = [
+    f"{'the licence ' * (i % 7)}grants rights number {i} {'and so on ' * (i % 5)}"
+    for i in range(64)
+]
 
 
 async def complete(client: openai.AsyncOpenAI, prompt: str) -> str:
     stream = await client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=24, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        model="tiny",
+        prompt=prompt,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
 
 
 async def test_64_concurrent_streams_equal_their_solo_output(llama_server: Server):
-    async with openai.AsyncOpenAI(base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         together = await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
         alone = [await complete(client, prompt) for prompt in PROMPTS]
-    assert len(set(alone)) > 48, "the prompts must lead to different texts for this test to mean anything"
+    assert len(set(alone)) > 48, (
+        "the prompts must lead to different texts for this test to mean anything"
+    )
     assert together == alone
 
 
 async def test_seeded_sampling_does_not_depend_on_the_batch(llama_server: Server):
-    async with openai.AsyncOpenAI(base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
+    ) as client:
 
         async def sample(seed: int) -> str:
             response = await client.completions.create(
@@ -44,13 +58,23 @@ async def test_seeded_sampling_does_not_depend_on_the_batch(llama_server: Server
     assert together == alone
 
 
-async def test_streamed_choices_differ_from_each_other_and_repeat_with_their_seed(llama_server: Server):
-    async with openai.AsyncOpenAI(base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0) as client:
+async def test_streamed_choices_differ_from_each_other_and_repeat_with_their_seed(
+    llama_server: Server,
+):
+    async with openai.AsyncOpenAI(
+        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
+    ) as client:
 
         async def sample() -> list[str]:
             texts, reasons = [""] * 8, [0] * 8
             stream = await client.completions.create(
-                model="tiny", prompt="the licence", max_tokens=16, temperature=1, seed=3, n=8, stream=True
+                model="tiny",
+                prompt="the licence",
+                max_tokens=16,
+                temperature=1,
+                seed=3,
+                n=8,
+                stream=True,
             )
             async for chunk in stream:
                 for choice in chunk.choices:
@@ -68,20 +92,32 @@ async def test_chat_stream_equals_whole_answer_and_transformers(llama_server: Se
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is a licence?"}]
-    async with openai.AsyncOpenAI(base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0) as client:
-        whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=20, temperature=0)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "what is a licence?"},
+    ]
+    async with openai.AsyncOpenAI(
+        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        whole = await client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=20, temperature=0
+        )
         stream = await client.chat.completions.create(
             model="tiny", messages=messages, max_tokens=20, temperature=0, stream=True,
             stream_options={"include_usage": True},
         )  # fmt: skip
         chunks = [chunk async for chunk in stream]
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == whole.choices[0].message.content
+    )
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     assert inputs["input_ids"].shape[1] == whole.usage.prompt_tokens
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=20, do_sample=False)
@@ -98,7 +134,9 @@ async def test_a_required_call_obeys_its_schema(llama_server: Server):
     }
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
     body = {"model": "tiny", "messages": [{"role": "user", "content": "weather?"}], "tools": tools}
-    async with openai.AsyncOpenAI(base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         for seed in range(4):
             answer = await client.chat.completions.create(
                 **body, tool_choice="required", parallel_tool_calls=False, seed=seed, max_tokens=300
@@ -119,7 +157,9 @@ async def test_prefix_cache_is_reported_and_changes_nothing(llama_server: Server
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("options", [["--async-scheduling"], ["--executor", "multiproc"], ["--dtype", "bfloat16"]])
+@pytest.mark.parametrize(
+    "options", [["--async-scheduling"], ["--executor", "multiproc"], ["--dtype", "bfloat16"]]
+)
 def test_other_ways_to_run(start, tiny_llama, options: list[str]):
     server = start(str(tiny_llama), "--device", "cpu", *options)
     body = {"prompt": "the licence", "max_tokens": 8, "temperature": 0, "ignore_eos": True}

@@ -29,7 +29,9 @@ SCHEMA = Person.model_json_schema()
 
 
 def client_of(server: Server) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+    )
 
 
 async def test_parse_gives_pydantic_objects_at_every_temperature(llama_server: Server):
@@ -46,20 +48,28 @@ async def test_parse_gives_pydantic_objects_at_every_temperature(llama_server: S
             )
             return completion.choices[0].message.parsed
 
-        assert all(isinstance(person, Person) for person in await asyncio.gather(*map(parse, range(6))))
+        assert all(
+            isinstance(person, Person) for person in await asyncio.gather(*map(parse, range(6)))
+        )
 
 
 async def test_an_explosive_schema_is_refused_while_others_stream(llama_server: Server):
     async with client_of(llama_server) as client:
         explosion = asyncio.create_task(
             client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "hi"}], response_format=EXPLOSIVE
+                model="tiny",
+                messages=[{"role": "user", "content": "hi"}],
+                response_format=EXPLOSIVE,
             )
         )
         num_answers = 0
         while not explosion.done():
             stream = await client.completions.create(
-                model="tiny", prompt="to", max_tokens=8, stream=True, extra_body={"ignore_eos": True}
+                model="tiny",
+                prompt="to",
+                max_tokens=8,
+                stream=True,
+                extra_body={"ignore_eos": True},
             )
             num_answers += len([chunk async for chunk in stream]) > 1
         try:
@@ -78,12 +88,18 @@ async def test_an_explosive_schema_is_refused_while_others_stream(llama_server: 
 async def test_two_steps_in_flight_give_the_same_outputs(start, tiny_llama):
     texts = []
     for scheduling in ("--async-scheduling", "--no-async-scheduling"):
-        server = start(str(tiny_llama), "--device", "cpu", "--served-model-name", "tiny", scheduling)
+        server = start(
+            str(tiny_llama), "--device", "cpu", "--served-model-name", "tiny", scheduling
+        )
         async with client_of(server) as client:
             answers = await asyncio.gather(
                 *(
                     client.completions.create(
-                        model="tiny", prompt=f"number {i}", max_tokens=300, seed=i, extra_body={"guided_json": SCHEMA}
+                        model="tiny",
+                        prompt=f"number {i}",
+                        max_tokens=300,
+                        seed=i,
+                        extra_body={"guided_json": SCHEMA},
                     )
                     for i in range(4)
                 )

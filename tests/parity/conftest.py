@@ -17,6 +17,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
 
     @cache
     def get(model_type: str, variant: str) -> Path:
-        return make_checkpoint(tmp_path_factory.mktemp(model_type), model_type, CASES[model_type][variant])
+        return make_checkpoint(
+            tmp_path_factory.mktemp(model_type), model_type, CASES[model_type][variant]
+        )
 
     return get

@@ -1,4 +1,6 @@
-"""Tiny seeded checkpoints of every family in servd/worker/models, with transformers as the reference."""
+"""Tiny seeded checkpoints of every family in servd/worker/models, with transformers as the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 GPT2 = {
     "vocab_size": 199, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128, "initializer_range": 0.15,
     "bos_token_id": None, "eos_token_id": None,
@@ -27,15 +34,18 @@ GPT2 = {
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
         "tied": GPT2 | {"n_embd": 64, "n_head": 4},
-        "untied, relu, n_inner": GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 70},
+        "untied, relu, n_inner": GPT2
+        | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 70},
         "unscaled": GPT2 | {"scale_attn_weights": False, "initializer_range": 0.1},
     },
     "llama": {
         "untied": LLAMA,
-        "tied, biases": LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        "tied, biases": LLAMA
+        | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
         "head_dim": LLAMA | {"head_dim": 12, "num_attention_heads": 4, "num_key_value_heads": 4},
         "llama3 rope": LLAMA | {"rope_parameters": LLAMA3_ROPE, "head_dim": 16},
-        "linear rope": LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+        "linear rope": LLAMA
+        | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
         "yarn rope": LLAMA | {"rope_parameters": YARN_ROPE},
     },
     "mistral": {
@@ -43,7 +53,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "no window": LLAMA | {"sliding_window": None, "head_dim": 16},
     },
     "qwen2": {"untied": LLAMA, "tied": LLAMA | {"tie_word_embeddings": True}},
-    "qwen3": {"head_dim": LLAMA | {"head_dim": 16}, "bias": LLAMA | {"attention_bias": True, "head_dim": 8}},
+    "qwen3": {
+        "head_dim": LLAMA | {"head_dim": 16},
+        "bias": LLAMA | {"attention_bias": True, "head_dim": 8},
+    },
 }
 
 
@@ -60,7 +73,11 @@ def greedy(folder: Path, prompt: list[int], num_outputs: int) -> list[int]:
     """Prompt and greedy continuation by transformers."""
     ids = torch.tensor([prompt])
     out = reference(folder).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_outputs, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_outputs,
+        do_sample=False,
+        pad_token_id=0,
     )
     return out[0].tolist()
 
@@ -72,12 +89,16 @@ def logits_of(folder: Path, token_ids: list[int]) -> torch.Tensor:
 
 
 def make_checkpoint(folder: Path, model_type: str, options: dict[str, Any]) -> Path:
-    """Write a seeded random checkpoint whose biases and norms are random too, so that none can be forgotten."""
+    """Write a seeded random checkpoint whose biases and norms are random too, so that none can be
+    forgotten.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **options), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **options), dtype=torch.float32
+        )
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn_like(parameter) * 0.1)

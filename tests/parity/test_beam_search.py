@@ -21,7 +21,9 @@ def search(folder, prompt, num_beams, eos, length_penalty, early_stopping) -> Be
     """Run BeamSearch with transformers as the engine."""
     params = SamplingParams(n=num_beams, max_tokens=MAX_TOKENS)
     request = EngineCoreRequest("r", prompt, params, eos_token_ids=eos)
-    prepared = Prepared(request_id="r", prompt=None, prompt_token_ids=prompt, params=params, requests=[request])
+    prepared = Prepared(
+        request_id="r", prompt=None, prompt_token_ids=prompt, params=params, requests=[request]
+    )
     beams = BeamSearch(prepared, length_penalty, early_stopping)
     while beams.running:
         likely = []

@@ -1,4 +1,5 @@
-"""Whole models on a CPU by every instruction set, and by torch alone: transformers' logits and tokens, and equal bits.
+"""Whole models on a CPU by every instruction set, and by torch alone: transformers' logits and
+tokens, and equal bits.
 
 The other parity tests have blocks of four tokens, which the compiled attention does not take.
 """
@@ -38,11 +39,15 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def test_each_family_has_a_case():
-    assert {family for family, _ in FAMILIES} | {"qwen2"} == set(CASES), "qwen2 is llama with biases"
+    assert {family for family, _ in FAMILIES} | {"qwen2"} == set(CASES), (
+        "qwen2 is llama with biases"
+    )
 
 
 @pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
-def test_tokens_and_logits_equal_transformers(checkpoints, kernels: str, model_type: str, variant: str):
+def test_tokens_and_logits_equal_transformers(
+    checkpoints, kernels: str, model_type: str, variant: str
+):
     folder = checkpoints(model_type, variant)
     driver = Driver(config_for(folder, block_size=16))
     assert driver.worker.runner.backend_name == ("torch_sdpa" if kernels == "off" else "native")
@@ -52,12 +57,16 @@ def test_tokens_and_logits_equal_transformers(checkpoints, kernels: str, model_t
         tokens, num_prompt = driver.tokens[slot], driver.num_prompt[slot]
         assert tokens == greedy(folder, tokens[:num_prompt], len(tokens) - num_prompt)
         expected = logits_of(folder, tokens)[num_prompt - 1 : -1]
-        torch.testing.assert_close(torch.stack(driver.logits[slot]), expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            torch.stack(driver.logits[slot]), expected, atol=TOLERANCE, rtol=0
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen3"])
-def test_a_request_gets_the_same_bits_alone_and_among_31_others(checkpoints, kernels: str, model_type: str, dtype: str):
+def test_a_request_gets_the_same_bits_alone_and_among_31_others(
+    checkpoints, kernels: str, model_type: str, dtype: str
+):
     if kernels == "off":
         pytest.skip("torch's products differ in the last bits with the number of rows")
     folder = checkpoints(model_type, next(iter(CASES[model_type])))
@@ -72,7 +81,9 @@ def test_a_request_gets_the_same_bits_alone_and_among_31_others(checkpoints, ker
         slot = alone.add(prompts(*lengths)[number])
         alone.generate([slot], num_outputs=8, chunk=23)
         assert alone.tokens[slot] == together.tokens[slots[number]]
-        assert torch.equal(torch.stack(alone.logits[slot]), torch.stack(together.logits[slots[number]]))
+        assert torch.equal(
+            torch.stack(alone.logits[slot]), torch.stack(together.logits[slots[number]])
+        )
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])

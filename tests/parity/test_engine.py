@@ -1,4 +1,6 @@
-"""Through EngineCore and the uniproc executor: greedy tokens are transformers', whatever the scheduler had to do."""
+"""Through EngineCore and the uniproc executor: greedy tokens are transformers', whatever the
+scheduler had to do.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def make_requests(params: list[SamplingParams]) -> list[EngineCoreRequest]:
     shared = [draw.randrange(199) for _ in range(18)]
     return [
         EngineCoreRequest(
-            str(i), shared[: 18 * (i % 2)] + [draw.randrange(199) for _ in range(draw.randint(1, 17))], one
+            str(i),
+            shared[: 18 * (i % 2)] + [draw.randrange(199) for _ in range(draw.randint(1, 17))],
+            one,
         )
         for i, one in enumerate(params)
     ]
@@ -68,7 +72,13 @@ def test_random_sampling_is_the_same_for_any_depth_and_cache(checkpoints):
     folder = checkpoints("llama", "untied")
     params = [
         SamplingParams(
-            temperature=1.3, top_p=0.9, top_k=40, seed=i, max_tokens=15, repetition_penalty=1.2, min_tokens=3
+            temperature=1.3,
+            top_p=0.9,
+            top_k=40,
+            seed=i,
+            max_tokens=15,
+            repetition_penalty=1.2,
+            min_tokens=3,
         )
         for i in range(6)
     ]

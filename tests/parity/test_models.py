@@ -1,4 +1,6 @@
-"""Every model file gives transformers' logits and greedy tokens, however its tokens are spread over steps."""
+"""Every model file gives transformers' logits and greedy tokens, however its tokens are spread over
+steps.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_prefix_cache_hit(checkpoints, model_type: str):
     shared, tail, other_tail = prompts(24, 6, 3)
     first = driver.add(shared + tail)
     driver.generate([first], 3)
-    second = driver.add(shared + other_tail, cached_blocks=driver.blocks[first][: 24 // driver.block_size])
+    second = driver.add(
+        shared + other_tail, cached_blocks=driver.blocks[first][: 24 // driver.block_size]
+    )
     driver.generate([first, second], NUM_OUTPUTS)
     check(driver, folder, first, shared + tail)
     check(driver, folder, second, shared + other_tail)
@@ -84,12 +88,17 @@ def test_preemption_by_recompute(checkpoints, model_type: str):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_full_size_gpt2(tmp_path: Path):
-    folder = make_checkpoint(tmp_path, "gpt2", {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.05})
-    driver = Driver(config_for(str(folder), block_size=16, max_model_len=1024, kv_cache_memory=1 << 28))
+    folder = make_checkpoint(
+        tmp_path, "gpt2", {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.05}
+    )
+    driver = Driver(
+        config_for(str(folder), block_size=16, max_model_len=1024, kv_cache_memory=1 << 28)
+    )
     longer, shorter = prompts(300, 40)
     slots = [driver.add(longer), driver.add(shorter)]
     driver.generate(slots, 24, chunk=129)
-    # 12 layers of sums over 768 and 3072 float32 numbers, in another order: rounding is larger than in tiny models.
+    # 12 layers of sums over 768 and 3072 float32 numbers, in another order: rounding is larger than
+    # in tiny models.
     for slot, prompt in zip(slots, (longer, shorter), strict=True):
         tokens = driver.tokens[slot]
         assert tokens == greedy(folder, prompt, 24)

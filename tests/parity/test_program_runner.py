@@ -19,7 +19,9 @@ from servd.worker.program_runner import Memory, NotRecordable, OnlyViews, Progra
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="servd was installed without a compiler")
+pytestmark = pytest.mark.skipif(
+    native.library() is None, reason="servd was installed without a compiler"
+)
 
 FAMILIES = [
     ("gpt2", "tied"), ("llama", "llama3 rope"), ("mistral", "window"), ("qwen3", "head_dim"),
@@ -63,9 +65,13 @@ def churn(driver: Driver, seed: int = 4) -> list[tuple[list[int], torch.Tensor]]
     ids=lambda options: " ".join(map(str, options.values())),
 )
 @pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
-def test_steps_have_the_bits_of_single_calls(checkpoints, model_type: str, variant: str, options: dict[str, Any]):
+def test_steps_have_the_bits_of_single_calls(
+    checkpoints, model_type: str, variant: str, options: dict[str, Any]
+):
     folder: Path = checkpoints(model_type, variant)
-    driver, by_calls = (Driver(config_for(folder, **options, enforce_eager=eager)) for eager in (False, True))
+    driver, by_calls = (
+        Driver(config_for(folder, **options, enforce_eager=eager)) for eager in (False, True)
+    )
     programs = programs_of(driver)
     assert programs is not None and programs_of(by_calls) is None
     results, expected = churn(driver), churn(by_calls)
@@ -111,7 +117,9 @@ def test_recording_does_not_import_torchs_compiler():
         "with OnlyViews(): tokens.view(2, 2)\n"
         "print('torch._dynamo' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout == "False\n"
 
 
@@ -127,10 +135,20 @@ def test_recording_does_not_import_torchs_compiler():
         lambda x: torch.empty(3),
     ],
 )
-def test_what_takes_memory_or_changes_it_is_not_recorded(copies: Callable[[torch.Tensor], torch.Tensor]):
+def test_what_takes_memory_or_changes_it_is_not_recorded(
+    copies: Callable[[torch.Tensor], torch.Tensor],
+):
     x = torch.zeros(4, 5)
     with torch.inference_mode(), OnlyViews():
-        views = [*x.chunk(3, dim=-1), x.view(5, 4), x.t(), x.contiguous(), x.flatten(), x[1:], x.unflatten(0, (2, 2))]
+        views = [
+            *x.chunk(3, dim=-1),
+            x.view(5, 4),
+            x.t(),
+            x.contiguous(),
+            x.flatten(),
+            x[1:],
+            x.unflatten(0, (2, 2)),
+        ]
         with pytest.raises(NotRecordable):
             copies(x)
     assert all(view.untyped_storage().data_ptr() == x.data_ptr() for view in views)
@@ -143,11 +161,17 @@ def test_a_model_that_does_more_runs_call_by_call(
     folder = checkpoints("gpt2", "tied")
     forward = GPT2MLP.forward
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x * 0.5))
-    driver, by_calls = (Driver(config_for(folder, block_size=16, enforce_eager=eager)) for eager in (False, True))
+    driver, by_calls = (
+        Driver(config_for(folder, block_size=16, enforce_eager=eager)) for eager in (False, True)
+    )
     with caplog.at_level("INFO", logger="servd.worker"):
         results = churn(driver)
-    assert "decode steps run call by call: aten.mul.Tensor is not of the native library" in caplog.text
+    assert (
+        "decode steps run call by call: aten.mul.Tensor is not of the native library" in caplog.text
+    )
     assert programs_of(driver) is None
-    for (tokens, logits), (expected_tokens, expected_logits) in zip(results, churn(by_calls), strict=True):
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(
+        results, churn(by_calls), strict=True
+    ):
         assert tokens == expected_tokens
         assert torch.equal(logits, expected_logits)

@@ -1,4 +1,6 @@
-"""What is read off a prompt equals transformers', in whatever chunks it is computed: logprobs and pooled vectors."""
+"""What is read off a prompt equals transformers', in whatever chunks it is computed: logprobs and
+pooled vectors.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def run(driver: Driver, slots: list[int], chunks: list[int]) -> list[ModelRunnerOutput]:
-    """Compute all prompts, chunk by chunk; returns the outputs of the steps, rows in the order of `slots`."""
+    """Compute all prompts, chunk by chunk; returns the outputs of the steps, rows in the order of
+    `slots`.
+    """
     outputs = []
     for chunk in chunks:
         outputs.append(driver.step({slot: min(chunk, driver.left(slot)) for slot in slots}))
@@ -68,7 +72,9 @@ def test_prompt_logprobs(folder: Path, chunks: list[int]):
             token_id = prompt[before + 1]
             assert len(position.token_ids) == 1 + k
             got = torch.tensor(position.logprobs)
-            torch.testing.assert_close(got, row_expected[position.token_ids], atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(
+                got, row_expected[position.token_ids], atol=TOLERANCE, rtol=0
+            )
             torch.testing.assert_close(got[1:], row_expected.topk(k).values, atol=TOLERANCE, rtol=0)
             higher = (row_expected > row_expected[token_id] + TOLERANCE).sum()
             not_lower = (row_expected > row_expected[token_id] - TOLERANCE).sum()
@@ -98,11 +104,15 @@ def test_pooled_vectors(folder: Path, chunks: list[int]):
     assert set(last.pooled) == set(range(len(asked)))
     for row, (prompt, params) in enumerate(zip(all_prompts, asked, strict=True)):
         hidden = hidden_of(folder, prompt)
-        pooled = {"last": hidden[-1:], "mean": hidden.mean(0, keepdim=True), "all": hidden}[params.pooling]
+        pooled = {"last": hidden[-1:], "mean": hidden.mean(0, keepdim=True), "all": hidden}[
+            params.pooling
+        ]
         expected = pooled[:, : params.dimensions]
         if params.normalize:
             expected = expected / expected.norm(dim=1, keepdim=True)
-        got = torch.tensor(struct.unpack(f"<{expected.numel()}f", last.pooled[row])).view(expected.shape)
+        got = torch.tensor(struct.unpack(f"<{expected.numel()}f", last.pooled[row])).view(
+            expected.shape
+        )
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -118,7 +128,10 @@ def test_a_slot_forgets_who_had_it(folder: Path, pooling: str):
     hidden = hidden_of(folder, second)
     expected = hidden.mean(0) if pooling == "mean" else hidden.flatten()
     torch.testing.assert_close(
-        torch.tensor(struct.unpack(f"<{len(expected)}f", pooled)), expected, atol=TOLERANCE, rtol=TOLERANCE
+        torch.tensor(struct.unpack(f"<{len(expected)}f", pooled)),
+        expected,
+        atol=TOLERANCE,
+        rtol=TOLERANCE,
     )
     driver.free(slot)
     slot = driver.add(first)

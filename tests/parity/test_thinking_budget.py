@@ -1,4 +1,6 @@
-"""thinking_token_budget through the whole engine: with steps in flight, a form after the thoughts, and neighbours."""
+"""thinking_token_budget through the whole engine: with steps in flight, a form after the thoughts,
+and neighbours.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 @pytest.fixture(scope="module", params=[False, True], ids=["depth 1", "depth 2"])
 def llm(request, tiny_llama):
-    llm = LLM(str(tiny_llama), device="cpu", async_scheduling=request.param, max_model_len=128, use_tqdm=False)
+    llm = LLM(
+        str(tiny_llama),
+        device="cpu",
+        async_scheduling=request.param,
+        max_model_len=128,
+        use_tqdm=False,
+    )
     yield llm
     llm.close()
 
@@ -27,7 +35,9 @@ def test_thoughts_end_where_the_budget_does_and_the_form_begins_there(llm: LLM):
     free = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
     end_id = next(i for i in range(100, 200) if not any(i in token_ids for token_ids in free))
     limited = msgspec.structs.replace(
-        GREEDY, thinking_token_budget=BUDGET, thinking_tags=ThinkingTags(end_id=end_id, start_id=None)
+        GREEDY,
+        thinking_token_budget=BUDGET,
+        thinking_tags=ThinkingTags(end_id=end_id, start_id=None),
     )
     form = StructuredOutput("regex", "[0-9]{3}-[a-f]{2}", starts_after=[end_id])
     bound = msgspec.structs.replace(limited, structured_output=form)
@@ -38,7 +48,10 @@ def test_thoughts_end_where_the_budget_does_and_the_form_begins_there(llm: LLM):
     for number, output in enumerate(outputs):
         kind, prompt = divmod(number, len(PROMPTS))
         token_ids = output.outputs[0].token_ids
-        if params[kind] in (GREEDY, unlimited):  # without a budget the end does not come, and so no form
+        if params[kind] in (
+            GREEDY,
+            unlimited,
+        ):  # without a budget the end does not come, and so no form
             assert token_ids == free[prompt]
             continue
         assert token_ids[: BUDGET + 1] == [*free[prompt][:BUDGET], end_id]

@@ -1,4 +1,6 @@
-"""What tests of kernels share: devices, memory full of NaN, and the modules of operations that can run here."""
+"""What tests of kernels share: devices, memory full of NaN, and the modules of operations that can
+run here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def load_module(device: torch.device) -> Callable[[str, str], Any]:
-    """(package, name) -> a module of operations; skips the test where it cannot run on the device."""
+    """(package, name) -> a module of operations; skips the test where it cannot run on the
+    device.
+    """
 
     def load(package: str, name: str) -> Any:
         if name == "triton":

@@ -10,7 +10,9 @@ from servd.worker.ops import native
 
 
 def forced(switch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The body of a fixture: with SERVD_CPU_KERNELS=switch; skips where there are no such kernels."""
+    """The body of a fixture: with SERVD_CPU_KERNELS=switch; skips where there are no such
+    kernels.
+    """
     monkeypatch.setenv(native.SWITCH, switch)
     native.library.cache_clear()
     if native.library() is None and switch != "off":

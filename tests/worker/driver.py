@@ -1,4 +1,6 @@
-"""Drives a Worker with hand-made SchedulerOutputs: blocks in shuffled order, any chunks, no scheduler."""
+"""Drives a Worker with hand-made SchedulerOutputs: blocks in shuffled order, any chunks, no
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import torch
 
 from servd.config import Config
 from servd.hf import read_spec
-from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, ScheduledRequest, SchedulerOutput
+from servd.messages import (
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequest,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from servd.params import SamplingParams
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.worker import Worker
@@ -46,7 +54,12 @@ class LogitsSpy:
 class Driver:
     """Keeps what a scheduler would: free slots, free blocks, and the tokens of every request."""
 
-    def __init__(self, config: Config, seed: int = 0, progress: Callable[[str, float], None] = lambda *_: None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        seed: int = 0,
+        progress: Callable[[str, float], None] = lambda *_: None,
+    ) -> None:
         assert config.model.model is not None
         self.spec = read_spec(config.model.model)
         self.worker = Worker(config, self.spec, 0, progress)
@@ -64,7 +77,9 @@ class Driver:
         self.blocks: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.num_prompt: dict[int, int] = {}
-        self.logits: dict[int, list[torch.Tensor]] = {}  # slot -> those that its samples were drawn from
+        self.logits: dict[
+            int, list[torch.Tensor]
+        ] = {}  # slot -> those that its samples were drawn from
         self.new: list[NewRequest] = []
         self.freed: list[int] = []
         self.step_number = 0
@@ -77,7 +92,9 @@ class Driver:
         num_prompt_tokens: int | None = None,
         cached_blocks: list[int] | None = None,
     ) -> int:
-        """Give a request a slot; its first blocks may be shared, computed ones. Returns the slot."""
+        """Give a request a slot; its first blocks may be shared, computed ones. Returns the
+        slot.
+        """
         slot = self.free_slots.pop()
         cached = list(cached_blocks or [])
         self.tokens[slot] = list(token_ids)
@@ -99,15 +116,21 @@ class Driver:
         return slot
 
     def free(self, slot: int, keep_blocks: int = 0) -> list[int]:
-        """Take the slot away; its blocks after the first `keep_blocks` are free again. Returns its tokens."""
+        """Take the slot away; its blocks after the first `keep_blocks` are free again. Returns its
+        tokens.
+        """
         self.freed.append(slot)
         self.free_slots.insert(0, slot)
         self.free_blocks += self.blocks.pop(slot)[keep_blocks:]
         self.random.shuffle(self.free_blocks)
         return self.tokens.pop(slot)
 
-    def step(self, chunks: dict[int, int], bitmask: GrammarBitmask | None = None) -> ModelRunnerOutput:
-        """Compute so many tokens of each slot, in this order; a slot with none left to know samples."""
+    def step(
+        self, chunks: dict[int, int], bitmask: GrammarBitmask | None = None
+    ) -> ModelRunnerOutput:
+        """Compute so many tokens of each slot, in this order; a slot with none left to know
+        samples.
+        """
         scheduled: list[ScheduledRequest] = []
         for slot, num_tokens in chunks.items():
             end = self.computed[slot] + num_tokens
@@ -116,9 +139,13 @@ class Driver:
             new_blocks = [self.free_blocks.pop() for _ in range(missing)]
             self.blocks[slot] += new_blocks
             self.computed[slot] = end
-            scheduled.append(ScheduledRequest(slot, num_tokens, new_blocks, end == len(self.tokens[slot])))
+            scheduled.append(
+                ScheduledRequest(slot, num_tokens, new_blocks, end == len(self.tokens[slot]))
+            )
         self.step_number += 1
-        self.worker.execute_model(SchedulerOutput(self.step_number, scheduled, self.new, self.freed))
+        self.worker.execute_model(
+            SchedulerOutput(self.step_number, scheduled, self.new, self.freed)
+        )
         self.new, self.freed = [], []
         output = self.worker.sample_tokens(bitmask).result()
         logits = list(self.spy.rows)
@@ -138,6 +165,8 @@ class Driver:
         return self.tokens[slot][self.num_prompt[slot] :]
 
     def generate(self, slots: list[int], num_outputs: int, chunk: int = 10**6) -> None:
-        """Step until each slot has so many outputs; prompts in chunks, mixed with others' decoding."""
+        """Step until each slot has so many outputs; prompts in chunks, mixed with others'
+        decoding.
+        """
         while pending := [s for s in slots if len(self.outputs(s)) < num_outputs]:
             self.step({s: min(chunk, self.left(s)) for s in pending})

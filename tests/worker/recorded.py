@@ -1,4 +1,6 @@
-"""GPUModelRunner on a CPU: operations recorded with their addresses and run again, as a CUDA graph does."""
+"""GPUModelRunner on a CPU: operations recorded with their addresses and run again, as a CUDA graph
+does.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,27 @@ class Recorder(TorchDispatchMode):
 
 
 def record(run: Callable[[], None]) -> Callable[[], None]:
-    """What it returns runs the operations of `run`, not its Python: what came from the host stays as it was."""
+    """What it returns runs the operations of `run`, not its Python: what came from the host stays
+    as it was.
+    """
     with Recorder() as recorder:
         run()
 
     def replay() -> None:
         for func, args, kwargs, out in recorder.calls:
             for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                if (
+                    isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()
+                ):  # neither a view nor in place
                     old.copy_(new)
 
     return replay
 
 
 class GraphBackend(torch_sdpa.Backend):
-    """Decode rows attend over all columns of the block table, so that no number comes from the host."""
+    """Decode rows attend over all columns of the block table, so that no number comes from the
+    host.
+    """
 
     supports_graphs = True
 
@@ -61,11 +69,14 @@ class GraphBackend(torch_sdpa.Backend):
         shape = (len(q), -1, self.spec.num_kv_heads, self.spec.head_dim)
         groups = self.spec.num_heads // self.spec.num_kv_heads
         keys, values = (
-            part[metadata.block_tables].view(shape).repeat_interleave(groups, 2) for part in kv_cache
+            part[metadata.block_tables].view(shape).repeat_interleave(groups, 2)
+            for part in kv_cache
         )  # [rows, keys, heads, head_dim]
         scores = torch.einsum("rhd,rkhd->rhk", q, keys) * scale
         hidden = torch.arange(keys.shape[1]) >= metadata.seq_lens_device[:, None]
-        return torch.einsum("rhk,rkhd->rhd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values)
+        return torch.einsum(
+            "rhk,rkhd->rhd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values
+        )
 
 
 class RecordedRunner(GPUModelRunner):
@@ -82,7 +93,9 @@ class RecordedRunner(GPUModelRunner):
 
 
 def use_recorded_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers on a CPU get a RecordedRunner. What is not an operation of torch cannot be recorded, so it is off."""
+    """Workers on a CPU get a RecordedRunner. What is not an operation of torch cannot be recorded,
+    so it is off.
+    """
     monkeypatch.setattr("servd.worker.worker.CPUModelRunner", RecordedRunner)
     if find_spec("servd.worker.ops.native"):
         monkeypatch.setattr("servd.worker.ops.native.library", lambda: None)

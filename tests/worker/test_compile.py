@@ -1,4 +1,6 @@
-"""--compile: the same tokens, whatever the sizes of the steps, from a bounded number of compiled pieces."""
+"""--compile: the same tokens, whatever the sizes of the steps, from a bounded number of compiled
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.worker.driver import Driver, config_for
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5] * 17, [8]]
 VARIANTS = [("gpt2", "tied"), ("qwen3", "bias")]
-# Before and after attention, of the layer and of its attention; the first layer has no residual yet; 1 token or more.
+# Before and after attention, of the layer and of its attention; the first layer has no residual
+# yet; 1 token or more.
 MOST_PIECES = 10
 
 
@@ -41,13 +44,19 @@ class Counter:
 
     num_pieces = 0
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
+    ) -> Callable[..., object]:
         self.num_pieces += 1
         return graph.forward
 
 
-def outputs(driver: Driver, prompts: list[list[int]], num_outputs: int, chunk: int) -> list[list[int]]:
-    """Prompts in chunks beside others' decoding, with the logits of every sample in `driver.logits`."""
+def outputs(
+    driver: Driver, prompts: list[list[int]], num_outputs: int, chunk: int
+) -> list[list[int]]:
+    """Prompts in chunks beside others' decoding, with the logits of every sample in
+    `driver.logits`.
+    """
     slots = [driver.add(prompt) for prompt in prompts]
     driver.generate(slots, num_outputs, chunk)
     return [driver.free(slot) for slot in slots]
@@ -58,7 +67,9 @@ def test_steps_of_all_sizes_share_what_is_compiled(tmp_path: Path, model_type: s
     folder = make_checkpoint(tmp_path, model_type, CASES[model_type][variant])
     driver, counter = Driver(config_for(folder)), Counter()
     compile_layers(driver.worker.runner.model, counter)
-    outputs(driver, PROMPTS[:1], 2, chunk=4)  # 4 tokens, as many as a row of cos has numbers, then 1
+    outputs(
+        driver, PROMPTS[:1], 2, chunk=4
+    )  # 4 tokens, as many as a row of cos has numbers, then 1
     num_pieces = counter.num_pieces
     assert 0 < num_pieces <= MOST_PIECES
     for chunk in (1, 2, 3, 7, 13, 100):
@@ -89,7 +100,8 @@ def test_the_option_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, com
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+    "where",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore")  # the compiler has advice for every machine

@@ -16,7 +16,9 @@ def test_vocab_and_merges_become_tokenizer_json(tiny_gpt2_tokenizer: Path, tmp_p
     slow, fast = tmp_path / "slow", tmp_path / "fast"
     slow.mkdir()
     (slow / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in whole["model"]["merges"]]
+    merges = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in whole["model"]["merges"]
+    ]
     (slow / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
     (slow / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     assert main([str(slow), str(fast)]) == 0

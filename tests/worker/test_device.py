@@ -45,7 +45,9 @@ def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None):
     ],
 )
 def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int):
-    meminfo = write(tmp_path, {"meminfo": "MemTotal: 4000 kB\nMemAvailable:    1000 kB"}) / "meminfo"
+    meminfo = (
+        write(tmp_path, {"meminfo": "MemTotal: 4000 kB\nMemAvailable:    1000 kB"}) / "meminfo"
+    )
     assert available_memory(write(tmp_path, files), meminfo) == expected
 
 
@@ -64,7 +66,9 @@ keep_freed_memory()
 faults()
 print(faults())
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     before, after = map(int, result.stdout.split())
     if before < 20 * 1000:
         pytest.skip("this C library keeps memory anyway")

@@ -33,7 +33,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def with_backend(name: str, folder: Path, **options: object):
-    """`run_steps` with an attention backend; skips with the backend's reason where it cannot run."""
+    """`run_steps` with an attention backend; skips with the backend's reason where it cannot
+    run.
+    """
     try:
         return run_steps(folder, **ON_DEVICE | {"attention_backend": name} | options)
     except ConfigError as error:
@@ -48,7 +50,8 @@ def test_graphs_compute_what_is_computed_without(folder: Path, name: str, dtype:
         pytest.skip(f"{name} cannot be captured")
     eager, _, expected = with_backend(name, folder, dtype=dtype, enforce_eager=True)
     assert eager.worker.runner.graphs is None and len(graphs.worker.runner.graphs.graphs) > 1
-    # The first logits of each request: later ones follow its own tokens, which in bfloat16 may differ.
+    # The first logits of each request: later ones follow its own tokens, which in bfloat16 may
+    # differ.
     close = {"float32": 1e-4, "bfloat16": 5e-2}[dtype]
     torch.testing.assert_close(logits[0], expected[0], atol=close, rtol=0)
     if dtype == "float32":
@@ -66,7 +69,13 @@ def serve(folder: Path, depth: int, **options: object) -> list[list[int]]:
     engine, log = EngineCore(config, spec, executor, executor.start().num_blocks), Log()
     for i in range(8):
         params = SamplingParams(
-            temperature=1.0, seed=i, max_tokens=40, min_tokens=5, repetition_penalty=1.3, top_p=0.9, logprobs=1
+            temperature=1.0,
+            seed=i,
+            max_tokens=40,
+            min_tokens=5,
+            repetition_penalty=1.3,
+            top_p=0.9,
+            logprobs=1,
         )
         engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (2 * i + 1), params, eos_token_ids=[3]))
     log.run(engine)
@@ -123,4 +132,6 @@ def test_what_is_promised_is_enough_for_all_graphs_and_the_largest_step(tmp_path
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     assert total - free <= share * total
-    assert sum(part.nbytes for part in runner.kv_caches) > 0.5 * share * total, "and not much is left unused"
+    assert sum(part.nbytes for part in runner.kv_caches) > 0.5 * share * total, (
+        "and not much is left unused"
+    )

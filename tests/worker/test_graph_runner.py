@@ -1,4 +1,6 @@
-"""Decode steps as graphs: padding changes nothing, and what is replayed is what would have been computed."""
+"""Decode steps as graphs: padding changes nothing, and what is replayed is what would have been
+computed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from servd.params import SamplingParams
 from servd.worker.graph_runner import GraphRunner, graph_sizes
 from tests.core.engines import Log
 from tests.worker.driver import Driver, config_for
-from tests.worker.recorded import GraphBackend, RecordedRunner, record, use_recorded_runner, write_config
+from tests.worker.recorded import (
+    GraphBackend,
+    RecordedRunner,
+    record,
+    use_recorded_runner,
+    write_config,
+)
 
 NULL = 7
 
@@ -33,7 +41,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_sizes_are_close_to_each_other(max_num_rows: int):
     sizes = graph_sizes(max_num_rows)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_rows
-    assert all(larger <= 2 * size and larger - size <= 32 for size, larger in itertools.pairwise(sizes))
+    assert all(
+        larger <= 2 * size and larger - size <= 32 for size, larger in itertools.pairwise(sizes)
+    )
 
 
 def test_a_step_is_padded_with_rows_of_nobody_and_a_size_is_captured_once():
@@ -70,12 +80,16 @@ def test_the_recorder_freezes_what_comes_from_the_host():
     assert y.tolist() == [7, 7]
 
 
-def run_steps(folder: Path, **options: object) -> tuple[Driver, list[list[int]], list[torch.Tensor]]:
+def run_steps(
+    folder: Path, **options: object
+) -> tuple[Driver, list[list[int]], list[torch.Tensor]]:
     """Requests come, decode together in changing numbers, and leave."""
     driver = Driver(config_for(folder, load_format="dummy", **options), seed=3)
     draw = random.Random(1)
     outputs, logits = [], []
-    slots = [driver.add([draw.randrange(199) for _ in range(length)]) for length in (3, 9, 1, 14, 6)]
+    slots = [
+        driver.add([draw.randrange(199) for _ in range(length)]) for length in (3, 9, 1, 14, 6)
+    ]
     driver.generate(slots[:2], 3)
     driver.generate(slots, 6)
     for slot in slots[3:]:
@@ -97,7 +111,9 @@ def test_graphs_compute_what_is_computed_without(folder: Path):
     assert sorted(graphs.worker.runner.graphs.graphs) == [1, 2, 4, 8]
     assert tokens == expected_tokens
     torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), atol=1e-5, rtol=0)
-    for cache, expected in zip(graphs.worker.runner.kv_caches, eager.worker.runner.kv_caches, strict=True):
+    for cache, expected in zip(
+        graphs.worker.runner.kv_caches, eager.worker.runner.kv_caches, strict=True
+    ):
         assert cache[:, -1].any(), "padding has a block of its own"
         assert not expected[:, -1].any()
         torch.testing.assert_close(cache[:, :-1], expected[:, :-1], atol=1e-5, rtol=0)
@@ -115,7 +131,9 @@ def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int)
         executor = Executor(config, spec, lambda *_: None)
         engine, log = EngineCore(config, spec, executor, executor.start().num_blocks), Log()
         for i in range(8):
-            params = SamplingParams(temperature=1.0, seed=i, max_tokens=14, repetition_penalty=1.3, logprobs=1)
+            params = SamplingParams(
+                temperature=1.0, seed=i, max_tokens=14, repetition_penalty=1.3, logprobs=1
+            )
             engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), params))
         log.run(engine)
         assert log.total("num_preemptions") > 0

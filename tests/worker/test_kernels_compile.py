@@ -1,4 +1,6 @@
-"""The Triton kernels compile for Hopper, which needs no GPU; what they compute is tested in the interpreter."""
+"""The Triton kernels compile for Hopper, which needs no GPU; what they compute is tested in the
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,29 @@ import sys
 
 import pytest
 
-# Kernel, types of what is not constant (":16": a multiple of 16, as all pointers are), constants, warps.
+# Kernel, types of what is not constant (":16": a multiple of 16, as all pointers are), constants,
+# warps.
 OPS, SAMPLE = "servd.worker.ops.triton", "servd.worker.sample.ops.triton"
 LOGITS = {"COUNT_BITS": 2**30 - 1, "LAST": 2**31 - 1, "ENTRIES": 256, "BLOCK": 4096}
 NO_BIAS = {"starts_ptr": None, "ids_ptr": None, "biases_ptr": None}
 NO_PENALTIES = {"bitmask_ptr": None, "slots_ptr": None, "counts_ptr": None, "factors_ptr": None}
 # Llama 3 8B: 32 heads, 8 of keys and values, of 128 numbers each.
-SPLITS = {"HEAD_DIM": 128, "WINDOW": None, "TILE_KEYS": 64, "SPLIT_QUERIES": 4, "MIN_SPLIT": 512, "MAX_SPLITS": 16}
-TILES = {"GROUP": 4, "KV_HEADS": 8, "BLOCK_SIZE": 16, "DECODE_LINES": 16, "PREFILL_LINES": 64, "HAS_TILES": True}
+SPLITS = {
+    "HEAD_DIM": 128,
+    "WINDOW": None,
+    "TILE_KEYS": 64,
+    "SPLIT_QUERIES": 4,
+    "MIN_SPLIT": 512,
+    "MAX_SPLITS": 16,
+}
+TILES = {
+    "GROUP": 4,
+    "KV_HEADS": 8,
+    "BLOCK_SIZE": 16,
+    "DECODE_LINES": 16,
+    "PREFILL_LINES": 64,
+    "HAS_TILES": True,
+}
 ATTENTION = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i32 *i32 *i32 i32:16 i32 i32 i32 i32 i32 fp32"
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
 KERNELS = [
@@ -54,7 +71,11 @@ KERNELS = [
 def test_kernels_compile_for_hopper(tmp_path):
     """In a process of its own, where Triton is not told to interpret."""
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    env = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.getcwd(),
+    }
     done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -69,7 +90,9 @@ def main() -> None:
         module, _, kernel_name = name.rpartition(".")
         kernel = getattr(importlib.import_module(module), kernel_name)
         given = iter(types.split())
-        signature = {arg: "constexpr" if arg in constants else next(given) for arg in kernel.arg_names}
+        signature = {
+            arg: "constexpr" if arg in constants else next(given) for arg in kernel.arg_names
+        }
         aligned = {
             (at,): [["tt.divisibility", 16]]
             for at, kind in enumerate(signature.values())

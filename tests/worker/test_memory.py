@@ -50,9 +50,18 @@ class ScriptedMeter:
 
     def __init__(self) -> None:
         self.said = {
-            "allocated": [1_000_000, 1_400_000, 1_900_000],  # weights; with a cache; and with what sampling keeps
+            "allocated": [
+                1_000_000,
+                1_400_000,
+                1_900_000,
+            ],  # weights; with a cache; and with what sampling keeps
             "peak": [0, 5_000_000, 6_000_000, 0, 4_000_000, 9_900_000],
-            "taken": [20_000_000, 23_000_000, 23_500_000, 10_000_000],  # before graphs, after two, without any
+            "taken": [
+                20_000_000,
+                23_000_000,
+                23_500_000,
+                10_000_000,
+            ],  # before graphs, after two, without any
             "held": [8_000_000],
         }
 
@@ -65,7 +74,12 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     """A worker whose runner finds its memory with a ScriptedMeter."""
     use_recorded_runner(monkeypatch)
     monkeypatch.setattr(RecordedRunner, "meter", lambda self: ScriptedMeter())
-    config = config_for(write_config(tmp_path), load_format="dummy", kv_cache_memory=None, gpu_memory_utilization=0.5)
+    config = config_for(
+        write_config(tmp_path),
+        load_format="dummy",
+        kv_cache_memory=None,
+        gpu_memory_utilization=0.5,
+    )
     return Worker(config, read_spec(tmp_path), 0, lambda *_: None)
 
 
@@ -79,7 +93,10 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
 
     monkeypatch.setattr(RecordedRunner, "execute_model", spy)
     ready = worker.load_model()
-    assert [step for step in steps if step] == [[128], [32] * 8]  # max_model_len; the budget over max_num_seqs
+    assert [step for step in steps if step] == [
+        [128],
+        [32] * 8,
+    ]  # max_model_len; the budget over max_num_seqs
     use = worker.runner.memory_use
     assert use.outside == 2_000_000
     assert use.persistent == 1_500_000
@@ -92,7 +109,9 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
     assert ready.num_blocks == min(use.available // block - 1, 8 * 32)
 
 
-def test_too_little_memory_has_advice_in_both_directions(worker: Worker, monkeypatch: pytest.MonkeyPatch):
+def test_too_little_memory_has_advice_in_both_directions(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+):
     per_block = 4 * read_spec(worker.runner.spec.folder).kv_bytes_per_token(4)
     use = MemoryUse(
         total=1000 * per_block, outside=0, persistent=300 * per_block, per_request=20 * per_block, forward=0,
@@ -103,6 +122,7 @@ def test_too_little_memory_has_advice_in_both_directions(worker: Worker, monkeyp
         worker.load_model()
     # 20 blocks are left after that of padding; a request needs 32.
     assert re.search(
-        r"lower --max-model-len to 80, lower --max-num-seqs to 7 or raise --gpu-memory-utilization to 0.34$",
+        r"lower --max-model-len to 80, lower --max-num-seqs to 7 or raise "
+        r"--gpu-memory-utilization to 0.34$",
         str(error.value),
     )

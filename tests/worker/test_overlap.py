@@ -1,4 +1,6 @@
-"""Steps in flight with the real sampler: what it keeps on the device is in time for the next step at every depth."""
+"""Steps in flight with the real sampler: what it keeps on the device is in time for the next step
+at every depth.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ GRAMMAR = StructuredOutput("regex", "[a-z]{3,6}-[0-9]{2}")
 
 
 class ThreadedExecutor(UniProcExecutor):
-    """The worker runs on a thread of its own, as on a device: when the host goes on, nothing has been computed."""
+    """The worker runs on a thread of its own, as on a device: when the host goes on, nothing has
+    been computed.
+    """
 
     def start(self):
         self.stream = ThreadPoolExecutor(1, "device")
@@ -58,7 +62,9 @@ def make_request(request_id: int, draw: random.Random) -> EngineCoreRequest:
     return EngineCoreRequest(str(request_id), prompt, params)
 
 
-def serve(folder: Path, requests: list[EngineCoreRequest], depth: int, num_blocks: int, aborts: bool) -> Log:
+def serve(
+    folder: Path, requests: list[EngineCoreRequest], depth: int, num_blocks: int, aborts: bool
+) -> Log:
     """Requests come in three waves; one is aborted in its midst."""
     spec = read_spec(folder)
     config = config_for(
@@ -97,7 +103,11 @@ def test_no_depth_changes_what_a_grammar_allows(tiny_llama: Path):
             temperature=draw.choice([0.0, 1.5]), seed=i, max_tokens=16, repetition_penalty=draw.choice([1.0, 1.4]),
             logit_bias=draw.choice([{}, {5: 3.0}]), structured_output=GRAMMAR if i % 3 else None,
         )  # fmt: skip
-        requests.append(EngineCoreRequest(str(i), [draw.randrange(199) for _ in range(20)], params, eos_token_ids=[3]))
+        requests.append(
+            EngineCoreRequest(
+                str(i), [draw.randrange(199) for _ in range(20)], params, eos_token_ids=[3]
+            )
+        )
     expected = check_depths(tiny_llama, requests)
     for request in requests:
         if request.params.structured_output is not None:
@@ -106,7 +116,9 @@ def test_no_depth_changes_what_a_grammar_allows(tiny_llama: Path):
 
 
 def check_depths(folder: Path, requests: list[EngineCoreRequest]) -> Log:
-    """What the requests get one step after the other, which is what they get at all depths, aborted and preempted."""
+    """What the requests get one step after the other, which is what they get at all depths, aborted
+    and preempted.
+    """
     whole_log = serve(folder, requests, 1, 100, aborts=False)
     expected, num_preemptions = whole_log.outputs, 0
     for depth in (1, 2, 3, 4):

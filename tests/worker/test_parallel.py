@@ -21,12 +21,23 @@ NUM_OUTPUTS = 8
 
 def generate(rank: int, size: int, folder: str, address: str | None, result: str) -> None:
     """Run one rank of a model; write its tokens and the logits of its first step."""
-    worker = Worker(config_for(folder, tensor_parallel_size=size), read_spec(folder), rank, lambda *_: None, address)
+    worker = Worker(
+        config_for(folder, tensor_parallel_size=size),
+        read_spec(folder),
+        rank,
+        lambda *_: None,
+        address,
+    )
     torch.set_num_threads(1)
     worker.load_model()
     worker.allocate_kv_cache(16)
     new = NewRequest(
-        slot=2, token_ids=PROMPT, num_prompt_tokens=len(PROMPT), num_computed_tokens=0, block_ids=[], params=GREEDY
+        slot=2,
+        token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        num_computed_tokens=0,
+        block_ids=[],
+        params=GREEDY,
     )
     first = ScheduledRequest(2, len(PROMPT), [9, 4, 11])
     worker.execute_model(SchedulerOutput(1, [first], [new]))
@@ -35,7 +46,9 @@ def generate(rank: int, size: int, folder: str, address: str | None, result: str
     tokens = worker.sample_tokens().result().sampled_token_ids[0]
     for step in range(2, NUM_OUTPUTS + 1):
         needs_block = (len(PROMPT) + step - 1) % 4 == 1
-        worker.execute_model(SchedulerOutput(step, [ScheduledRequest(2, 1, [step] if needs_block else [])]))
+        worker.execute_model(
+            SchedulerOutput(step, [ScheduledRequest(2, 1, [step] if needs_block else [])])
+        )
         tokens += worker.sample_tokens().result().sampled_token_ids[0]
     torch.save((tokens, logits), f"{result}.{rank}")
     worker.shutdown()
@@ -43,7 +56,11 @@ def generate(rank: int, size: int, folder: str, address: str | None, result: str
 
 @pytest.mark.parametrize(
     ("model_type", "options"),
-    [("gpt2", GPT2 | {"n_inner": 71}), ("llama", LLAMA | {"attention_bias": True}), ("llama", LLAMA)],
+    [
+        ("gpt2", GPT2 | {"n_inner": 71}),
+        ("llama", LLAMA | {"attention_bias": True}),
+        ("llama", LLAMA),
+    ],
     ids=["gpt2", "llama with biases", "llama"],
 )
 def test_two_ranks_equal_one(tmp_path: Path, model_type: str, options: dict[str, object]):

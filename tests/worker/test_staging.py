@@ -30,7 +30,9 @@ class LazyTensor(torch.Tensor):
     def copy_(self, source, non_blocking: bool = False):
         if not non_blocking:
             return super().copy_(source)
-        self.device_of_test.queue.append(lambda: torch.Tensor.copy_(self.as_subclass(torch.Tensor), source))
+        self.device_of_test.queue.append(
+            lambda: torch.Tensor.copy_(self.as_subclass(torch.Tensor), source)
+        )
         return self
 
 
@@ -49,11 +51,15 @@ class LazyEvent:
 
 @pytest.mark.parametrize("shape", [(3, 5), (64, 16), (7,), (100,), (0, 4), (9, 2, 4)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_device_that_reads_late_gets_everything(monkeypatch: pytest.MonkeyPatch, shape, transposed: bool):
+def test_a_device_that_reads_late_gets_everything(
+    monkeypatch: pytest.MonkeyPatch, shape, transposed: bool
+):
     device = LazyDevice()
     monkeypatch.setattr(LazyTensor, "device_of_test", device, raising=False)
     monkeypatch.setattr(
-        Staging, "make_chunk", lambda self: (torch.empty(self.chunk_bytes, dtype=torch.uint8), LazyEvent(device))
+        Staging,
+        "make_chunk",
+        lambda self: (torch.empty(self.chunk_bytes, dtype=torch.uint8), LazyEvent(device)),
     )
     source = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     if transposed and source.dim() == 2:

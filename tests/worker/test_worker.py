@@ -38,7 +38,9 @@ def load(folder: Path, **options: object) -> Worker:
 def changed(folder: Path, copy: Path, **config: object) -> Path:
     """A copy of a checkpoint with some of config.json changed."""
     shutil.copytree(folder, copy)
-    (copy / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
+    (copy / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | config)
+    )
     return copy
 
 
@@ -56,7 +58,9 @@ def test_progress_reaches_one(llama: Path):
     seen: list[tuple[str, float]] = []
     Driver(config_for(str(llama)), progress=lambda *mark: seen.append(mark))
     *loading, last = seen
-    assert last == ("measuring memory", 0.0) and {phase for phase, _ in loading} == {"loading weights"}
+    assert last == ("measuring memory", 0.0) and {phase for phase, _ in loading} == {
+        "loading weights"
+    }
     fractions = [fraction for _, fraction in loading]
     assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
 
@@ -88,15 +92,22 @@ def test_cache_is_not_larger_than_all_requests_need(llama: Path, caplog: pytest.
     driver = Driver(config_for(str(llama), kv_cache_memory=None, max_num_seqs=3, max_model_len=30))
     assert driver.ready.num_blocks == 3 * 8
     assert driver.ready.kv_bytes_per_block == 4 * driver.spec.kv_bytes_per_token(4)
-    assert "KV cache 24 blocks of 4 tokens" in caplog.text and "3.0 requests of 30 tokens" in caplog.text
+    assert (
+        "KV cache 24 blocks of 4 tokens" in caplog.text
+        and "3.0 requests of 30 tokens" in caplog.text
+    )
 
 
 def test_a_cache_that_is_larger_than_the_memory_is_warned_of(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The system commits memory when it is first written: the server would start, and be killed one day."""
+    """The system commits memory when it is first written: the server would start, and be killed one
+    day.
+    """
     for free, is_said in ((1 << 40, False), (1 << 12, True)):
-        monkeypatch.setattr("servd.worker.cpu_model_runner.available_memory", lambda free=free: free)
+        monkeypatch.setattr(
+            "servd.worker.cpu_model_runner.available_memory", lambda free=free: free
+        )
         Driver(config_for(str(llama)))
         assert ("4KiB of memory are free" in caplog.text) is is_said
 
@@ -104,7 +115,9 @@ def test_a_cache_that_is_larger_than_the_memory_is_warned_of(
 def test_not_enough_memory_says_what_would_be(llama: Path):
     with pytest.raises(NotEnoughMemory) as error:
         load(llama, kv_cache_memory=20_000)
-    numbers = re.search(r"lower --max-model-len to (\d+) or raise --kv-cache-memory to (\w+)", str(error.value))
+    numbers = re.search(
+        r"lower --max-model-len to (\d+) or raise --kv-cache-memory to (\w+)", str(error.value)
+    )
     assert numbers is not None
     load(llama, kv_cache_memory=20_000, max_model_len=int(numbers[1]))
     load(llama, kv_cache_memory=parse_bytes(numbers[2]))
@@ -116,10 +129,14 @@ def test_not_enough_memory_says_what_would_be(llama: Path):
         load(llama, kv_cache_memory=1)
 
 
-def test_the_context_is_shortened_to_the_cache_unless_asked_for(llama: Path, caplog: pytest.LogCaptureFixture):
+def test_the_context_is_shortened_to_the_cache_unless_asked_for(
+    llama: Path, caplog: pytest.LogCaptureFixture
+):
     with caplog.at_level(logging.WARNING, logger="servd"):
         load(llama, kv_cache_memory=20_000, shorten_max_model_len=True)
-    asked, given = map(int, re.search(r"shortened from (\d+) to (\d+) tokens", caplog.text).groups())
+    asked, given = map(
+        int, re.search(r"shortened from (\d+) to (\d+) tokens", caplog.text).groups()
+    )
     assert asked == 128 > given
     load(llama, kv_cache_memory=20_000, max_model_len=given)
     with pytest.raises(NotEnoughMemory):
@@ -129,17 +146,28 @@ def test_the_context_is_shortened_to_the_cache_unless_asked_for(llama: Path, cap
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert' is not supported; there are: gpt2, llama, mistral, qwen2, qwen3"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "has no 'LlamaForSequenceClassification'"),
+        (
+            {"model_type": "bert"},
+            "model_type 'bert' is not supported; there are: gpt2, llama, mistral, qwen2, qwen3",
+        ),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "has no 'LlamaForSequenceClassification'",
+        ),
         ({"hidden_act": "swish9"}, "activation 'swish9' is not supported; there are: gelu"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type 'dynamic'",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_hidden_layers": 2}, "has a tensor 'model.layers.2."),
         ({"intermediate_size": 96}, r"shape \[.*80.*\], expected"),
     ],
 )
-def test_refuses_what_it_would_compute_wrongly(llama: Path, tmp_path: Path, config: dict[str, object], message: str):
+def test_refuses_what_it_would_compute_wrongly(
+    llama: Path, tmp_path: Path, config: dict[str, object], message: str
+):
     with pytest.raises(UnsupportedModel, match=message):
         load(changed(llama, tmp_path / "copy", **config))
 
@@ -149,7 +177,9 @@ def test_missing_weights(llama: Path, tmp_path: Path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelNotFound, match=r"1 parameters, first model.layers.1.self_attn.qkv_proj.weight"):
+    with pytest.raises(
+        ModelNotFound, match=r"1 parameters, first model.layers.1.self_attn.qkv_proj.weight"
+    ):
         load(folder)
     (folder / "model.safetensors").write_bytes(b"12345678 not a checkpoint")
     with pytest.raises(ModelNotFound, match="cannot be read"):
@@ -157,19 +187,27 @@ def test_missing_weights(llama: Path, tmp_path: Path):
 
 
 def test_old_checkpoint_forms(tmp_path: Path, llama: Path):
-    """Names without the prefix of the bare model, old buffers, rope_theta outside rope_parameters."""
+    """Names without the prefix of the bare model, old buffers, rope_theta outside
+    rope_parameters.
+    """
     gpt2 = make_checkpoint(tmp_path / "gpt2", "gpt2", GPT2)
     file = gpt2 / "model.safetensors"
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    tensors = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()
+    }
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file)
     old_rope = changed(llama, tmp_path / "rope", rope_parameters=None, rope_theta=500.0)
-    new_rope = changed(llama, tmp_path / "new", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    new_rope = changed(
+        llama, tmp_path / "new", rope_parameters={"rope_type": "default", "rope_theta": 500.0}
+    )
     for folder, reference in ((gpt2, gpt2), (old_rope, new_rope)):
         driver = Driver(config_for(str(folder)))
         prompt = [5, 3, 8, 100, 42, 8, 1]
         slot = driver.add(prompt)
         driver.generate([slot], 1)
-        torch.testing.assert_close(driver.logits[slot][0], logits_of(reference, prompt)[-1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            driver.logits[slot][0], logits_of(reference, prompt)[-1], atol=1e-4, rtol=0
+        )
 
 
 def test_dummy_weights_need_no_file_and_repeat(llama: Path, tmp_path: Path):
@@ -218,7 +256,9 @@ def test_logprobs_belong_to_their_rows(llama: Path):
     expected = logits_of(llama, [6, 7, 8])[-1].log_softmax(-1)
     top = expected.topk(2)
     assert logprobs.token_ids == [int(top.indices[0]), *top.indices.tolist()] and logprobs.rank == 1
-    assert logprobs.logprobs == pytest.approx([float(top.values[0]), *top.values.tolist()], abs=1e-4)
+    assert logprobs.logprobs == pytest.approx(
+        [float(top.values[0]), *top.values.tolist()], abs=1e-4
+    )
 
 
 def test_unknown_backend(llama: Path):

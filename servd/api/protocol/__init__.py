@@ -1,1 +1,3 @@
-"""The shapes of requests and responses: pydantic reads what clients send, msgspec writes what they get."""
+"""The shapes of requests and responses: pydantic reads what clients send, msgspec writes what they
+get.
+"""

@@ -1,4 +1,6 @@
-"""Anthropic's Messages: the request, its translation into a chat, and the answer with its content blocks."""
+"""Anthropic's Messages: the request, its translation into a chat, and the answer with its content
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -49,22 +51,30 @@ def _check_blocks(content: Any, blocks: dict[str, dict[str, type]]) -> Any:
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(kind, str) or kind not in blocks:
             context = {"kind": str(kind)[:64], "kinds": ", ".join(blocks)}
-            raise PydanticCustomError("content", "blocks of type {kind} are not supported here: send {kinds}", context)
+            raise PydanticCustomError(
+                "content", "blocks of type {kind} are not supported here: send {kinds}", context
+            )
         for key, needed in blocks[kind].items():
             if not isinstance(block.get(key), needed):
                 context = {"kind": kind, "key": key, "type": JSON_TYPES[needed]}
-                raise PydanticCustomError("content", "a {kind} block must have the {type} `{key}`", context)
+                raise PydanticCustomError(
+                    "content", "a {kind} block must have the {type} `{key}`", context
+                )
         if kind == "tool_result":
             _check_blocks(block.get("content") or "", BLOCKS["system"])
             if not isinstance(block.get("is_error", False), bool):
-                raise PydanticCustomError("content", "`is_error` of a tool_result must be true or false")
+                raise PydanticCustomError(
+                    "content", "`is_error` of a tool_result must be true or false"
+                )
     return content
 
 
 def _check_message(message: Any) -> Any:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in BLOCKS:
-        raise PydanticCustomError("message", "must be an object with the role user, assistant or system")
+        raise PydanticCustomError(
+            "message", "must be an object with the role user, assistant or system"
+        )
     _check_blocks(message.get("content"), BLOCKS[role])
     return message
 
@@ -76,7 +86,9 @@ def _check_system(system: Any) -> Any:
 def _check_tool(tool: Any) -> Any:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in (None, "custom"):
-        message = "tools of type {kind} are not supported: servd runs no tools itself, send your own"
+        message = (
+            "tools of type {kind} are not supported: servd runs no tools itself, send your own"
+        )
         raise PydanticCustomError("tool", message, {"kind": str(kind)[:64]})
     return tool
 
@@ -126,17 +138,26 @@ class CountTokensRequest(TranslatedRequest):
     keeps_budget: ClassVar[bool] = True  # of thoughts; no count depends on it
 
     messages: Annotated[
-        list[Annotated[dict[str, Any], BeforeValidator(_check_message)]], Field(fail_fast=True, min_length=1)
+        list[Annotated[dict[str, Any], BeforeValidator(_check_message)]],
+        Field(fail_fast=True, min_length=1),
     ]
-    system: Annotated[Any, BeforeValidator(_check_system)] = None  # read as str | list[dict[str, Any]] | None
-    tools: Annotated[list[Annotated[Tool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None = None
+    system: Annotated[Any, BeforeValidator(_check_system)] = (
+        None  # read as str | list[dict[str, Any]] | None
+    )
+    tools: (
+        Annotated[list[Annotated[Tool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None
+    ) = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
     @model_validator(mode="after")
     def _check_choice(self) -> CountTokensRequest:
-        if self.tool_choice and self.tool_choice["type"] == "tool" and "name" not in self.tool_choice:
+        if (
+            self.tool_choice
+            and self.tool_choice["type"] == "tool"
+            and "name" not in self.tool_choice
+        ):
             raise InvalidRequest("`tool_choice` of type tool needs a `name`", param="tool_choice")
         return self
 
@@ -149,8 +170,13 @@ class CountTokensRequest(TranslatedRequest):
         """Fields, and values of fields, that have no effect here."""
         used = {"type", "budget_tokens"} if self.keeps_budget and self.thinks else {"type"}
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
-        names |= {f"output_config.{name}" for name in (self.output_config or {}).keys() - {"format", "effort"}}
-        names |= idle_strict(self.tools or (), self.tool_choice is not None and self.tool_choice["type"] != "auto")
+        names |= {
+            f"output_config.{name}"
+            for name in (self.output_config or {}).keys() - {"format", "effort"}
+        }
+        names |= idle_strict(
+            self.tools or (), self.tool_choice is not None and self.tool_choice["type"] != "auto"
+        )
         return sorted({*super().ignored(), *names})
 
     def chat_fields(self) -> dict[str, Any]:
@@ -164,12 +190,15 @@ class CountTokensRequest(TranslatedRequest):
             "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
             "response_format": _chat_format(output.get("format")),
             "reasoning_effort": output.get("effort") if self.thinks else "none",
-            "chat_template_kwargs": {"enable_thinking": True, "thinking": True} if self.thinks else None,
+            "chat_template_kwargs": {"enable_thinking": True, "thinking": True}
+            if self.thinks
+            else None,
         }
         if messages and messages[-1]["role"] == "assistant":  # the answer goes on with it
             if "content" not in messages[-1] or "tool_calls" in messages[-1]:
                 raise InvalidRequest(
-                    "the last message is the assistant's, and not just text to go on with", param="messages"
+                    "the last message is the assistant's, and not just text to go on with",
+                    param="messages",
                 )
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return {name: value for name, value in fields.items() if value is not None}
@@ -199,7 +228,9 @@ class MessagesRequest(CountTokensRequest):
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
-        return super().chat_fields() | {name: value for name, value in fields.items() if value is not None}
+        return super().chat_fields() | {
+            name: value for name, value in fields.items() if value is not None
+        }
 
 
 class LimitedMessagesRequest(MessagesRequest):
@@ -216,7 +247,10 @@ class LimitedMessagesRequest(MessagesRequest):
 def _chat_tool(tool: Tool) -> dict[str, Any]:
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     more = {"description": tool.get("description"), "strict": tool.get("strict")}
-    return {"type": "function", "function": function | {k: v for k, v in more.items() if v is not None}}
+    return {
+        "type": "function",
+        "function": function | {k: v for k, v in more.items() if v is not None},
+    }
 
 
 def _chat_tool_choice(choice: ToolChoice | None) -> Any:
@@ -233,12 +267,17 @@ def _chat_tool_choice(choice: ToolChoice | None) -> Any:
 
 def _chat_format(output_format: dict[str, Any] | None) -> Any:
     if output_format and output_format.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"name": "output", "schema": output_format.get("schema")}}
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": "output", "schema": output_format.get("schema")},
+        }
     return output_format
 
 
 def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat. Tool results, which are blocks of a user's message, become messages of their own."""
+    """Messages of a chat. Tool results, which are blocks of a user's message, become messages of
+    their own.
+    """
     chat = [{"role": "system", "content": _text_parts(system)}] if system else []
     for message in messages:
         content = message["content"]
@@ -260,7 +299,9 @@ def _user(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
             content = _text_parts(block.get("content") or "")
             if block.get("is_error"):
                 content = _marked_as_error(content)
-            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
+            messages.append(
+                {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+            )
         else:
             if not messages or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})
@@ -282,9 +323,14 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
             case "text":
                 message.setdefault("content", []).extend(_text_parts([block]))
             case "thinking":
-                message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+                message["reasoning_content"] = (
+                    message.get("reasoning_content", "") + block["thinking"]
+                )
             case "tool_use":
-                function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
+                function = {
+                    "name": block["name"],
+                    "arguments": json.dumps(block["input"], ensure_ascii=False),
+                }
                 message.setdefault("tool_calls", []).append(
                     {"id": block["id"], "type": "function", "function": function}
                 )
@@ -333,7 +379,9 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct):
-    """Tokens of a message. The prompt's are `input_tokens` and `cache_read_input_tokens` together."""
+    """Tokens of a message. The prompt's are `input_tokens` and `cache_read_input_tokens`
+    together.
+    """
 
     input_tokens: int  # computed for this message
     cache_read_input_tokens: int

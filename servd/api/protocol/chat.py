@@ -37,7 +37,9 @@ def _check_content(content: Any) -> Any:
             message = "parts of type {kind} are not supported: send text"
             raise PydanticCustomError("content", message, {"kind": kind[:32]})
         if not isinstance(part.get(key), str):
-            raise PydanticCustomError("content", "a {kind} part must have a string `{kind}`", {"kind": key})
+            raise PydanticCustomError(
+                "content", "a {kind} part must have a string `{kind}`", {"kind": key}
+            )
     return content
 
 
@@ -76,7 +78,9 @@ class ChatMessage(TypedDict):
 
 def _check_message(message: ChatMessage) -> ChatMessage:
     if message.get("content") is None and message["role"] != "assistant":
-        raise PydanticCustomError("content", "a message of role {role} must have content", {"role": message["role"]})
+        raise PydanticCustomError(
+            "content", "a message of role {role} must have content", {"role": message["role"]}
+        )
     return message
 
 
@@ -134,12 +138,23 @@ class NamedTool(TypedDict):
 
 
 def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
-    """`strict`, if it has no effect: only calls that the model has to make are held to their schemas."""
-    return {"tools.strict"} if not are_forced and any(function.get("strict") for function in functions) else set()
+    """`strict`, if it has no effect: only calls that the model has to make are held to their
+    schemas.
+    """
+    return (
+        {"tools.strict"}
+        if not are_forced and any(function.get("strict") for function in functions)
+        else set()
+    )
 
 
-Messages = Annotated[list[Annotated[ChatMessage, AfterValidator(_check_message)]], Field(fail_fast=True, min_length=1)]
-Tools = Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=1024), AfterValidator(_check_tools)]
+Messages = Annotated[
+    list[Annotated[ChatMessage, AfterValidator(_check_message)]],
+    Field(fail_fast=True, min_length=1),
+]
+Tools = Annotated[
+    list[Tool], Field(fail_fast=True, min_length=1, max_length=1024), AfterValidator(_check_tools)
+]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
@@ -149,7 +164,9 @@ class ChatPrompt(RequestBody):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
@@ -167,7 +184,9 @@ class ChatPrompt(RequestBody):
             return None
         tools = cast(list[dict[str, Any]], self.tools)
         if name is not None:
-            return ToolUse(tools, [tool for tool in tools if tool["function"]["name"] == name], parallel=False)
+            return ToolUse(
+                tools, [tool for tool in tools if tool["function"]["name"] == name], parallel=False
+            )
         forced = tools if self.tool_choice == "required" else []
         return ToolUse(tools, forced, self.parallel_tool_calls is not False)
 
@@ -188,7 +207,9 @@ class ChatPrompt(RequestBody):
             raise InvalidRequest("`tool_choice` needs `tools`", param="tool_choice")
         name = self.named_tool
         if name is not None and all(tool["function"]["name"] != name for tool in self.tools):
-            raise InvalidRequest(f"`tool_choice` names {name[:128]!r}, which is not in `tools`", param="tool_choice")
+            raise InvalidRequest(
+                f"`tool_choice` names {name[:128]!r}, which is not in `tools`", param="tool_choice"
+            )
         return self
 
 
@@ -207,29 +228,47 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens")
+            raise InvalidRequest(
+                f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"
+            )
         return self
 
     def ignored(self) -> list[str]:
         """Fields, and values of fields, that have no effect here."""
         use = self.tool_use()
-        idle = idle_strict([tool["function"] for tool in use.tools], bool(use.forced)) if use else set()
+        idle = (
+            idle_strict([tool["function"] for tool in use.tools], bool(use.forced))
+            if use
+            else set()
+        )
         return sorted({*super().ignored(), *idle})
 
     @property
     def echoed(self) -> str:
-        """What the answer begins with: the last message, if `echo` is asked for and it is the assistant's."""
+        """What the answer begins with: the last message, if `echo` is asked for and it is the
+        assistant's.
+        """
         last = self.messages[-1]
         if not self.echo or last["role"] != "assistant":
             return ""
         content = last.get("content") or ""
-        return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+        return (
+            content
+            if isinstance(content, str)
+            else "\n".join(part.get("text", "") for part in content)
+        )
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """The request's sampling parameters over the model's `defaults`; without a limit, up to the context's end."""
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """The request's sampling parameters over the model's `defaults`; without a limit, up to the
+        context's end.
+        """
+        max_tokens = (
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return SamplingParams(**{**defaults, **self.shared_params(), "max_tokens": max_tokens, "logprobs": logprobs})
+        return SamplingParams(
+            **{**defaults, **self.shared_params(), "max_tokens": max_tokens, "logprobs": logprobs}
+        )
 
 
 # ---- response ----
@@ -246,7 +285,9 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The sampled token of one position; `token` shows a part of a character as U+FFFD, `bytes` are exact."""
+    """The sampled token of one position; `token` shows a part of a character as U+FFFD, `bytes` are
+    exact.
+    """
 
     token: str
     logprob: float
@@ -276,7 +317,9 @@ class MessageToolCall(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """The model's message. Clients are divided over the name of the thoughts, so they come under both."""
+    """The model's message. Clients are divided over the name of the thoughts, so they come under
+    both.
+    """
 
     content: str | None
     role: str = "assistant"

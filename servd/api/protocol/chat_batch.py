@@ -28,7 +28,9 @@ class ChatBatchRequest(RequestBody):
         extra = self.model_extra or {}
         for name in REFUSED:
             if extra.get(name):
-                raise InvalidRequest(f"`{name}` is not supported in a batch of chats: leave it out", param=name)
+                raise InvalidRequest(
+                    f"`{name}` is not supported in a batch of chats: leave it out", param=name
+                )
         if extra.get("n") not in (None, 1):
             raise InvalidRequest("`n` must be 1 in a batch of chats", param="n")
         return self
@@ -46,7 +48,11 @@ class ChatBatchRequest(RequestBody):
         return [self._chat(number) for number in range(len(self.messages))]
 
     def _chat(self, number: int) -> ChatCompletionRequest:
-        fields = {**(self.model_extra or {}), "model": self.model, "messages": self.messages[number]}
+        fields = {
+            **(self.model_extra or {}),
+            "model": self.model,
+            "messages": self.messages[number],
+        }
         try:
             return parse(ChatCompletionRequest, msgspec.json.encode(fields))
         except InvalidRequest as error:

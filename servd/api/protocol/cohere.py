@@ -15,10 +15,14 @@ from servd.errors import InvalidRequest
 
 
 class CohereEmbedRequest(RequestBody):
-    """Body of POST /v2/embed. `input_type` has no effect: prompts that a model needs are written into the texts."""
+    """Body of POST /v2/embed. `input_type` has no effect: prompts that a model needs are written
+    into the texts.
+    """
 
     texts: Annotated[Any, BeforeValidator(list_of_texts)]  # read as list[str]
-    embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)] = ["float"]
+    embedding_types: Annotated[
+        list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)
+    ] = ["float"]
     output_dimension: int | None = None
     truncate: Literal["NONE", "START", "END"] = "END"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -28,7 +32,9 @@ class CohereEmbedRequest(RequestBody):
     def _check_support(self) -> CohereEmbedRequest:
         for name in ("images", "inputs"):
             if (self.model_extra or {}).get(name):
-                raise InvalidRequest(f"`{name}` is not supported: this model reads `texts` only", param=name)
+                raise InvalidRequest(
+                    f"`{name}` is not supported: this model reads `texts` only", param=name
+                )
         return self
 
 
@@ -52,6 +58,8 @@ class CohereEmbeddings(msgspec.Struct):
 
 
 def sign_bits(vector: list[float]) -> list[int]:
-    """A bit for each number that is above 0, the first one highest; the last byte is filled up with 0."""
+    """A bit for each number that is above 0, the first one highest; the last byte is filled up with
+    0.
+    """
     numbers = [vector[start : start + 8] for start in range(0, len(vector), 8)]
     return [sum((number > 0) << (7 - i) for i, number in enumerate(group)) for group in numbers]

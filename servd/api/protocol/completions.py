@@ -28,8 +28,12 @@ def list_of_prompts(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, str) or (value and _is_token_ids(value)):
         return [value]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
-        raise PydanticCustomError("prompt", "must be a string, token ids, or a list of 1 to 1024 of either")
-    if all(isinstance(prompt, str) for prompt in value) or all(_is_token_ids(prompt) for prompt in value):
+        raise PydanticCustomError(
+            "prompt", "must be a string, token ids, or a list of 1 to 1024 of either"
+        )
+    if all(isinstance(prompt, str) for prompt in value) or all(
+        _is_token_ids(prompt) for prompt in value
+    ):
         return value
     raise PydanticCustomError("prompt", "must be all strings or all lists of token ids")
 
@@ -49,11 +53,15 @@ class CompletionRequest(GenerationRequest):
         if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequest(f"prompts times `n` may be at most {MAX_CHOICES}", param="n")
         if self.best_of not in (None, self.n or 1):
-            raise InvalidRequest("`best_of` is not supported: ask for `n` and choose", param="best_of")
+            raise InvalidRequest(
+                "`best_of` is not supported: ask for `n` and choose", param="best_of"
+            )
         if self.suffix and (self.echo or not isinstance(self.prompt[0], str)):
             raise InvalidRequest("`suffix` needs a `prompt` of text, and no `echo`", param="suffix")
         if self.echo and self.logprobs is not None and self.stream:
-            raise InvalidRequest("`echo` with `logprobs` cannot be streamed: leave out `stream`", param="echo")
+            raise InvalidRequest(
+                "`echo` with `logprobs` cannot be streamed: leave out `stream`", param="echo"
+            )
         return self
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:

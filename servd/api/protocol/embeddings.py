@@ -17,7 +17,9 @@ Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class VectorRequest(RequestBody):
-    """What requests for vectors share: texts, token ids or one chat, and the form of the vectors."""
+    """What requests for vectors share: texts, token ids or one chat, and the form of the
+    vectors.
+    """
 
     # read as list[str] | list[list[int]] | None
     input: Annotated[Any, BeforeValidator(list_of_prompts)] = None
@@ -40,7 +42,11 @@ class VectorRequest(RequestBody):
 
     def ignored(self) -> list[str]:
         """Fields of the body that have no effect here."""
-        idle = ("add_generation_prompt", "chat_template_kwargs") if self.messages is None else ("add_special_tokens",)
+        idle = (
+            ("add_generation_prompt", "chat_template_kwargs")
+            if self.messages is None
+            else ("add_special_tokens",)
+        )
         return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
 
     def params(self, pooling: str | None) -> PoolingParams:

@@ -1,4 +1,6 @@
-"""The error body that OpenAI's clients read, and on Anthropic's routes theirs, for every exception."""
+"""The error body that OpenAI's clients read, and on Anthropic's routes theirs, for every
+exception.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ class ErrorReply(msgspec.Struct):
 
 
 def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply:
-    """The answer to `error`. One of the server's own is logged; an unexpected one is told to the client by id only.
+    """The answer to `error`. One of the server's own is logged; an unexpected one is told to the
+    client by id only.
 
     Args:
         error: what was raised.
@@ -64,7 +67,10 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
     headers: dict[str, str] = {}
     match error:
         case RequestError():
-            status, detail = error.status, ErrorDetail(error.message, error.type, error.param, error.code)
+            status, detail = (
+                error.status,
+                ErrorDetail(error.message, error.type, error.param, error.code),
+            )
             if isinstance(error, Overloaded):
                 headers["Retry-After"] = str(error.retry_after)
             elif isinstance(error, Unauthorized):
@@ -75,11 +81,16 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
             log.error("request %s failed: %s", request_id, error)
             status, detail = 500, ErrorDetail(str(error), "server_error", code="engine_error")
         case HTTPException():  # raised by the router and by the body limit
-            status, detail = error.status_code, ErrorDetail(error.detail, _type_of(error.status_code))
+            status, detail = (
+                error.status_code,
+                ErrorDetail(error.detail, _type_of(error.status_code)),
+            )
             headers.update(error.headers or {})
         case _:
             log.error("request %s failed", request_id, exc_info=error)
-            message = f"internal error; the server's log has the details under request id {request_id}"
+            message = (
+                f"internal error; the server's log has the details under request id {request_id}"
+            )
             status, detail = 500, ErrorDetail(message, "server_error", code="internal_error")
     if len(detail.message) > MAX_MESSAGE:
         detail.message = detail.message[:MAX_MESSAGE] + "..."
@@ -92,9 +103,15 @@ def _type_of(status: int) -> str:
     return TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def _anthropic(status: int, detail: ErrorDetail, headers: dict[str, str], request_id: str) -> ErrorReply:
+def _anthropic(
+    status: int, detail: ErrorDetail, headers: dict[str, str], request_id: str
+) -> ErrorReply:
     if detail.type == Overloaded.type:
         status = 529  # Anthropic's own status, which its clients retry
-    kind = {"server_error": "api_error"}.get(detail.type, detail.type) if status != 413 else "request_too_large"
+    kind = (
+        {"server_error": "api_error"}.get(detail.type, detail.type)
+        if status != 413
+        else "request_too_large"
+    )
     body = AnthropicErrorBody(AnthropicErrorDetail(kind, detail.message), request_id)
     return ErrorReply(status, msgspec.json.encode(body), {**headers, "request-id": request_id})

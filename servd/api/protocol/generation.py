@@ -17,8 +17,8 @@ from servd.api.protocol.validation import REQUEST_ID, FewKeys
 from servd.errors import InvalidRequest
 from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
 
-# Fields that would change the answer in a way that servd cannot honour, so a client that sends one must be told.
-# All other unknown fields are accepted and named in the header X-Servd-Ignored.
+# Fields that would change the answer in a way that servd cannot honour, so a client that sends one
+# must be told. All other unknown fields are accepted and named in the header X-Servd-Ignored.
 UNSUPPORTED = (
     "audio", "chat_template", "function_call", "functions", "modalities", "prompt_embeds", "web_search_options",
 )  # fmt: skip
@@ -93,7 +93,9 @@ class GenerationRequest(StructuredRequest):
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop: Annotated[Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_more)] = None
+    stop: Annotated[
+        Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_more)
+    ] = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -138,7 +140,9 @@ class GenerationRequest(StructuredRequest):
         if self.logprob_token_ids and (logprobs is None or logprobs is False):
             raise InvalidRequest("`logprob_token_ids` needs `logprobs`", param="logprob_token_ids")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest("`prompt_logprobs` cannot be streamed: leave out `stream`", param="prompt_logprobs")
+            raise InvalidRequest(
+                "`prompt_logprobs` cannot be streamed: leave out `stream`", param="prompt_logprobs"
+            )
         return self
 
     @model_validator(mode="after")
@@ -148,26 +152,43 @@ class GenerationRequest(StructuredRequest):
         for name in NOT_WITH_BEAMS:
             value = getattr(self, name, None)
             if not _is_neutral(name, value) and value != getattr(SamplingParams(), name):
-                raise InvalidRequest(f"`{name}` is not supported with `use_beam_search`: leave it out", param=name)
+                raise InvalidRequest(
+                    f"`{name}` is not supported with `use_beam_search`: leave it out", param=name
+                )
         if (self.n or 1) > MAX_BEAMS:
-            raise InvalidRequest(f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n")
-        if len(self.stop_token_ids or ()) > MAX_STOP:  # each beam needs so many candidates more, at every step
             raise InvalidRequest(
-                f"`stop_token_ids` may have at most {MAX_STOP} with `use_beam_search`", param="stop_token_ids"
+                f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n"
+            )
+        if (
+            len(self.stop_token_ids or ()) > MAX_STOP
+        ):  # each beam needs so many candidates more, at every step
+            raise InvalidRequest(
+                f"`stop_token_ids` may have at most {MAX_STOP} with `use_beam_search`",
+                param="stop_token_ids",
             )
         if self.max_tokens == 0:
-            raise InvalidRequest("`max_tokens` must be at least 1 with `use_beam_search`", param="max_tokens")
+            raise InvalidRequest(
+                "`max_tokens` must be at least 1 with `use_beam_search`", param="max_tokens"
+            )
         if not math.isfinite(self.length_penalty or 0) or abs(self.length_penalty or 0) > 10:
-            raise InvalidRequest("`length_penalty` must be between -10 and 10", param="length_penalty")
+            raise InvalidRequest(
+                "`length_penalty` must be between -10 and 10", param="length_penalty"
+            )
         if (form := self.structured_output()) is not None:
-            raise InvalidRequest(f"`{form.param}` is not supported with `use_beam_search`", param=form.param)
+            raise InvalidRequest(
+                f"`{form.param}` is not supported with `use_beam_search`", param=form.param
+            )
         return self
 
     def ignored(self) -> list[str]:
         """Fields of the body, and of its stream options, that have no effect here."""
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
         names = set(super().ignored()) - set(UNSUPPORTED)  # those are neutral here
-        idle = ("temperature", "top_p", "top_k", "min_p", "seed") if self.use_beam_search else ONLY_WITH_BEAMS
+        idle = (
+            ("temperature", "top_p", "top_k", "min_p", "seed")
+            if self.use_beam_search
+            else ONLY_WITH_BEAMS
+        )
         names |= {name for name in idle if getattr(self, name) is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})
 
@@ -198,7 +219,9 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[int, PromptLogprob] | None]  # by token id; null for the prompt's first token
+PromptLogprobs = list[
+    dict[int, PromptLogprob] | None
+]  # by token id; null for the prompt's first token
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -24,8 +24,14 @@ class PoolingRequest(VectorRequest):
     def _check_task(self) -> PoolingRequest:
         if self.task in ("classify", "token_classify"):
             raise InvalidRequest(f"{CLASSIFY}: `task` may be embed or token_embed", param="task")
-        if self.task is not None and self.pooling is not None and (self.task == "embed") == (self.pooling == "all"):
-            raise InvalidRequest("`task` and `pooling` say different things: leave one out", param="task")
+        if (
+            self.task is not None
+            and self.pooling is not None
+            and (self.task == "embed") == (self.pooling == "all")
+        ):
+            raise InvalidRequest(
+                "`task` and `pooling` say different things: leave one out", param="task"
+            )
         return self
 
     @property

@@ -1,4 +1,6 @@
-"""Rerank: documents in the order of their similarity to a query, in the shapes of Jina and Cohere."""
+"""Rerank: documents in the order of their similarity to a query, in the shapes of Jina and
+Cohere.
+"""
 
 from __future__ import annotations
 

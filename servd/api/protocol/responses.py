@@ -26,7 +26,12 @@ CHAT_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 LOGPROBS = "message.output_text.logprobs"  # in `include`
-ITEM_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ITEM_PREFIX = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -41,11 +46,15 @@ def _check_content(content: Any) -> Any:
             raise PydanticCustomError("content", 'parts must be objects with a "type"')
         if kind not in (*TEXT_PARTS, "refusal"):
             raise PydanticCustomError(
-                "content", "parts of type {kind} are not supported: send input_text", {"kind": kind[:32]}
+                "content",
+                "parts of type {kind} are not supported: send input_text",
+                {"kind": kind[:32]},
             )
         key = "refusal" if kind == "refusal" else "text"
         if not isinstance(part.get(key), str):
-            raise PydanticCustomError("content", "a {kind} part must have a string `{key}`", {"kind": kind, "key": key})
+            raise PydanticCustomError(
+                "content", "a {kind} part must have a string `{key}`", {"kind": kind, "key": key}
+            )
     return content
 
 
@@ -104,7 +113,8 @@ def _check_kind(item: Any) -> Any:
     if kind not in ("message", "function_call", "function_call_output", "reasoning"):
         raise PydanticCustomError(
             "item",
-            "items of type {kind} are not supported: send message, function_call, function_call_output or reasoning",
+            "items of type {kind} are not supported: send message, function_call, "
+            "function_call_output or reasoning",
             {"kind": kind[:64]},
         )
     return item
@@ -126,7 +136,9 @@ def _as_items(value: Any) -> Any:
 def _check_tool(tool: Any) -> Any:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        message = "tools of type {kind} are not supported: servd runs no tools itself, send functions"
+        message = (
+            "tools of type {kind} are not supported: servd runs no tools itself, send functions"
+        )
         raise PydanticCustomError("tool", message, {"kind": str(kind)[:64]})
     return tool
 
@@ -135,7 +147,9 @@ def _check_tool_choice(choice: Any) -> Any:
     is_named = isinstance(choice, dict) and choice.get("type") == "function"
     if choice in (None, "none", "auto", "required") or is_named:
         return choice
-    raise PydanticCustomError("tool_choice", 'must be "none", "auto", "required" or a function with its name')
+    raise PydanticCustomError(
+        "tool_choice", 'must be "none", "auto", "required" or a function with its name'
+    )
 
 
 class NamedFunction(TypedDict):
@@ -183,7 +197,12 @@ class ResponsesRequest(TranslatedRequest):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)
+        ]
+        | None
+    ) = None
     tool_choice: Annotated[str | NamedFunction | None, BeforeValidator(_check_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -218,7 +237,9 @@ class ResponsesRequest(TranslatedRequest):
         """Fields, and values of fields, that have no effect here."""
         names = {f"include.{name}" for name in self.include or () if name != LOGPROBS}
         names |= {f"text.{name}" for name in (self.text or {}).keys() - {"format"}}
-        names |= {f"stream_options.{name}" for name, value in (self.stream_options or {}).items() if value}
+        names |= {
+            f"stream_options.{name}" for name, value in (self.stream_options or {}).items() if value
+        }
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
         names |= idle_strict(self.tools or (), self.tool_choice not in (None, "auto"))
         if self.truncation == "auto":
@@ -236,7 +257,10 @@ class ResponsesRequest(TranslatedRequest):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [{"type": "function", "function": _without_type(tool)} for tool in self.tools or ()] or None,
+            "tools": [
+                {"type": "function", "function": _without_type(tool)} for tool in self.tools or ()
+            ]
+            or None,
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "logprobs": self.top_logprobs is not None or LOGPROBS in (self.include or ()) or None,
@@ -264,11 +288,15 @@ def _chat_format(text_format: dict[str, Any] | None) -> Any:
 
 
 def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages of a chat: what the assistant thought, said and called in one turn is one message.
+    """Items as messages of a chat: what the assistant thought, said and called in one turn is one
+    message.
 
-    System and developer messages at the beginning become one, since most templates know but one, and no developer.
+    System and developer messages at the beginning become one, since most templates know but one,
+    and no developer.
     """
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": instructions}] if instructions else []
+    )
     for item in items:
         last = messages[-1] if messages else {}
         is_assistant = last.get("role") == "assistant"
@@ -281,7 +309,9 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
                 last.setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 content = _chat_content(item["output"])
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+                messages.append(
+                    {"role": "tool", "tool_call_id": item["call_id"], "content": content}
+                )
             case "reasoning":
                 thoughts = _text(item.get("content") or item.get("summary") or "")
                 messages.append({"role": "assistant", "reasoning_content": thoughts})
@@ -321,7 +351,9 @@ def listed(response_id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]
         match kind:
             case "message":
                 is_answer = item["role"] == "assistant"
-                item["content"] = _parts(item["content"], "output_text" if is_answer else "input_text")
+                item["content"] = _parts(
+                    item["content"], "output_text" if is_answer else "input_text"
+                )
             case "reasoning":
                 item["summary"] = _parts(item.get("summary") or [], "summary_text")
                 item["content"] = _parts(item.get("content") or [], "reasoning_text")

@@ -20,10 +20,14 @@ def list_of_texts(value: Any) -> Any:
     """A text or a list of them as a list; one may be written `{"text": ...}`."""
     texts = value if isinstance(value, list) else [value]
     if not 1 <= len(texts) <= MAX_PROMPTS:
-        raise PydanticCustomError("texts", "must be a text or a list of 1 to {max} texts", {"max": MAX_PROMPTS})
+        raise PydanticCustomError(
+            "texts", "must be a text or a list of 1 to {max} texts", {"max": MAX_PROMPTS}
+        )
     texts = [text.get("text") if isinstance(text, dict) else text for text in texts]
     if not all(isinstance(text, str) for text in texts):
-        raise PydanticCustomError("texts", 'must be made of strings or {"text": ...}: this model reads text only')
+        raise PydanticCustomError(
+            "texts", 'must be made of strings or {"text": ...}: this model reads text only'
+        )
     return texts
 
 
@@ -47,13 +51,16 @@ class ScoreRequest(SimilarityRequest):
     """Body of POST /score: one text against one or many, or as many on both sides."""
 
     text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
-    text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))]
+    text_2: Annotated[
+        Texts, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+    ]
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ScoreRequest:
         if len(self.text_1) not in (1, len(self.text_2)):
             raise InvalidRequest(
-                f"`text_1` has {len(self.text_1)} texts and `text_2` {len(self.text_2)}: send one `text_1`, or as many",
+                f"`text_1` has {len(self.text_1)} texts and `text_2` {len(self.text_2)}: send one "
+                f"`text_1`, or as many",
                 param="text_1",
             )
         return self

@@ -1,4 +1,6 @@
-"""What a request asks of its output's form: response_format, structured_outputs and the older guided_* fields."""
+"""What a request asks of its output's form: response_format, structured_outputs and the older
+guided_* fields.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,18 @@ class StructuredRequest(RequestBody):
         Raises:
             InvalidRequest: two are asked for, or a JSON schema is missing.
         """
-        forms = [_response_format(self.response_format), *_structured_outputs(self.structured_outputs)]
+        forms = [
+            _response_format(self.response_format),
+            *_structured_outputs(self.structured_outputs),
+        ]
         for kind in ("json", "regex", "choice", "grammar"):
             forms.append(_form(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}"))
         given = [form for form in forms if form is not None]
         if len(given) > 1:
             names = " and ".join(f"`{form.param}`" for form in given)
-            raise InvalidRequest(f"{names} cannot be used together: ask for one form", param=given[1].param)
+            raise InvalidRequest(
+                f"{names} cannot be used together: ask for one form", param=given[1].param
+            )
         return given[0] if given else None
 
 
@@ -82,7 +89,9 @@ def _response_format(asked: ResponseFormat | None) -> StructuredOutput | None:
             schema = asked.get("json_schema")
             if schema is None:
                 param = "response_format.json_schema"
-                raise InvalidRequest(f"`{param}` is missing: it must hold the `schema`", param=param)
+                raise InvalidRequest(
+                    f"`{param}` is missing: it must hold the `schema`", param=param
+                )
             return _form("json", schema["schema"], "response_format")
     return None
 

@@ -1,4 +1,6 @@
-"""What the Responses and Messages requests share: each becomes a chat request, and hears of errors in its own words."""
+"""What the Responses and Messages requests share: each becomes a chat request, and hears of errors
+in its own words.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.validation import RequestBody, parse
 from servd.errors import InvalidRequest, RequestError
 
-# Fields of the chat route that keep their name and meaning in both other APIs, which do not have them of themselves.
+# Fields of the chat route that keep their name and meaning in both other APIs, which do not have
+# them of themselves.
 EXTENSIONS = frozenset({
     "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "frequency_penalty", "guided_choice",
     "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "logit_bias", "min_p", "min_tokens",
@@ -32,7 +35,8 @@ class TranslatedRequest(RequestBody):
         return sorted(set(super().ignored()) - EXTENSIONS)
 
     def as_chat(self, fields: dict[str, Any]) -> ChatCompletionRequest:
-        """The chat request with these fields, and those that the body took over from the chat route.
+        """The chat request with these fields, and those that the body took over from the chat
+        route.
 
         Raises:
             InvalidRequest: what the chat route would say, or a field is there under two names.
@@ -43,7 +47,9 @@ class TranslatedRequest(RequestBody):
             if isinstance(made, dict) and isinstance(extra[name], dict):
                 fields[name] = made | extra[name]
             elif made is not None:
-                raise InvalidRequest(f"`{name}` says the same as a field of this API: leave it out", param=name)
+                raise InvalidRequest(
+                    f"`{name}` says the same as a field of this API: leave it out", param=name
+                )
             else:
                 fields[name] = extra[name]
         return parse(ChatCompletionRequest, msgspec.json.encode(fields))

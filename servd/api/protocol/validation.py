@@ -1,4 +1,6 @@
-"""Read a request body into its pydantic model; what is wrong with it becomes one bounded InvalidRequest."""
+"""Read a request body into its pydantic model; what is wrong with it becomes one bounded
+InvalidRequest.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ def _check_size(value: Any) -> Any:
     return value
 
 
-# For objects whose every key is checked: pydantic would list one error per key, and there may be a million.
+# For objects whose every key is checked: pydantic would list one error per key, and there may be a
+# million.
 FewKeys = BeforeValidator(_check_size)
 
 
 class RequestBody(BaseModel):
-    """Base of all request bodies: exact types; unknown fields are kept, so that they can be named in the answer."""
+    """Base of all request bodies: exact types; unknown fields are kept, so that they can be named
+    in the answer.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -57,26 +62,35 @@ def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
     details = error.errors(include_url=False, include_context=False, include_input=False)
     first = details[0]
     if first["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+        return InvalidRequest(
+            f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+        )
     if not first["loc"]:
         return InvalidRequest("the body must be a JSON object")
     body = pydantic_core.from_json(data)
-    problems: dict[str, list[str]] = {}  # a union has one problem per member, all with the same path
+    problems: dict[
+        str, list[str]
+    ] = {}  # a union has one problem per member, all with the same path
     for detail in details:
         path = _path(detail["loc"], body)
         problems.setdefault(path, [])
         if detail["msg"] not in problems[path]:
             problems[path].append(detail["msg"])
-    lines = [f"{path}: {' or '.join(messages)}" for path, messages in list(problems.items())[:MAX_PROBLEMS]]
+    lines = [
+        f"{path}: {' or '.join(messages)}"
+        for path, messages in list(problems.items())[:MAX_PROBLEMS]
+    ]
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
     return InvalidRequest("; ".join(lines), param=next(iter(problems)))
 
 
 def _path(loc: tuple[int | str, ...], body: Any) -> str:
-    """`messages[0].content` from pydantic's path, without its own entries such as "str" or "list[Part]".
+    """`messages[0].content` from pydantic's path, without its own entries such as "str" or
+    "list[Part]".
 
-    An entry belongs to the client if it leads somewhere in the client's body, or names a field that is missing.
+    An entry belongs to the client if it leads somewhere in the client's body, or names a field that
+    is missing.
     """
     path = ""
     for i, entry in enumerate(loc):

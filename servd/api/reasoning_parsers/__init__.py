@@ -1,1 +1,3 @@
-"""How model families mark their thoughts: one file each, chosen by the chat template or --reasoning-parser."""
+"""How model families mark their thoughts: one file each, chosen by the chat template or
+--reasoning-parser.
+"""

@@ -12,5 +12,7 @@ class Parser(ThinkParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Only by option: the template cannot tell whether the model thinks without being asked to."""
+        """Only by option: the template cannot tell whether the model thinks without being asked
+        to.
+        """
         return False

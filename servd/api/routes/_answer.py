@@ -15,7 +15,13 @@ from starlette.responses import Response
 
 from servd.api.beam_search import BeamSearch
 from servd.api.processor import Prepared
-from servd.api.protocol.generation import GenerationRequest, PromptLogprob, PromptLogprobs, PromptTokensDetails, Usage
+from servd.api.protocol.generation import (
+    GenerationRequest,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
 from servd.api.routes._context import context_of, ignored_header
 from servd.api.streaming import EventStream, event, until_disconnect
 from servd.outputs import CompletionOutput
@@ -36,7 +42,12 @@ class Answer(ABC):
     """
 
     def __init__(
-        self, request: Request, answer_id: str, model: str, body: GenerationRequest, prepared: list[Prepared]
+        self,
+        request: Request,
+        answer_id: str,
+        model: str,
+        body: GenerationRequest,
+        prepared: list[Prepared],
     ) -> None:
         self.request = request
         self.context = context_of(request)
@@ -97,13 +108,21 @@ class Answer(ABC):
         return None if self.body.include_usage else UNSET
 
     def has_news(self, output: CompletionOutput) -> bool:
-        """Whether a stream says something about a delta; text may be held back for a stop string."""
-        asked_for_tokens = output.logprobs or self.body.return_token_ids or self.body.continuous_usage
+        """Whether a stream says something about a delta; text may be held back for a stop
+        string.
+        """
+        asked_for_tokens = (
+            output.logprobs or self.body.return_token_ids or self.body.continuous_usage
+        )
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
     def token_name(self, token_id: int) -> str:
         """How log-probabilities name a token."""
-        return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else self.tokenizer.token_string(token_id)
+        return (
+            f"token_id:{token_id}"
+            if self.body.return_tokens_as_token_ids
+            else self.tokenizer.token_string(token_id)
+        )
 
     def prompt_text(self, prepared: Prepared) -> str:
         """The prompt, written out where only its tokens are known."""
@@ -120,7 +139,9 @@ class Answer(ABC):
         entries: PromptLogprobs = [None]
         for position in output.prompt_logprobs or []:
             likely = zip(position.token_ids[: 1 + k], position.logprobs, strict=False)
-            ranked = {i: PromptLogprob(max(logprob, MIN_LOGPROB), None, name(i)) for i, logprob in likely}
+            ranked = {
+                i: PromptLogprob(max(logprob, MIN_LOGPROB), None, name(i)) for i, logprob in likely
+            }
             for rank, i in enumerate(position.token_ids[1 : 1 + k], 1):
                 ranked[i].rank = rank
             ranked[position.token_ids[0]].rank = position.rank
@@ -149,29 +170,39 @@ class Answer(ABC):
         self.num_output_tokens += len(output.token_ids)
         prompt, choice = divmod(output.index, self.n)
         if choice == 0:  # later choices find what the first one computed
-            self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], output.num_cached_tokens)
+            self.num_cached_tokens[prompt] = max(
+                self.num_cached_tokens[prompt], output.num_cached_tokens
+            )
 
     def _run(self, prepared: Prepared) -> AsyncGenerator[CompletionOutput, None]:
         body = self.body
         if not body.use_beam_search:
             return self.context.async_llm.generate(prepared)
         length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
-        return BeamSearch(prepared, length_penalty, body.early_stopping or False).run(self.context.async_llm)
+        return BeamSearch(prepared, length_penalty, body.early_stopping or False).run(
+            self.context.async_llm
+        )
 
 
 Run = Callable[[Prepared], AsyncGenerator[CompletionOutput, None]]
 
 
 def generate(run: Run, prepared: list[Prepared], n: int) -> AsyncGenerator[CompletionOutput, None]:
-    """Outputs of several prompts with `n` choices each, as they come; index = prompt number * n + i."""
+    """Outputs of several prompts with `n` choices each, as they come; index = prompt number * n +
+    i.
+    """
     if len(prepared) == 1:
         return run(prepared[0])
     return _merge(run, prepared, n)
 
 
-async def _merge(run: Run, prepared: list[Prepared], n: int) -> AsyncGenerator[CompletionOutput, None]:
+async def _merge(
+    run: Run, prepared: list[Prepared], n: int
+) -> AsyncGenerator[CompletionOutput, None]:
     # Bounded, so that what waits for a slow client waits in AsyncLLM, which merges it.
-    arrived: asyncio.Queue[CompletionOutput | Exception | None] = asyncio.Queue(maxsize=len(prepared))
+    arrived: asyncio.Queue[CompletionOutput | Exception | None] = asyncio.Queue(
+        maxsize=len(prepared)
+    )
 
     async def forward(number: int) -> None:
         try:

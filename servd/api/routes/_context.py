@@ -50,7 +50,9 @@ class Context(msgspec.Struct, frozen=True):
             return self.model_names[0]
         if asked not in self.model_names:
             served = ", ".join(self.model_names)
-            raise UnknownModel(f"the model {asked[:200]!r} is not served here; there is: {served}", param="model")
+            raise UnknownModel(
+                f"the model {asked[:200]!r} is not served here; there is: {served}", param="model"
+            )
         return asked
 
 
@@ -63,12 +65,14 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     """Read and check a JSON body.
 
     Raises:
-        InvalidRequest: also for another content type, which a browser's form could send across origins, and under
-            --strict-fields for fields that have no effect.
+        InvalidRequest: also for another content type, which a browser's form could send across
+            origins, and under --strict-fields for fields that have no effect.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        raise InvalidRequest(f"Content-Type must be application/json, got {content_type[:100] or 'none'}")
+        raise InvalidRequest(
+            f"Content-Type must be application/json, got {content_type[:100] or 'none'}"
+        )
     data = await request.body()
     request.state.received_ns = now_ns()
     body = parse(kind, data)
@@ -82,7 +86,10 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 def name_request(request: Request, asked: str | None) -> None:
     """Let a body give the request its id, unless a header did."""
     if asked is not None and "x-request-id" not in request.headers:
-        request.state.request_id, request.state.unique_id = asked, f"{asked}-{request.state.unique_id[:12]}"
+        request.state.request_id, request.state.unique_id = (
+            asked,
+            f"{asked}-{request.state.unique_id[:12]}",
+        )
 
 
 def start_timeline(request: Request, engine_request_id: str) -> None:
@@ -99,6 +106,8 @@ def ignored_header(body: RequestBody) -> Mapping[str, str]:
     return {"x-servd-ignored": ", ".join(names)} if names else {}
 
 
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """Answer with a msgspec struct or plain data."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")

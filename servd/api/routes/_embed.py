@@ -49,7 +49,8 @@ async def embed(
         inputs: at least one.
         params: of all of them.
         priority: as of `Processor.process`.
-        check: gets the number of tokens of all inputs before anything is computed, and may refuse them.
+        check: gets the number of tokens of all inputs before anything is computed, and may refuse
+            them.
 
     Raises:
         InvalidRequest: see `Processor.process_pooling`.
@@ -60,7 +61,11 @@ async def embed(
     for number, item in enumerate(inputs):
         request_id = f"{prefix}-{request.state.unique_id}-{number}"
         start_timeline(request, request_id)
-        prompt = item.prompt if item.keep_first is None else await _first_tokens(async_llm, item, item.keep_first)
+        prompt = (
+            item.prompt
+            if item.keep_first is None
+            else await _first_tokens(async_llm, item, item.keep_first)
+        )
         prepared.append(
             await async_llm.prepare_pooling(
                 request_id,
@@ -85,7 +90,9 @@ async def _first_tokens(async_llm: AsyncLLM, item: Input, limit: int) -> list[in
     if len(token_ids) <= limit:
         return token_ids
     num_last = 0
-    while num_last < limit and token_ids[-1 - num_last] in async_llm.processor.tokenizer.special_ids:
+    while (
+        num_last < limit and token_ids[-1 - num_last] in async_llm.processor.tokenizer.special_ids
+    ):
         num_last += 1
     return token_ids[: limit - num_last] + token_ids[len(token_ids) - num_last :]
 

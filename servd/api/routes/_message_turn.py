@@ -1,4 +1,6 @@
-"""MessageTurn: a chat becomes an Anthropic Message of content blocks, and the events of its stream."""
+"""MessageTurn: a chat becomes an Anthropic Message of content blocks, and the events of its
+stream.
+"""
 
 from __future__ import annotations
 
@@ -99,10 +101,18 @@ class MessageTurn(Turn):
         yield from self._close()
         self.block = block
         self.answer.content.append(block)
-        yield {"type": "content_block_start", "index": len(self.answer.content) - 1, "content_block": block}
+        yield {
+            "type": "content_block_start",
+            "index": len(self.answer.content) - 1,
+            "content_block": block,
+        }
 
     def _delta(self, delta: dict[str, Any]) -> Event:
-        return {"type": "content_block_delta", "index": len(self.answer.content) - 1, "delta": delta}
+        return {
+            "type": "content_block_delta",
+            "index": len(self.answer.content) - 1,
+            "delta": delta,
+        }
 
     def _close(self) -> Iterator[Event]:
         match self.block:

@@ -47,7 +47,9 @@ class ResponseTurn(Turn):
     names = CHAT_NAMES
     answer: Response
 
-    def __init__(self, request: Request, prepared: Prepared, answer: Response, keep: Callable[[], None]) -> None:
+    def __init__(
+        self, request: Request, prepared: Prepared, answer: Response, keep: Callable[[], None]
+    ) -> None:
         super().__init__(request, prepared, answer)
         self.keep = keep
         self.tokenizer = context_of(request).async_llm.processor.tokenizer
@@ -129,7 +131,9 @@ class ResponseTurn(Turn):
             num_input_tokens + self.num_output_tokens,
         )
 
-    def _open_text(self, item: MessageItem | ReasoningItem, part: OutputText | ReasoningText) -> Iterator[Event]:
+    def _open_text(
+        self, item: MessageItem | ReasoningItem, part: OutputText | ReasoningText
+    ) -> Iterator[Event]:
         yield from self._open(item)
         item.content.append(part)  # type: ignore[arg-type]
         yield self._item_event("response.content_part.added", content_index=0, part=part)
@@ -138,7 +142,9 @@ class ResponseTurn(Turn):
         yield from self._close("completed")
         self.item = item
         self.answer.output.append(item)
-        yield self._event("response.output_item.added", output_index=len(self.answer.output) - 1, item=item)
+        yield self._event(
+            "response.output_item.added", output_index=len(self.answer.output) - 1, item=item
+        )
 
     def _text(self, text: str, **more: Any) -> Iterator[Event]:
         assert isinstance(self.item, MessageItem | ReasoningItem)
@@ -151,13 +157,19 @@ class ResponseTurn(Turn):
             case None:
                 return
             case FunctionCallItem(name=name, arguments=arguments):
-                yield self._item_event("response.function_call_arguments.done", name=name, arguments=arguments)
+                yield self._item_event(
+                    "response.function_call_arguments.done", name=name, arguments=arguments
+                )
             case MessageItem(content=[part]) | ReasoningItem(content=[part]):
                 more = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
-                yield self._item_event(f"{TEXT_EVENT[type(self.item)]}.done", content_index=0, text=part.text, **more)
+                yield self._item_event(
+                    f"{TEXT_EVENT[type(self.item)]}.done", content_index=0, text=part.text, **more
+                )
                 yield self._item_event("response.content_part.done", content_index=0, part=part)
         self.item.status = status
-        yield self._event("response.output_item.done", output_index=len(self.answer.output) - 1, item=self.item)
+        yield self._event(
+            "response.output_item.done", output_index=len(self.answer.output) - 1, item=self.item
+        )
         self.item = None
 
     def _drop_logprobs_before(self, text: str) -> None:
@@ -173,7 +185,9 @@ class ResponseTurn(Turn):
 
     def _item_event(self, event: str, /, **fields: Any) -> Event:
         assert self.item is not None
-        return self._event(event, item_id=self.item.id, output_index=len(self.answer.output) - 1, **fields)
+        return self._event(
+            event, item_id=self.item.id, output_index=len(self.answer.output) - 1, **fields
+        )
 
     def _event(self, event: str, /, **fields: Any) -> Event:
         self.sequence_number += 1

@@ -26,10 +26,11 @@ CUT_OFF = (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class Turn(ABC):
-    """What a chat becomes. Subclasses know the shapes: they change `answer`, and yield each change as an event.
+    """What a chat becomes. Subclasses know the shapes: they change `answer`, and yield each change
+    as an event.
 
-    An event shows the answer of its moment, so it must be encoded before the next one is asked for. All must be asked
-    for, also where nobody reads them.
+    An event shows the answer of its moment, so it must be encoded before the next one is asked for.
+    All must be asked for, also where nobody reads them.
 
     Args:
         request: of the client.
@@ -141,7 +142,9 @@ class _TurnStream(EventStream):
 
     def __init__(self, turn: Turn, request: Request, headers: dict[str, str]) -> None:
         state, keep_alive = request.state, context_of(request).keep_alive
-        super().__init__(turn.frames(), request_id=state.request_id, keep_alive=keep_alive, headers=headers)
+        super().__init__(
+            turn.frames(), request_id=state.request_id, keep_alive=keep_alive, headers=headers
+        )
         self.turn = turn
         self.pulse = turn.pulse
         self.path = request.scope["path"]
@@ -150,7 +153,9 @@ class _TurnStream(EventStream):
         return encode(self.turn.fail(error_reply(error, self.request_id, self.path)))
 
 
-async def respond(turn: Turn, request: Request, body: TranslatedRequest, headers: dict[str, str]) -> Response:
+async def respond(
+    turn: Turn, request: Request, body: TranslatedRequest, headers: dict[str, str]
+) -> Response:
     """Stream, or wait for all of it; the engine stops when the client leaves.
 
     Raises:
@@ -160,9 +165,13 @@ async def respond(turn: Turn, request: Request, body: TranslatedRequest, headers
     if body.stream:
         return _TurnStream(turn, request, headers)
     await until_disconnect(turn.run(), request.receive)
-    return Response(msgspec.json.encode(turn.answer), headers=headers, media_type="application/json")
+    return Response(
+        msgspec.json.encode(turn.answer), headers=headers, media_type="application/json"
+    )
 
 
 def encode(events: Iterable[Event]) -> bytes:
     """Server-sent events with names."""
-    return b"".join([b"event: %b\ndata: %b\n\n" % (e["type"].encode(), msgspec.json.encode(e)) for e in events])
+    return b"".join(
+        [b"event: %b\ndata: %b\n\n" % (e["type"].encode(), msgspec.json.encode(e)) for e in events]
+    )

@@ -54,7 +54,9 @@ async def create_chat_completion(request: Request) -> Response:
     return await ChatAnswer(request, answer_id, model, body, [prepared]).respond()
 
 
-async def prepare_chat(async_llm: AsyncLLM, request_id: str, body: ChatCompletionRequest) -> Prepared:
+async def prepare_chat(
+    async_llm: AsyncLLM, request_id: str, body: ChatCompletionRequest
+) -> Prepared:
     """Template, tokenise and validate a chat request.
 
     Raises:
@@ -80,7 +82,12 @@ class ChatAnswer(Answer):
     body: ChatCompletionRequest
 
     def __init__(
-        self, request: Request, answer_id: str, model: str, body: ChatCompletionRequest, prepared: list[Prepared]
+        self,
+        request: Request,
+        answer_id: str,
+        model: str,
+        body: ChatCompletionRequest,
+        prepared: list[Prepared],
     ) -> None:
         super().__init__(request, answer_id, model, body, prepared)
         self.has_begun = [False] * self.num_choices
@@ -150,8 +157,12 @@ class ChatAnswer(Answer):
             usage.completion_tokens_details = CompletionTokensDetails(num_tokens)
         return usage
 
-    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None | UnsetType) -> ChatCompletionChunk:
-        return ChatCompletionChunk(self.id, self.created, self.model, self.context.fingerprint, choices, usage)
+    def _chunk(
+        self, choices: list[ChunkChoice], usage: Usage | None | UnsetType
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            self.id, self.created, self.model, self.context.fingerprint, choices, usage
+        )
 
     def _delta(self, output: CompletionOutput) -> Delta:
         """What is certain now of an output's text and of what was held back before it."""
@@ -169,9 +180,13 @@ class ChatAnswer(Answer):
         parser = self.parsers[output.index] if self.parsers else None
         if output.finish_reason is not FinishReason.STOP or parser is None or not parser.num_calls:
             return output.finish_reason
-        # A call that a stop string cut cannot be run. OpenAI says "stop" too where the request named the function:
-        # the call is all that was asked for.
-        return FinishReason.STOP if parser.is_in_call or self.body.named_tool is not None else "tool_calls"
+        # A call that a stop string cut cannot be run. OpenAI says "stop" too where the request
+        # named the function: the call is all that was asked for.
+        return (
+            FinishReason.STOP
+            if parser.is_in_call or self.body.named_tool is not None
+            else "tool_calls"
+        )
 
 
 def _joined(parts: list[Part]) -> Delta:
@@ -196,7 +211,9 @@ def _joined(parts: list[Part]) -> Delta:
 def _message(delta: Delta, echoed: str) -> AssistantMessage:
     """The message of which `delta` is the whole, after what is echoed."""
     calls = [
-        MessageToolCall(call.id or "", CalledFunction(call.function.name or "", call.function.arguments or ""))
+        MessageToolCall(
+            call.id or "", CalledFunction(call.function.name or "", call.function.arguments or "")
+        )
         for call in delta.tool_calls or []
     ]
     content = echoed + (delta.content or "")
@@ -209,7 +226,9 @@ def _message(delta: Delta, echoed: str) -> AssistantMessage:
 
 
 def choice_logprobs(
-    tokenizer: Tokenizer, positions: list[TokenLogprobs] | None, name: Callable[[int], str] | None = None
+    tokenizer: Tokenizer,
+    positions: list[TokenLogprobs] | None,
+    name: Callable[[int], str] | None = None,
 ) -> ChoiceLogprobs | None:
     """The log-probabilities of `positions`; tokens are called by their texts, or by `name`."""
     if positions is None:
@@ -224,5 +243,7 @@ def choice_logprobs(
         sampled = tokens[0]
         # A token that was asked for by its id may be among the most likely, too.
         top = dict(zip(position.token_ids[1:], tokens[1:], strict=True))
-        content.append(TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, list(top.values())))
+        content.append(
+            TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, list(top.values()))
+        )
     return ChoiceLogprobs(content)

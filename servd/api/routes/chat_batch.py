@@ -1,4 +1,6 @@
-"""POST /v1/chat/completions/batch: several conversations with the same settings, one choice for each."""
+"""POST /v1/chat/completions/batch: several conversations with the same settings, one choice for
+each.
+"""
 
 from __future__ import annotations
 

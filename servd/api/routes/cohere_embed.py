@@ -9,7 +9,12 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.protocol.cohere import CohereEmbeddings, CohereEmbedRequest, EmbeddingsByType, sign_bits
+from servd.api.protocol.cohere import (
+    CohereEmbeddings,
+    CohereEmbedRequest,
+    EmbeddingsByType,
+    sign_bits,
+)
 from servd.api.protocol.translation import renamed
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body
 from servd.api.routes._embed import Input, embed
@@ -26,7 +31,9 @@ async def create_cohere_embeddings(request: Request) -> Response:
     body = await read_body(request, CohereEmbedRequest)
     context.model_name(body.model)
     limit = min(body.max_tokens or context.max_model_len, context.max_model_len)
-    first, last = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}[body.truncate]
+    first, last = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}[
+        body.truncate
+    ]
     inputs = [Input(text, "texts", keep_first=first, keep_last=last) for text in body.texts]
     params = PoolingParams(dimensions=body.output_dimension)
     with renamed({"dimensions": "output_dimension"}):
@@ -38,11 +45,16 @@ async def create_cohere_embeddings(request: Request) -> Response:
         f"embd-{request.state.unique_id}",
         EmbeddingsByType(
             numbers if "float" in forms else UNSET,
-            [base64.b64encode(data).decode() for data in vectors.data] if "base64" in forms else UNSET,
+            [base64.b64encode(data).decode() for data in vectors.data]
+            if "base64" in forms
+            else UNSET,
             [[byte - 128 for byte in row] for row in bits] if "binary" in forms else UNSET,
             bits if "ubinary" in forms else UNSET,
         ),
         body.texts,
-        {"api_version": {"version": "2"}, "billed_units": {"input_tokens": vectors.num_prompt_tokens}},
+        {
+            "api_version": {"version": "2"},
+            "billed_units": {"input_tokens": vectors.num_prompt_tokens},
+        },
     )
     return json_response(answer, headers=ignored_header(body))

@@ -13,7 +13,12 @@ from starlette.responses import Response
 
 from servd.api.fill_in_middle import FillInMiddle
 from servd.api.processor import Prepared, Processor
-from servd.api.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from servd.api.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
 from servd.api.protocol.generation import Usage
 from servd.api.routes._answer import MIN_LOGPROB, Answer
 from servd.api.routes._context import context_of, name_request, read_body, start_timeline
@@ -38,7 +43,9 @@ async def create_completion(request: Request) -> Response:
     prompts = body.prompt
     if body.suffix:
         fill_in_middle = _fill_in_middle(context.async_llm.processor)
-        params = msgspec.structs.replace(params, stop_token_ids=[*params.stop_token_ids, *fill_in_middle.end_token_ids])
+        params = msgspec.structs.replace(
+            params, stop_token_ids=[*params.stop_token_ids, *fill_in_middle.end_token_ids]
+        )
         prompts = [fill_in_middle.prompt(prompt, body.suffix) for prompt in prompts]
     for number, prompt in enumerate(prompts):
         request_id = answer_id if len(body.prompt) == 1 else f"{answer_id}-{number}"
@@ -60,7 +67,8 @@ async def create_completion(request: Request) -> Response:
 def _fill_in_middle(processor: Processor) -> FillInMiddle:
     if processor.fill_in_middle is None:
         raise InvalidRequest(
-            "`suffix` is not supported: the model has no fill-in-the-middle tokens that servd knows. Start the server "
+            "`suffix` is not supported: the model has no fill-in-the-middle tokens that servd "
+            "knows. Start the server "
             "with --fim-template, or write the model's own tokens in `prompt`",
             param="suffix",
         )
@@ -71,14 +79,23 @@ class CompletionAnswer(Answer):
     """Shapes of a text completion."""
 
     def __init__(
-        self, request: Request, answer_id: str, model: str, body: CompletionRequest, prepared: list[Prepared]
+        self,
+        request: Request,
+        answer_id: str,
+        model: str,
+        body: CompletionRequest,
+        prepared: list[Prepared],
     ) -> None:
         super().__init__(request, answer_id, model, body, prepared)
         self.num_logprobs = body.logprobs
         self.echo = bool(body.echo)
         self.has_begun = [False] * self.num_choices
-        skipped = self.tokenizer.special_ids if prepared[0].params.skip_special_tokens else frozenset()
-        self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in range(self.num_choices)]
+        skipped = (
+            self.tokenizer.special_ids if prepared[0].params.skip_special_tokens else frozenset()
+        )
+        self.offsets = [
+            TextOffsets(self.tokenizer, skipped, self.token_name) for _ in range(self.num_choices)
+        ]
 
     def chunks(self, output: CompletionOutput) -> list[Completion]:
         """One chunk; a choice's first one also brings what is told once."""
@@ -101,8 +118,12 @@ class CompletionAnswer(Answer):
             answer.prompt_logprobs = self.prompt_logprobs(choice)
         return self._completion(answers, self.usage())
 
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | None | UnsetType) -> Completion:
-        return Completion(self.id, self.created, self.model, self.context.fingerprint, choices, usage)
+    def _completion(
+        self, choices: list[CompletionChoice], usage: Usage | None | UnsetType
+    ) -> Completion:
+        return Completion(
+            self.id, self.created, self.model, self.context.fingerprint, choices, usage
+        )
 
     def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionChoice:
         prepared = self.prepared[output.index // self.n]
@@ -116,8 +137,12 @@ class CompletionAnswer(Answer):
             output.finish_reason,
             output.stop_reason,
             token_ids=output.token_ids if self.body.return_token_ids else UNSET,
-            prompt_token_ids=prepared.prompt_token_ids if self.body.return_token_ids and is_first else UNSET,
-            prompt_text=self.prompt_text(prepared) if self.body.return_prompt_text and is_first else UNSET,
+            prompt_token_ids=prepared.prompt_token_ids
+            if self.body.return_token_ids and is_first
+            else UNSET,
+            prompt_text=self.prompt_text(prepared)
+            if self.body.return_prompt_text and is_first
+            else UNSET,
         )
 
     def _logprobs(self, prepared: Prepared, output: CompletionOutput) -> CompletionLogprobs | None:
@@ -127,17 +152,22 @@ class CompletionAnswer(Answer):
         if not self.echo:
             return offsets.logprobs(output.logprobs) if output.logprobs is not None else None
         scores = output.prompt_logprobs or []
-        result = offsets.prompt(self.prompt_text(prepared), prepared.prompt_token_ids, scores, self.num_logprobs)
+        result = offsets.prompt(
+            self.prompt_text(prepared), prepared.prompt_token_ids, scores, self.num_logprobs
+        )
         return offsets.logprobs(output.logprobs or [], result)
 
 
 class TextOffsets:
     """Where the tokens of one choice begin in its text.
 
-    Counts characters that are complete, so a character of several tokens begins where its first token does.
+    Counts characters that are complete, so a character of several tokens begins where its first
+    token does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], name: Callable[[int], str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], name: Callable[[int], str]
+    ) -> None:
         self.tokenizer = tokenizer
         self.skipped = skipped  # tokens that are not in the text
         self.name = name  # of a token
@@ -164,7 +194,9 @@ class TextOffsets:
         self.decoder.reset()
         return result
 
-    def logprobs(self, positions: list[TokenLogprobs], result: CompletionLogprobs | None = None) -> CompletionLogprobs:
+    def logprobs(
+        self, positions: list[TokenLogprobs], result: CompletionLogprobs | None = None
+    ) -> CompletionLogprobs:
         """The same for the next tokens of the output, after those in `result`."""
         result = result or CompletionLogprobs([], [], [], [])
         for position in positions:
@@ -175,7 +207,11 @@ class TextOffsets:
         return result
 
     def _add(
-        self, result: CompletionLogprobs, token_id: int, position: TokenLogprobs | None, num_logprobs: int
+        self,
+        result: CompletionLogprobs,
+        token_id: int,
+        position: TokenLogprobs | None,
+        num_logprobs: int,
     ) -> None:
         result.tokens.append(self.name(token_id))
         result.text_offset.append(self.offset)
@@ -185,6 +221,8 @@ class TextOffsets:
             return
         result.token_logprobs.append(max(position.logprobs[0], MIN_LOGPROB))
         top: dict[str, float] = {}
-        for other_id, logprob in zip(position.token_ids[: 1 + num_logprobs], position.logprobs, strict=False):
+        for other_id, logprob in zip(
+            position.token_ids[: 1 + num_logprobs], position.logprobs, strict=False
+        ):
             top.setdefault(self.name(other_id), max(logprob, MIN_LOGPROB))
         result.top_logprobs.append(top)

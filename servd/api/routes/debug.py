@@ -16,16 +16,23 @@ router = APIRouter()
 async def request_timeline(request: Request, request_id: str) -> Response:
     """The stages of a running or recent request, by the `id` of its answer.
 
-    `at_ms` counts from the first mark; `took_ms` is the time since the mark before, and sums to `wall_ms`.
+    `at_ms` counts from the first mark; `took_ms` is the time since the mark before, and sums to
+    `wall_ms`.
     """
     marks = context_of(request).async_llm.tracer.get(request_id)
     if not marks:
-        raise NotFound(f"there is no running or recent request {request_id[:200]!r}", param="request_id")
+        raise NotFound(
+            f"there is no running or recent request {request_id[:200]!r}", param="request_id"
+        )
     stages: list[dict[str, object]] = []
     before = 0.0
     for mark in marks:
         at = round((mark.at_ns - marks[0].at_ns) / 1e6, 3)  # to the microsecond
-        stage: dict[str, object] = {"stage": mark.stage, "at_ms": at, "took_ms": round(at - before, 3)}
+        stage: dict[str, object] = {
+            "stage": mark.stage,
+            "at_ms": at,
+            "took_ms": round(at - before, 3),
+        }
         if mark.step >= 0:
             stage["step"] = mark.step
         stages.append(stage)

@@ -9,7 +9,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.protocol.embeddings import Embedding, EmbeddingRequest, Embeddings, EmbeddingUsage, VectorRequest
+from servd.api.protocol.embeddings import (
+    Embedding,
+    EmbeddingRequest,
+    Embeddings,
+    EmbeddingUsage,
+    VectorRequest,
+)
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body
 from servd.api.routes._embed import Input, embed
 from servd.outputs import unpack_vector
@@ -22,7 +28,9 @@ async def create_embeddings(request: Request) -> Response:
     """A vector for each input."""
     body = await read_body(request, EmbeddingRequest)
     model = context_of(request).model_name(body.model)
-    vectors = await embed(request, "embd", await inputs_of(request, body), body.params(body.pooling), body.priority)
+    vectors = await embed(
+        request, "embd", await inputs_of(request, body), body.params(body.pooling), body.priority
+    )
     as_text = body.encoding_format == "base64"
     answer = Embeddings(
         [
@@ -43,7 +51,9 @@ async def inputs_of(request: Request, body: VectorRequest) -> list[Input]:
     """
     keep = body.truncate_prompt_tokens
     if body.messages is None:
-        return [Input(prompt, "input", body.add_special_tokens, keep_last=keep) for prompt in body.input]
+        return [
+            Input(prompt, "input", body.add_special_tokens, keep_last=keep) for prompt in body.input
+        ]
     prompt = await context_of(request).async_llm.render_chat(
         cast(list[dict[str, Any]], body.messages),
         add_generation_prompt=body.add_generation_prompt,

@@ -18,14 +18,20 @@ router = APIRouter()
 @router.api_route("/health", methods=["GET", "HEAD"])
 @router.api_route("/ping", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
-    """200 when requests are served; 503 while the model loads, with how far it is, and when the engine is gone."""
+    """200 when requests are served; 503 while the model loads, with how far it is, and when the
+    engine is gone.
+    """
     context = context_of(request)
     match context.async_llm.status:
         case EngineReady():
             return json_response({"status": "ready"})
         case EngineStatus() as status:
             elapsed = round(time.time() - context.started_at, 3)
-            progress = {"phase": status.phase, "progress": status.progress, "elapsed_seconds": elapsed}
+            progress = {
+                "phase": status.phase,
+                "progress": status.progress,
+                "elapsed_seconds": elapsed,
+            }
             return json_response({"status": "loading", **progress}, 503, {"retry-after": "1"})
         case EngineDead() as status:
             return json_response({"status": "dead", "reason": status.reason}, 503)

@@ -17,7 +17,13 @@ from servd.api.protocol.anthropic import (
     TokensCount,
 )
 from servd.api.protocol.translation import renamed
-from servd.api.routes._context import context_of, ignored_header, json_response, read_body, start_timeline
+from servd.api.routes._context import (
+    context_of,
+    ignored_header,
+    json_response,
+    read_body,
+    start_timeline,
+)
 from servd.api.routes._message_turn import MessageTurn
 from servd.api.routes._turn import respond
 from servd.api.routes.chat import prepare_chat
@@ -37,8 +43,12 @@ async def create_message(request: Request) -> Response:
     message_id = f"msg_{request.state.unique_id}"
     start_timeline(request, message_id)
     with renamed(MessageTurn.names):
-        prepared = await prepare_chat(context.async_llm, message_id, body.as_chat(body.chat_fields()))
-    answer = Message(id=message_id, model=model, content=[], usage=MessageUsage(0, 0, 0, OutputTokensDetails(0)))
+        prepared = await prepare_chat(
+            context.async_llm, message_id, body.as_chat(body.chat_fields())
+        )
+    answer = Message(
+        id=message_id, model=model, content=[], usage=MessageUsage(0, 0, 0, OutputTokensDetails(0))
+    )
     turn = MessageTurn(request, prepared, answer)
     return await respond(turn, request, body, {"request-id": request.state.request_id})
 

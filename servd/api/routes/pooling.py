@@ -33,25 +33,32 @@ async def pool(request: Request) -> Response:
     def check(num_tokens: int) -> None:
         if body.by_token and num_tokens * size > MAX_NUMBERS:
             raise InvalidRequest(
-                f"{num_tokens} tokens with {size} numbers each are more than the {MAX_NUMBERS} that one answer may "
+                f"{num_tokens} tokens with {size} numbers each are more than the {MAX_NUMBERS} "
+                f"that one answer may "
                 "have: send fewer inputs at once, or set `truncate_prompt_tokens` or `dimensions`",
                 param="input",
             )
 
     params = body.params("all" if body.by_token else body.pooling)
-    vectors = await embed(request, "pool", await inputs_of(request, body), params, body.priority, check)
+    vectors = await embed(
+        request, "pool", await inputs_of(request, body), params, body.priority, check
+    )
 
     def shown(data: bytes) -> list[float] | list[list[float]] | str:
         if body.encoding_format == "base64":
             return base64.b64encode(data).decode()
         if not body.by_token:
             return unpack_vector(data)
-        return [unpack_vector(data[start : start + 4 * size]) for start in range(0, len(data), 4 * size)]
+        return [
+            unpack_vector(data[start : start + 4 * size]) for start in range(0, len(data), 4 * size)
+        ]
 
     answer = Poolings(
         f"pool-{request.state.unique_id}",
         model,
-        await asyncio.to_thread(lambda: [PooledInput(i, shown(data)) for i, data in enumerate(vectors.data)]),
+        await asyncio.to_thread(
+            lambda: [PooledInput(i, shown(data)) for i, data in enumerate(vectors.data)]
+        ),
         EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
     )
     return json_response(answer, headers=ignored_header(body))

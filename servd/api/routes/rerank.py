@@ -1,4 +1,6 @@
-"""POST /rerank, /v1/rerank and /v2/rerank: documents by the cosine of their embeddings with the query's."""
+"""POST /rerank, /v1/rerank and /v2/rerank: documents by the cosine of their embeddings with the
+query's.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ async def rerank(request: Request) -> Response:
     scores = await similarities(vectors.data[:1], vectors.data[1:])
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = [
-        RankedDocument(i, scores[i], RankedText(body.documents[i]) if body.return_documents else UNSET)
+        RankedDocument(
+            i, scores[i], RankedText(body.documents[i]) if body.return_documents else UNSET
+        )
         for i in order[: body.top_n or None]
     ]
     usage = EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens)

@@ -16,10 +16,23 @@ from starlette.responses import Response as HTTPResponse
 from servd.api.event_log import EventLog
 from servd.api.processor import Prepared
 from servd.api.protocol.errors import error_reply
-from servd.api.protocol.responses import DeletedResponse, InputItems, InputTokens, Response, ResponsesRequest, listed
+from servd.api.protocol.responses import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    Response,
+    ResponsesRequest,
+    listed,
+)
 from servd.api.protocol.translation import renamed
 from servd.api.response_store import ResponseStore, Stored
-from servd.api.routes._context import context_of, ignored_header, json_response, read_body, start_timeline
+from servd.api.routes._context import (
+    context_of,
+    ignored_header,
+    json_response,
+    read_body,
+    start_timeline,
+)
 from servd.api.routes._response_turn import ResponseTurn
 from servd.api.routes._turn import encode, respond
 from servd.api.routes.chat import prepare_chat
@@ -46,14 +59,18 @@ async def create_response(request: Request) -> HTTPResponse:
     items = _conversation(previous, body)
     start_timeline(request, response_id)
     with renamed(ResponseTurn.names):
-        prepared = await prepare_chat(context.async_llm, response_id, body.as_chat(body.chat_fields(items)))
+        prepared = await prepare_chat(
+            context.async_llm, response_id, body.as_chat(body.chat_fields(items))
+        )
     answer = _blank(response_id, model, body, prepared, is_stored)
 
     log = EventLog() if body.background else None
 
     def keep(task: asyncio.Task[None] | None = None) -> None:
         if is_stored:
-            num_bytes = len(msgspec.json.encode([answer, body.input])) + (previous.num_bytes if previous else 0)
+            num_bytes = len(msgspec.json.encode([answer, body.input])) + (
+                previous.num_bytes if previous else 0
+            )
             store.put(Stored(answer, items, num_bytes + (log.num_bytes if log else 0), log, task))
 
     turn = ResponseTurn(request, prepared, answer, keep)
@@ -78,19 +95,24 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
     context.model_name(body.model)
     items = _conversation(_previous(context.responses, body), body)
     with renamed(ResponseTurn.names):
-        num_tokens = await count_chat_tokens(context.async_llm, body.as_chat(body.chat_fields(items)))
+        num_tokens = await count_chat_tokens(
+            context.async_llm, body.as_chat(body.chat_fields(items))
+        )
     return json_response(InputTokens(num_tokens), headers=ignored_header(body))
 
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str) -> HTTPResponse:
-    """A stored response, finished or not; with `stream` its events, if it is made in the background."""
+    """A stored response, finished or not; with `stream` its events, if it is made in the
+    background.
+    """
     stored = _stored(request, response_id)
     if request.query_params.get("stream", "false").lower() not in ("true", "1"):
         return json_response(stored.response)
     if stored.log is None:
         raise InvalidRequest(
-            "only a response with `background`: true can be streamed again: leave out `stream`", param="stream"
+            "only a response with `background`: true can be streamed again: leave out `stream`",
+            param="stream",
         )
     return _stream(request, stored.log, 1 + _number(request, "starting_after", -1, 2**31), {})
 
@@ -111,7 +133,9 @@ async def list_input_items(request: Request, response_id: str) -> HTTPResponse:
     if after := request.query_params.get("after"):
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise InvalidRequest(f"`after`: the response has no input item {after[:200]!r}", param="after")
+            raise InvalidRequest(
+                f"`after`: the response has no input item {after[:200]!r}", param="after"
+            )
         items = items[places[0] + 1 :]
     shown = items[:limit]
     first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
@@ -131,15 +155,21 @@ async def cancel_response(request: Request, response_id: str) -> HTTPResponse:
     """Stop making a response in the background."""
     stored = _stored(request, response_id)
     if not stored.response.background:
-        raise InvalidRequest("only a response with `background`: true can be cancelled", param="response_id")
+        raise InvalidRequest(
+            "only a response with `background`: true can be cancelled", param="response_id"
+        )
     await _cancel(stored)
     return json_response(stored.response)
 
 
 def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, str]) -> EventStream:
-    """The events of a response from number `start` on. It is made to its end, also if the client leaves."""
+    """The events of a response from number `start` on. It is made to its end, also if the client
+    leaves.
+    """
     state, keep_alive = request.state, context_of(request).keep_alive
-    stream = EventStream(log.follow(start), request_id=state.request_id, keep_alive=keep_alive, headers=headers)
+    stream = EventStream(
+        log.follow(start), request_id=state.request_id, keep_alive=keep_alive, headers=headers
+    )
     stream.end = b""  # the last event says that it is the last
     return stream
 
@@ -150,7 +180,9 @@ def _number(request: Request, name: str, default: int, most: int, least: int = 0
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
-        raise InvalidRequest(f"`{name}` must be a number from {least} to {most}, got {text[:32]!r}", param=name)
+        raise InvalidRequest(
+            f"`{name}` must be a number from {least} to {most}, got {text[:32]!r}", param=name
+        )
     return int(text)
 
 
@@ -162,9 +194,13 @@ def _previous(store: ResponseStore, body: ResponsesRequest) -> Stored | None:
     name = "previous_response_id"
     if body.previous_response_id is None:
         return None
-    stored = store.get(body.previous_response_id, InvalidRequest, name, "previous_response_not_found")
+    stored = store.get(
+        body.previous_response_id, InvalidRequest, name, "previous_response_not_found"
+    )
     if stored.response.status not in ("completed", "incomplete"):
-        raise InvalidRequest(f"the previous response is {stored.response.status}: it has no output", param=name)
+        raise InvalidRequest(
+            f"the previous response is {stored.response.status}: it has no output", param=name
+        )
     return stored
 
 
@@ -186,7 +222,11 @@ async def _run_detached(turn: ResponseTurn, request: Request, log: EventLog) -> 
 
 
 def _end_detached(
-    turn: ResponseTurn, log: EventLog, store: ResponseStore, tracer: Tracer, task: asyncio.Task[None]
+    turn: ResponseTurn,
+    log: EventLog,
+    store: ResponseStore,
+    tracer: Tracer,
+    task: asyncio.Task[None],
 ) -> None:
     """What follows in any case, also if the task was cancelled before it began."""
     if task.cancelled():
@@ -197,7 +237,9 @@ def _end_detached(
     tracer.finish(turn.answer.id)
 
 
-def _blank(response_id: str, model: str, body: ResponsesRequest, prepared: Prepared, is_stored: bool) -> Response:
+def _blank(
+    response_id: str, model: str, body: ResponsesRequest, prepared: Prepared, is_stored: bool
+) -> Response:
     """The response before there is any output."""
     return Response(
         id=response_id,

@@ -41,11 +41,16 @@ async def create_scores(request: Request) -> Response:
 
 
 async def similarities(firsts: Sequence[bytes], seconds: Sequence[bytes]) -> list[float]:
-    """Cosines of vectors of length 1, float32 each: of one with all others, or of each with its counterpart."""
+    """Cosines of vectors of length 1, float32 each: of one with all others, or of each with its
+    counterpart.
+    """
 
     def compute() -> list[float]:
         left = [unpack_vector(vector) for vector in firsts]
         left *= len(seconds) // len(left)
-        return [sum(map(operator.mul, one, unpack_vector(other))) for one, other in zip(left, seconds, strict=True)]
+        return [
+            sum(map(operator.mul, one, unpack_vector(other)))
+            for one, other in zip(left, seconds, strict=True)
+        ]
 
     return await asyncio.to_thread(compute)  # a thousand long vectors take a tenth of a second

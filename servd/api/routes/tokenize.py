@@ -64,7 +64,9 @@ async def count_chat_tokens(async_llm: AsyncLLM, body: ChatCompletionRequest) ->
 async def tokenizer_info(request: Request) -> Response:
     """The model's tokenizer_config.json with the chat template that is in use."""
     processor = context_of(request).async_llm.processor
-    config = {name: value for name, value in processor.tokenizer.config.items() if name != "name_or_path"}
+    config = {
+        name: value for name, value in processor.tokenizer.config.items() if name != "name_or_path"
+    }
     return json_response({**config, "chat_template": processor.chat_template.source})
 
 
@@ -76,5 +78,7 @@ async def detokenize(request: Request) -> Response:
     context.model_name(body.model)
     processor = context.async_llm.processor
     processor.check_token_ids(body.tokens, "tokens")
-    text = await asyncio.to_thread(processor.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(
+        processor.tokenizer.decode, body.tokens, skip_special_tokens=False
+    )
     return json_response(Detokenized(text), headers=ignored_header(body))

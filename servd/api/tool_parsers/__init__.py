@@ -1,1 +1,3 @@
-"""How model families write tool calls: one file each, chosen by the chat template or --tool-call-parser."""
+"""How model families write tool calls: one file each, chosen by the chat template or
+--tool-call-parser.
+"""

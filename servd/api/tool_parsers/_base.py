@@ -1,4 +1,6 @@
-"""What all tool parsers share: emitting calls, giving malformed ones back as content, and calls written in JSON."""
+"""What all tool parsers share: emitting calls, giving malformed ones back as content, and calls
+written in JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from servd.api.tool_parsers._grammar import CallSyntax, json_rule, parameters_of
 class ToolParser(Parser):
     """Finds tool calls in a reply; everything else is content.
 
-    A call is told as soon as its name is certain, and its arguments as they come, in the model's own words. What
-    looked like a call and is none comes out as content. White space around calls is dropped.
+    A call is told as soon as its name is certain, and its arguments as they come, in the model's
+    own words. What looked like a call and is none comes out as content. White space around calls is
+    dropped.
 
     Attributes:
         markers: text that may be a special token and that the parser needs to see.
@@ -79,7 +82,9 @@ class ToolParser(Parser):
             self.deltas.append(Content(visible))
 
     def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
-        """Read to the end: `call` (see `attempt`) reads what may follow a marker; everything else is content."""
+        """Read to the end: `call` (see `attempt`) reads what may follow a marker; everything else
+        is content.
+        """
         while True:
             text, marker = yield from self.reader.piece(*markers)
             if marker and call:
@@ -107,14 +112,17 @@ class ToolParser(Parser):
             self.deltas.append(ToolCallArguments(self.num_calls - 1, text))
 
     def attempt(self, call: Steps[bool]) -> Steps[None]:
-        """Read what may be a call; what is none becomes content, also a rest that does not belong to the call.
+        """Read what may be a call; what is none becomes content, also a rest that does not belong
+        to the call.
 
         Args:
             call: returns whether all of it was well formed.
         """
         num_calls = self.num_calls
         is_call = yield from call
-        is_cut_off = self.num_calls > num_calls and self.reader.ended and not (yield from self.reader.peek())
+        is_cut_off = (
+            self.num_calls > num_calls and self.reader.ended and not (yield from self.reader.peek())
+        )
         if not is_call and not is_cut_off:
             self.content(self.reader.taken)
         self.reader.forget()
@@ -160,7 +168,9 @@ class ToolParser(Parser):
                 return False
 
     def json_arguments(self) -> Steps[bool]:
-        """Read the arguments of the call that has begun: an object, or JSON text in a string, or null."""
+        """Read the arguments of the call that has begun: an object, or JSON text in a string, or
+        null.
+        """
         first = yield from self.reader.peek()
         if first in ("{", "["):
             return (yield from self.reader.json_value(self.arguments))
@@ -172,7 +182,9 @@ class ToolParser(Parser):
 
 
 def _unwrapped(arguments: str) -> str:
-    """A JSON value as the arguments that it means: models also write them into a string, or null for none."""
+    """A JSON value as the arguments that it means: models also write them into a string, or null
+    for none.
+    """
     text = json.loads(arguments) if arguments.startswith('"') else arguments
     return "{}" if text in ("", "null") else text
 
@@ -194,7 +206,9 @@ class _JsonCall:
                 self._begin(self.name)
                 self.parser.arguments(_unwrapped(self.early))
             return bool(self.name)
-        is_arguments = key in ("arguments", "parameters") and not self.has_begun and self.early is None
+        is_arguments = (
+            key in ("arguments", "parameters") and not self.has_begun and self.early is None
+        )
         if is_arguments and self.name is not None:
             self._begin(self.name)
             return (yield from self.parser.json_arguments())

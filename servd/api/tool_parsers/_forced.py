@@ -1,4 +1,6 @@
-"""Calls that the model had to make: a JSON array of `{"name": ..., "arguments": {...}}`, held to the tools' schemas."""
+"""Calls that the model had to make: a JSON array of `{"name": ..., "arguments": {...}}`, held to
+the tools' schemas.
+"""
 
 from __future__ import annotations
 

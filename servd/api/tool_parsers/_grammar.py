@@ -1,4 +1,6 @@
-"""Grammars of tool calls that obey the tools' schemas, in a model's own format, as llguidance's Lark."""
+"""Grammars of tool calls that obey the tools' schemas, in a model's own format, as llguidance's
+Lark.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,25 @@ import msgspec
 
 # Models that may write any white space in JSON can go on with it for ever.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
-ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
-OBJECT_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+ANNOTATIONS = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+}
+OBJECT_KEYWORDS = {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$defs",
+    "definitions",
+    "$schema",
+}
 
 
 class NotExpressible(Exception):
@@ -20,7 +39,9 @@ class NotExpressible(Exception):
 
 
 class CallSyntax(msgspec.Struct, frozen=True):
-    """How a family writes calls. In `call`, NAME and ARGUMENTS stand for the name and the arguments."""
+    """How a family writes calls. In `call`, NAME and ARGUMENTS stand for the name and the
+    arguments.
+    """
 
     call: str
     begin: str = ""
@@ -61,17 +82,28 @@ def calls_grammar(
     def literal(text: str) -> str:
         parts = [part for part in re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text) if part]
         ids = [added_id(part) for part in parts]
-        return " ".join(quoted(part) if i is None else f"<[{i}]>" for part, i in zip(parts, ids, strict=True))
+        return " ".join(
+            quoted(part) if i is None else f"<[{i}]>" for part, i in zip(parts, ids, strict=True)
+        )
 
     functions = [tool["function"] for tool in tools]
-    starts = [f"calls{number}" for number in range(len(syntaxes))] + (["content"] if content_schema else [])
+    starts = [f"calls{number}" for number in range(len(syntaxes))] + (
+        ["content"] if content_schema else []
+    )
     # After thoughts, models like to begin a new paragraph.
     rules = [rf"start: /\n{{0,2}}/ ({' | '.join(starts)})"]
     for number, syntax in enumerate(syntaxes):
-        separator, begin, end = literal(syntax.separator), literal(syntax.begin), literal(syntax.end)
+        separator, begin, end = (
+            literal(syntax.separator),
+            literal(syntax.begin),
+            literal(syntax.end),
+        )
         more = f"({separator} call{number})*" if parallel else ""
         calls = [f"call{number}_{tool}" for tool in range(len(tools))]
-        rules += [f"calls{number}: {begin} call{number} {more} {end}", f"call{number}: {' | '.join(calls)}"]
+        rules += [
+            f"calls{number}: {begin} call{number} {more} {end}",
+            f"call{number}: {' | '.join(calls)}",
+        ]
         before, after = syntax.call.split("ARGUMENTS")
         for tool, function in enumerate(functions):
             head = literal(before.replace("NAME", function["name"]))
@@ -102,13 +134,18 @@ def properties_of(function: dict[str, Any]) -> list[Property]:
     """The arguments of a function, for formats that write them one by one.
 
     Raises:
-        NotExpressible: its schema says more than what arguments there are and which of them must be given.
+        NotExpressible: its schema says more than what arguments there are and which of them must be
+            given.
     """
     schema = parameters_of(function)
     if not isinstance(schema, dict) or schema.keys() - OBJECT_KEYWORDS - ANNOTATIONS:
         raise NotExpressible("keywords of the whole object")
     properties, required = schema.get("properties"), schema.get("required") or []
-    if schema.get("type", "object") != "object" or not isinstance(properties, dict) or not isinstance(required, list):
+    if (
+        schema.get("type", "object") != "object"
+        or not isinstance(properties, dict)
+        or not isinstance(required, list)
+    ):
         raise NotExpressible("no list of properties")
     is_open = schema.get("additionalProperties") not in (None, False)
     if is_open and not (properties and schema["additionalProperties"] is True):
@@ -125,7 +162,10 @@ def _alone(parameters: dict[str, Any], name: str) -> Any:
         return schema
     place = "#/$defs/parameters"
     pointer = name.replace("~", "~0").replace("/", "~1")
-    return {"$ref": f"{place}/properties/{pointer}", "$defs": {"parameters": moved(parameters, place)}}
+    return {
+        "$ref": f"{place}/properties/{pointer}",
+        "$defs": {"parameters": moved(parameters, place)},
+    }
 
 
 def moved(schema: Any, place: str) -> Any:

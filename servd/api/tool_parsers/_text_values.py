@@ -1,4 +1,6 @@
-"""Values that a format writes as plain text: what a JSON schema says of them, and Lark for those that obey it."""
+"""Values that a format writes as plain text: what a JSON schema says of them, and Lark for those
+that obey it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ NULLS = ("null", "None")  # texts that stand for null where a schema allows it
 
 
 def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
-    """JSON types that a schema allows: `string` where it does not say, `any` where that is hard to tell.
+    """JSON types that a schema allows: `string` where it does not say, `any` where that is hard to
+    tell.
 
     Args:
         schema: of a value.
@@ -33,16 +36,22 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 return set().union(*(types_of(option, root, seen) for option in schema[key]))
-        if not all(isinstance(value, str) for value in _values(schema) or []) or "$ref" in schema or "allOf" in schema:
+        if (
+            not all(isinstance(value, str) for value in _values(schema) or [])
+            or "$ref" in schema
+            or "allOf" in schema
+        ):
             return {"any"}
     return {"string"}
 
 
 def texts_of(schema: Any, root: Any, end: str) -> list[str]:
-    r"""Lark, literals and regular expressions, for the texts that obey a schema which allows strings.
+    r"""Lark, literals and regular expressions, for the texts that obey a schema which allows
+    strings.
 
-    Each goes from the line after the opening tag to the end of `end`. A line break before that does not count. All are
-    strings; null too, where the schema allows it. Regular expressions are to be matched as lazily as possible.
+    Each goes from the line after the opening tag to the end of `end`. A line break before that does
+    not count. All are strings; null too, where the schema allows it. Regular expressions are to be
+    matched as lazily as possible.
 
     Args:
         schema: of the value.
@@ -87,7 +96,11 @@ class _Texts:
             self.texts.append(self.null)
         if not types & {"string", "any"}:
             return None
-        if keywords - {"type", "enum", "const"} - ({"minLength", "maxLength"} if values is None else set()):
+        if (
+            keywords
+            - {"type", "enum", "const"}
+            - ({"minLength", "maxLength"} if values is None else set())
+        ):
             raise NotExpressible("keywords of strings")
         if values is None:
             self.texts.append(self._free(schema.get("minLength", 0), schema.get("maxLength")))
@@ -98,7 +111,11 @@ class _Texts:
         options = schema.get("anyOf") or schema.get("oneOf")
         if len(keywords) > 1 or not isinstance(options, list):
             raise NotExpressible("options beside other keywords")
-        types = [kind for option in options for kind in types_of(option, self.root) & {"string", "null", "any"}]
+        types = [
+            kind
+            for option in options
+            for kind in types_of(option, self.root) & {"string", "null", "any"}
+        ]
         if "oneOf" in keywords and ("any" in types or len(types) > len({*types})):
             raise NotExpressible("values for which more than one option may be true")
         for option in options:
@@ -117,11 +134,15 @@ class _Texts:
         if not is_range or not 0 <= least <= (least if most is None else most):
             raise NotExpressible("lengths that are none")
         # Not lazily alone: an end tag that comes before `least` characters would not end the match.
-        return rf"/(?s:.){{{least},{'' if most is None else most}}}\n{end}/ & ~/(?s:.)*{end}(?s:.)+/"
+        return (
+            rf"/(?s:.){{{least},{'' if most is None else most}}}\n{end}/ & ~/(?s:.)*{end}(?s:.)+/"
+        )
 
 
 def _reference(schema: Any) -> str | None:
-    """Where a schema points that says nothing else; pydantic also writes it as an `allOf` of one."""
+    """Where a schema points that says nothing else; pydantic also writes it as an `allOf` of
+    one.
+    """
     if isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"allOf"}:
         options = schema["allOf"]
         schema = options[0] if isinstance(options, list) and len(options) == 1 else None
@@ -134,7 +155,9 @@ def _find(root: Any, reference: str) -> Any:
     if not reference.startswith("#/"):
         return None
     for key in reference[2:].split("/"):
-        root = root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+        root = (
+            root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+        )
     return root
 
 

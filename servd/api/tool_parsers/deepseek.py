@@ -15,7 +15,9 @@ FENCE = "```"
 
 
 class Parser(ToolParser):
-    """V3 and R1 write `function`, the separator, the name and fenced JSON; V3.1 the name, the separator and JSON."""
+    """V3 and R1 write `function`, the separator, the name and fenced JSON; V3.1 the name, the
+    separator and JSON.
+    """
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
     syntaxes = (

@@ -1,4 +1,6 @@
-"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since 2025 `[TOOL_CALLS]name[ARGS]{...}`."""
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since 2025
+`[TOOL_CALLS]name[ARGS]{...}`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ class Parser(ToolParser):
     """An array of calls after one tag, or one call per tag."""
 
     markers = (TAG, CALL_ID, ARGS)
-    syntaxes = (CallSyntax('{"name": "NAME", "arguments": ARGUMENTS}', begin="[TOOL_CALLS][", separator=", ", end="]"),)
+    syntaxes = (
+        CallSyntax(
+            '{"name": "NAME", "arguments": ARGUMENTS}',
+            begin="[TOOL_CALLS][",
+            separator=", ",
+            end="]",
+        ),
+    )
 
     @classmethod
     def matches(cls, template: str) -> bool:

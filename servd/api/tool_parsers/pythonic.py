@@ -24,7 +24,9 @@ _PLAIN = re.compile(r"[^'\"()\[\]{}]*")
 
 
 class Parser(ToolParser):
-    """A call is told when it is complete: only then it is known to be Python. Only literals are evaluated."""
+    """A call is told when it is complete: only then it is known to be Python. Only literals are
+    evaluated.
+    """
 
     markers = (START, END)
     syntaxes = (CallSyntax("NAME(ARGUMENTS)", begin="[", separator=", ", end="]"),)
@@ -36,7 +38,9 @@ class Parser(ToolParser):
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
-        """Keyword arguments with JSON values, all of which mean the same in Python, `true` and `null` by `_literal`."""
+        """Keyword arguments with JSON values, all of which mean the same in Python, `true` and
+        `null` by `_literal`.
+        """
         properties = properties_of(function)
         names = function["name"].split(".") + [name for name, *_ in properties]
         if not all(name.isidentifier() and name.isascii() for name in names):
@@ -121,8 +125,14 @@ def _arguments(parenthesis: str) -> str | None:
         if not isinstance(call, ast.Call) or call.args:
             return None
         values = {item.arg: _literal(item.value, MAX_DEPTH) for item in call.keywords}
-        is_plain = len(values) == len(call.keywords) and None not in values  # no keyword twice, no `**x`
-        return without_surrogates(json.dumps(values, ensure_ascii=False, allow_nan=False)) if is_plain else None
+        is_plain = (
+            len(values) == len(call.keywords) and None not in values
+        )  # no keyword twice, no `**x`
+        return (
+            without_surrogates(json.dumps(values, ensure_ascii=False, allow_nan=False))
+            if is_plain
+            else None
+        )
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
@@ -150,5 +160,7 @@ def _literal(node: ast.expr, depth: int) -> Any:
             names = [key.value if isinstance(key, ast.Constant) else None for key in keys]
             if not all(isinstance(name, str) for name in names):
                 raise ValueError("keys must be strings")
-            return {name: _literal(value, depth - 1) for name, value in zip(names, values, strict=True)}
+            return {
+                name: _literal(value, depth - 1) for name, value in zip(names, values, strict=True)
+            }
     raise ValueError("not a literal")

@@ -1,4 +1,6 @@
-"""Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
+"""Qwen3-Coder:
+`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ FUNCTION_END = "</function>"
 PARAMETER = "<parameter="
 PARAMETER_END = "</parameter>"
 
-LITERALS = {"True": "true", "False": "false", "None": "null"}  # Python's words, which the model likes
+LITERALS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}  # Python's words, which the model likes
 
 
 class Parser(ToolParser):
-    """Values are plain text; the tool's schema says which of them are strings. The opening tag may be missing."""
+    """Values are plain text; the tool's schema says which of them are strings. The opening tag may
+    be missing.
+    """
 
     markers = (OPEN, CLOSE)
     syntaxes = (CallSyntax(f"{OPEN}\n{FUNCTION}NAME>\nARGUMENTS{FUNCTION_END}\n{CLOSE}"),)
@@ -40,7 +48,9 @@ class Parser(ToolParser):
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
-        """Parameters in the order of the schema: text where `_value` takes it for a string, else JSON."""
+        """Parameters in the order of the schema: text where `_value` takes it for a string, else
+        JSON.
+        """
         properties, root = properties_of(function), parameters_of(function)
         parts = [f"{rule}_{i}{'' if p.is_required else '?'}" for i, p in enumerate(properties)]
         rules = [f"{rule}: {' '.join(parts) or quoted('')}"]
@@ -52,7 +62,9 @@ class Parser(ToolParser):
             if "string" in types_of(written, root):
                 texts = texts_of(written, root, PARAMETER_END)
                 values = [f"{own}_text{n}" for n in range(len(texts))]
-                rules += [f"{value}[lazy]: {text}" for value, text in zip(values, texts, strict=True)]
+                rules += [
+                    f"{value}[lazy]: {text}" for value, text in zip(values, texts, strict=True)
+                ]
             else:
                 values = [f"{own}_json {closing}"]
                 rules.append(f"{own}_json: {json_rule(schema)}")
@@ -100,7 +112,9 @@ class Parser(ToolParser):
         return has_tag
 
     def _value(self, types: set[str]) -> Steps[bool]:
-        """Read a value to its end tag. A line break after the first tag and one before the last do not belong to it."""
+        """Read a value to its end tag. A line break after the first tag and one before the last do
+        not belong to it.
+        """
         yield from self.reader.accept("\n")
         if types == {"string"}:
             return (yield from self._string())

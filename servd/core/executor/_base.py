@@ -25,14 +25,16 @@ class PendingOutput(Protocol):
 class Executor(ABC):
     """Runs steps on one or more workers. Steps are launched and harvested in order.
 
-    Every step is two calls, `execute_model` then `sample_tokens`; calling out of order raises RuntimeError.
+    Every step is two calls, `execute_model` then `sample_tokens`; calling out of order raises
+    RuntimeError.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
         self.config = config
         self.spec = spec
         self.progress = progress
-        # Called from another thread when a worker process ends by itself, even while no result is awaited.
+        # Called from another thread when a worker process ends by itself, even while no result is
+        # awaited.
         self.on_failure: Callable[[str], None] = lambda reason: None
 
     @abstractmethod

@@ -1,4 +1,6 @@
-"""FakeExecutor: deterministic tokens with no model and no torch, over a cache that behaves like a real one."""
+"""FakeExecutor: deterministic tokens with no model and no torch, over a cache that behaves like a
+real one.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,22 @@ def next_state(state: int, token_id: int) -> int:
 
 
 def sample(state: int, vocab_size: int) -> int:
-    """The token that follows a state: letters and spaces for bytes, else any id but the last (end of sequence)."""
+    """The token that follows a state: letters and spaces for bytes, else any id but the last (end
+    of sequence).
+    """
     return LETTERS[state >> 59] if vocab_size == BYTE_VOCAB else (state >> 32) % (vocab_size - 1)
 
 
 def sample_allowed(state: int, mask: bytes, token_id: int) -> int:
-    """The token that follows a state where a grammar rules; texts end soon, as it often closes what is open.
+    """The token that follows a state where a grammar rules; texts end soon, as it often closes what
+    is open.
 
-    A mask that forbids hardly anything is no form yet: `token_id`, what would follow without one, stays if it may.
+    A mask that forbids hardly anything is no form yet: `token_id`, what would follow without one,
+    stays if it may.
     """
-    allowed = [8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+    allowed = [
+        8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1
+    ]
     if len(allowed) >= NEARLY_ALL and token_id in allowed:
         return token_id
     closing = [token_id for token_id in allowed if token_id in CLOSERS]
@@ -69,7 +77,9 @@ def expected_tokens(prompt_token_ids: list[int], num_tokens: int, vocab_size: in
 
 
 def vector(state: int, params: PoolingParams, size: int) -> bytes:
-    """An embedding that depends on every token: one number from each byte of hashes of the state."""
+    """An embedding that depends on every token: one number from each byte of hashes of the
+    state.
+    """
     hashes = b"".join(next_state(state, i).to_bytes(8, "little") for i in range(-(-size // 8)))
     numbers = [byte - 127.5 for byte in hashes[: params.dimensions or size]]
     norm = math.sqrt(sum(x * x for x in numbers)) if params.normalize else 1.0
@@ -126,8 +136,8 @@ class AtOnce:
 class FakeExecutor(_base.Executor):
     """Computes a token by hashing it with what the KV cache holds for the token before it.
 
-    So a block that is owned twice, freed too early or wrongly shared changes the text, as with a real model. With
-    asynchronous scheduling the steps run on a thread of their own, as on a device.
+    So a block that is owned twice, freed too early or wrongly shared changes the text, as with a
+    real model. With asynchronous scheduling the steps run on a thread of their own, as on a device.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, progress: _base.Progress) -> None:
@@ -136,10 +146,14 @@ class FakeExecutor(_base.Executor):
         self.cache = array("Q")  # one state per token
         self.rows: dict[int, Row] = {}
         self.launched: Pending | None = None  # the forward pass, until its tokens are sampled
-        self.stream: Stream = ThreadPoolExecutor(1, "device") if config.scheduler.async_scheduling else AtOnce()
+        self.stream: Stream = (
+            ThreadPoolExecutor(1, "device") if config.scheduler.async_scheduling else AtOnce()
+        )
 
     def start(self) -> WorkerReady:
-        """Make the cache: for all requests at full length, within reason, or what kv_cache_memory allows."""
+        """Make the cache: for all requests at full length, within reason, or what kv_cache_memory
+        allows.
+        """
         bytes_per_block = self.spec.kv_bytes_per_token(dtype_bytes=4) * self.block_size
         memory = self.config.cache.kv_cache_memory
         if memory is None:
@@ -189,7 +203,9 @@ class FakeExecutor(_base.Executor):
             self._compute(row, item.num_tokens)
         return scheduled
 
-    def _sample(self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
+    def _sample(
+        self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None
+    ) -> ModelRunnerOutput:
         """Append a token to every row that samples."""
         output = ModelRunnerOutput([])
         masks = _unpack(bitmask) if bitmask else {}
@@ -208,7 +224,9 @@ class FakeExecutor(_base.Executor):
             if isinstance(row.params, PoolingParams):
                 output.pooled[i] = self._pooled(row, row.params)
             elif row.params.logprobs is not None:
-                output.logprobs[i] = [self._logprobs(token_id, row.params.logprobs, row.params.logprob_token_ids)]
+                output.logprobs[i] = [
+                    self._logprobs(token_id, row.params.logprobs, row.params.logprob_token_ids)
+                ]
         return output
 
     def _row(self, request: NewRequest) -> Row:
@@ -219,7 +237,8 @@ class FakeExecutor(_base.Executor):
 
     def _compute(self, row: Row, num_tokens: int) -> None:
         first = row.num_computed_tokens
-        # Read what is before from the cache, not from the row: the cache is what the scheduler can get wrong.
+        # Read what is before from the cache, not from the row: the cache is what the scheduler can
+        # get wrong.
         state = self.cache[self._position(row, first - 1)] if first else 0
         for i in range(first, first + num_tokens):
             state = next_state(state, row.token_ids[i])
@@ -246,18 +265,24 @@ class FakeExecutor(_base.Executor):
             return None
         return PromptLogprobs(start, [self._logprobs(token_id, k) for token_id in token_ids])
 
-    def _logprobs(self, token_id: int, num_logprobs: int, named: Sequence[int] = ()) -> TokenLogprobs:
+    def _logprobs(
+        self, token_id: int, num_logprobs: int, named: Sequence[int] = ()
+    ) -> TokenLogprobs:
         """Probability 1/2 for the sampled token, 1/4 for its neighbour, and so on."""
         likely = [(token_id + i) % self.spec.vocab_size for i in range(num_logprobs)]
         token_ids = [token_id, *likely, *named]
         distances = [(other - token_id) % self.spec.vocab_size for other in token_ids]
-        return TokenLogprobs(token_ids, [-(distance + 1) * math.log(2) for distance in distances], rank=1)
+        return TokenLogprobs(
+            token_ids, [-(distance + 1) * math.log(2) for distance in distances], rank=1
+        )
 
 
 def _unpack(bitmask: GrammarBitmask) -> dict[int, bytes]:
     """Index in the step -> its row of bits."""
     size = len(bitmask.bitmask) // len(bitmask.indices)
-    return {index: bitmask.bitmask[i * size : (i + 1) * size] for i, index in enumerate(bitmask.indices)}
+    return {
+        index: bitmask.bitmask[i * size : (i + 1) * size] for i, index in enumerate(bitmask.indices)
+    }
 
 
 Executor = FakeExecutor  # the name that every file of this package has

@@ -45,7 +45,9 @@ class MultiProcExecutor(_base.Executor):
         self.outboxes: list[Outbox] = []
         self.is_launched = False
         self.is_stopping = False
-        self.ended: queue.SimpleQueue[Child] = queue.SimpleQueue()  # workers that ended by themselves
+        self.ended: queue.SimpleQueue[Child] = (
+            queue.SimpleQueue()
+        )  # workers that ended by themselves
 
     def start(self) -> WorkerReady:
         """Start the processes and load the model on all of them."""
@@ -124,7 +126,11 @@ class MultiProcExecutor(_base.Executor):
             has_ended = not self.ended.empty()
             message = self.inbox.recv(LAST_WORDS if has_ended else POLL_INTERVAL)
             if isinstance(message, WorkerFailed):
-                raise ConfigError(message.reason) if message.is_config_error else EngineDead(message.reason)
+                raise (
+                    ConfigError(message.reason)
+                    if message.is_config_error
+                    else EngineDead(message.reason)
+                )
             if message is not None:
                 return message
             if has_ended:

@@ -1,4 +1,6 @@
-"""Every block of the KV cache: owned (counted by reference), cached (kept while nobody needs the space) or blank."""
+"""Every block of the KV cache: owned (counted by reference), cached (kept while nobody needs the
+space) or blank.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from collections.abc import Iterable
 class BlockPool:
     """Hands out block ids 0 to `num_blocks` - 1; every operation is O(1) per block.
 
-    A block is free when nobody owns it. A free block that still has a hash is cached: it can be shared again
-    until the space is needed. Blank blocks are handed out first, then cached ones, least recently used first.
+    A block is free when nobody owns it. A free block that still has a hash is cached: it can be
+    shared again until the space is needed. Blank blocks are handed out first, then cached ones,
+    least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,7 +30,9 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Own `num_blocks` free blocks alone; what they held is forgotten. There must be that many."""
+        """Own `num_blocks` free blocks alone; what they held is forgotten. There must be that
+        many.
+        """
         assert num_blocks <= self.num_free
         taken: list[int] = []
         for _ in range(num_blocks):

@@ -1,4 +1,6 @@
-"""KVCacheManager: gives requests their blocks, and finds prompt beginnings that are already in the cache."""
+"""KVCacheManager: gives requests their blocks, and finds prompt beginnings that are already in the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from servd.core.request import Request
 class KVCacheManager:
     """Block tables of all requests over one BlockPool.
 
-    Blocks are registered for sharing when their tokens are scheduled, not when they are computed: workers run
-    steps in order, and within a step write all keys and values of a layer before any attention reads them.
-    So whoever finds a block can rely on its content, even in the step that fills it.
+    Blocks are registered for sharing when their tokens are scheduled, not when they are computed:
+    workers run steps in order, and within a step write all keys and values of a layer before any
+    attention reads them. So whoever finds a block can rely on its content, even in the step that
+    fills it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -28,7 +31,8 @@ class KVCacheManager:
         return 1 - self.pool.num_free / self.pool.num_blocks
 
     def match_prefix(self, request: Request) -> list[int]:
-        """Cached blocks that hold the beginning of a request. They can be evicted until it adopts them.
+        """Cached blocks that hold the beginning of a request. They can be evicted until it adopts
+        them.
 
         At least one token is left over, because only a computed token gets a successor.
         """
@@ -44,17 +48,22 @@ class KVCacheManager:
         return cached
 
     def fits(self, request: Request, cached: Sequence[int]) -> bool:
-        """Whether there is room for all known tokens and the next one, `cached` blocks being shared.
+        """Whether there is room for all known tokens and the next one, `cached` blocks being
+        shared.
 
         The last token of a request is never computed, so it needs no room.
         """
         num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
         wanted = -(-num_tokens // self.block_size) - len(cached)
-        idle = sum(self.pool.ref_counts[block] == 0 for block in cached)  # free now, but not for others
+        idle = sum(
+            self.pool.ref_counts[block] == 0 for block in cached
+        )  # free now, but not for others
         return wanted <= self.pool.num_free - idle
 
     def adopt(self, request: Request, cached: list[int]) -> None:
-        """Let a request that has no blocks begin with `cached` ones, whose tokens then count as computed."""
+        """Let a request that has no blocks begin with `cached` ones, whose tokens then count as
+        computed.
+        """
         assert not request.block_ids
         self.pool.share(cached)
         request.block_ids = cached.copy()
@@ -62,8 +71,12 @@ class KVCacheManager:
         request.num_computed_tokens = len(cached) * self.block_size
 
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Make room for the next `num_tokens` tokens: the new blocks, or None and no change if there are too few."""
-        num_blocks = (request.num_computed_tokens + num_tokens + self.block_size - 1) // self.block_size
+        """Make room for the next `num_tokens` tokens: the new blocks, or None and no change if
+        there are too few.
+        """
+        num_blocks = (
+            request.num_computed_tokens + num_tokens + self.block_size - 1
+        ) // self.block_size
         wanted = num_blocks - len(request.block_ids)
         if wanted <= 0:
             return []
@@ -84,7 +97,9 @@ class KVCacheManager:
         request.num_registered_blocks = num_full
 
     def free(self, request: Request) -> None:
-        """Take all blocks from a request. Its last block is evicted first: a beginning is worth more than an end."""
+        """Take all blocks from a request. Its last block is evicted first: a beginning is worth
+        more than an end.
+        """
         self.commit(request)
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []

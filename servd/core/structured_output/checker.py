@@ -1,4 +1,6 @@
-"""Process that tries grammars before an engine sees them: one that explodes harms nothing here and can be killed."""
+"""Process that tries grammars before an engine sees them: one that explodes harms nothing here and
+can be killed.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,22 @@ MASK_LIMIT = 0.05  # seconds; the engine's step waits for masks
 
 
 def main() -> None:
-    """Entry point: answer each line of JSON, a StructuredOutput, with a line of JSON, a GrammarVerdict."""
+    """Entry point: answer each line of JSON, a StructuredOutput, with a line of JSON, a
+    GrammarVerdict.
+    """
     start = read_start(StartGrammarChecker)
     log.setup("grammar", start.config.observability.log_level)
     channel = socket.socket(fileno=start.channel).makefile("rwb")
-    with contextlib.suppress(ConnectionError):  # the API server has ended: nobody waits for an answer
+    with contextlib.suppress(
+        ConnectionError
+    ):  # the API server has ended: nobody waits for an answer
         serve(start, channel)
 
 
 def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
-    """Say whether grammars can be had at all, then try one after another until the channel is closed."""
+    """Say whether grammars can be had at all, then try one after another until the channel is
+    closed.
+    """
 
     def answer(verdict: GrammarVerdict) -> None:
         channel.write(msgspec.json.encode(verdict) + b"\n")
@@ -41,13 +49,24 @@ def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
 
     try:
         vocabulary = load_vocabulary(start.config, start.spec)
-    except (ConfigError, ValueError) as error:  # the library knows only byte-level and byte-fallback tokenizers
+    except (
+        ConfigError,
+        ValueError,
+    ) as error:  # the library knows only byte-level and byte-fallback tokenizers
         logger.warning("structured outputs are not available: %s", error)
-        answer(GrammarVerdict(f"structured outputs are not available with this model's tokenizer: {error}"))
+        answer(
+            GrammarVerdict(
+                f"structured outputs are not available with this model's tokenizer: {error}"
+            )
+        )
         return
     answer(GrammarVerdict())
     for line in channel:
-        answer(GrammarVerdict(try_grammar(msgspec.json.decode(line, type=StructuredOutput), vocabulary)))
+        answer(
+            GrammarVerdict(
+                try_grammar(msgspec.json.decode(line, type=StructuredOutput), vocabulary)
+            )
+        )
 
 
 def try_grammar(output: StructuredOutput, vocabulary: Any) -> str | None:

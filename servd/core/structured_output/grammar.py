@@ -10,8 +10,9 @@ Kinds of `StructuredOutput` and what their `value` holds:
 | choice | a JSON list of strings |
 | grammar | GBNF (`root ::= ...`) or llguidance's Lark (`start: ...`) |
 
-In Lark, `%json {...}` embeds a JSON schema, `<|name|>` and `<[id]>` stand for special tokens, and /regex/ and "text"
-for themselves: `start: "<tool_call>" call "</tool_call>"`, next line `call: %json {"type": "object"}`.
+In Lark, `%json {...}` embeds a JSON schema, `<|name|>` and `<[id]>` stand for special tokens, and
+/regex/ and "text" for themselves: `start: "<tool_call>" call "</tool_call>"`, next line `call:
+%json {"type": "object"}`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from servd.config import Config
 from servd.hf import ModelSpec, find_model, find_tokenizer
 from servd.params import StructuredOutput
 
-# Bounds on the work of one compilation and of one mask, and on the states that a grammar gathers (0.4 to 0.7 kB each,
-# so 14 MB in all). Most schemas have fewer than 500; texts with a maxLength have seven for each of their characters.
-# A mask of the most ambiguous grammar takes 60 ms with these items; with the library's default, ten times as long.
+# Bounds on the work of one compilation and of one mask, and on the states that a grammar gathers
+# (0.4 to 0.7 kB each, so 14 MB in all). Most schemas have fewer than 500; texts with a maxLength
+# have seven for each of their characters. A mask of the most ambiguous grammar takes 60 ms with
+# these items; with the library's default, ten times as long.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,
@@ -48,7 +50,9 @@ class GrammarError(Exception):
 
 
 class UsedUp(GrammarError):
-    """A grammar has gathered all states that it may have; another one of the same value has none yet."""
+    """A grammar has gathered all states that it may have; another one of the same value has none
+    yet.
+    """
 
 
 class Grammar:
@@ -109,9 +113,15 @@ class Matcher:
 
 
 def load_vocabulary(config: Config, spec: ModelSpec) -> LLTokenizer:
-    """The bytes of every token, arranged for fast masks. Takes a fifth of a second for 50,000 tokens."""
+    """The bytes of every token, arranged for fast masks. Takes a fifth of a second for 50,000
+    tokens.
+    """
     model = config.model
-    folder = str(find_model(model.tokenizer, download_dir=model.download_dir)) if model.tokenizer else spec.folder
+    folder = (
+        str(find_model(model.tokenizer, download_dir=model.download_dir))
+        if model.tokenizer
+        else spec.folder
+    )
     if not folder:
         return LLTokenizer(llguidance.TokenizerWrapper(ByteVocabulary(spec.eos_token_ids[0])))
     file = str(find_tokenizer(folder, config.model.trust_remote_code))
@@ -143,7 +153,9 @@ def _source(output: StructuredOutput) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(output.value)
         case "choice":
-            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(output.value))
+            choices = " | ".join(
+                json.dumps(choice, ensure_ascii=False) for choice in json.loads(output.value)
+            )
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case "grammar":
             return llguidance.grammar_from("grammar", output.value)

@@ -1,7 +1,9 @@
-"""GrammarManager: compiles grammars beside the step loop, and follows the rows of the steps that have one.
+"""GrammarManager: compiles grammars beside the step loop, and follows the rows of the steps that
+have one.
 
-It sees what the workers see, rows and sampled tokens, and keeps its own rows in the same way: a row begins with a
-NewRequest, also after preemption, when the outputs so far are in it, and ends when its slot is freed.
+It sees what the workers see, rows and sampled tokens, and keeps its own rows in the same way: a row
+begins with a NewRequest, also after preemption, when the outputs so far are in it, and ends when
+its slot is freed.
 """
 
 from __future__ import annotations
@@ -16,19 +18,32 @@ from functools import partial
 from typing import Any, TypeVar
 
 from servd.config import Config
-from servd.core.structured_output.grammar import Grammar, GrammarError, Matcher, UsedUp, load_vocabulary
+from servd.core.structured_output.grammar import (
+    Grammar,
+    GrammarError,
+    Matcher,
+    UsedUp,
+    load_vocabulary,
+)
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
-from servd.messages import EngineCoreRequest, GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
+from servd.messages import (
+    EngineCoreRequest,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+)
 from servd.params import PoolingParams, SamplingParams, StructuredOutput
 
 logger = logging.getLogger("servd.structured_output")
 
 MAX_GRAMMARS = 32  # kept compiled, besides those in use
 NUM_COMPILERS = 2  # threads
-# A grammar whose states are used up is replaced in the engine's own thread, where all requests wait for it. So an
-# output gets another one only if that compiles fast, has not to take in too much again, and not too often: twice, as
-# the first one may be one that others are filling, and once more for so many tokens.
+# A grammar whose states are used up is replaced in the engine's own thread, where all requests wait
+# for it. So an output gets another one only if that compiles fast, has not to take in too much
+# again, and not too often: twice, as the first one may be one that others are filling, and once
+# more for so many tokens.
 RENEWAL_LIMIT = 0.05  # seconds to compile it
 MAX_TOKENS_AGAIN = 2048
 MAX_RENEWALS = 2
@@ -54,7 +69,9 @@ class Row:
     grammar: Grammar | None
     matcher: Matcher | None  # None after an error
     starts_after: frozenset[int]  # not empty: the grammar has not begun
-    until_begun: bytes | None  # the tokens that may come before: all but those that would end the output
+    until_begun: (
+        bytes | None
+    )  # the tokens that may come before: all but those that would end the output
     renew: Callable[[Grammar], Grammar]  # another one for one whose states are used up
     token_ids: list[int] = field(default_factory=list)  # that the matcher has taken in
     num_renewals: int = 0  # of the grammar
@@ -88,10 +105,15 @@ class Row:
         return None
 
     def _begin_anew(self, error: UsedUp) -> None:
-        """Take in all tokens again with a grammar that has fewer states; fail if that would happen too often."""
+        """Take in all tokens again with a grammar that has fewer states; fail if that would happen
+        too often.
+        """
         self.num_renewals += 1
         num_tokens = len(self.token_ids)
-        if num_tokens > MAX_TOKENS_AGAIN or self.num_renewals > MAX_RENEWALS + num_tokens // TOKENS_PER_RENEWAL:
+        if (
+            num_tokens > MAX_TOKENS_AGAIN
+            or self.num_renewals > MAX_RENEWALS + num_tokens // TOKENS_PER_RENEWAL
+        ):
             return self.fail(error)
         try:
             assert self.grammar is not None
@@ -126,15 +148,20 @@ class GrammarManager:
     def __init__(self, config: Config, spec: ModelSpec) -> None:
         self.config = config
         self.spec = spec
-        # Called from another thread; whoever drives the engine passes the news to `EngineCore.handle`.
+        # Called from another thread; whoever drives the engine passes the news to
+        # `EngineCore.handle`.
         self.on_compiled: Callable[[Compiled], None] = lambda compiled: None
         self._threads = ThreadPoolExecutor(NUM_COMPILERS, "compile")
         self._vocabulary: Future[Any] | None = None
         self._grammars: OrderedDict[Key, Grammar] = OrderedDict()  # the least recently used first
-        self._held: dict[int, Grammar] = {}  # by id of a StructuredOutput, for as long as that is referred to
+        self._held: dict[
+            int, Grammar
+        ] = {}  # by id of a StructuredOutput, for as long as that is referred to
         self._compiling: dict[Key, list[EngineCoreRequest]] = {}
         self._rows: dict[int, Row] = {}  # by slot
-        self._step: list[tuple[int, Row]] = []  # (index in `scheduled`, row) of the rows that sample
+        self._step: list[
+            tuple[int, Row]
+        ] = []  # (index in `scheduled`, row) of the rows that sample
         self._in_flight: deque[list[tuple[int, Row]]] = deque()
 
     # ---- before a request runs ----
@@ -186,13 +213,17 @@ class GrammarManager:
                 self._grammars.popitem(last=False)
 
     def _hold(self, output: StructuredOutput, grammar: Grammar) -> None:
-        """Keep a grammar until the requests with this object have ended, however many others are compiled."""
+        """Keep a grammar until the requests with this object have ended, however many others are
+        compiled.
+        """
         if id(output) not in self._held:
             weakref.finalize(output, self._held.pop, id(output), None).atexit = False
         self._held[id(output)] = grammar
 
     def _forget(self, grammar: Grammar | None) -> None:
-        """New requests have it compiled anew; so do those that wait to run, if that does not stop the step loop."""
+        """New requests have it compiled anew; so do those that wait to run, if that does not stop
+        the step loop.
+        """
         for key in [key for key, other in self._grammars.items() if other is grammar]:
             del self._grammars[key]
         if grammar is None or grammar.seconds > RENEWAL_LIMIT:
@@ -201,7 +232,8 @@ class GrammarManager:
             del self._held[output_id]
 
     def _renew(self, output: StructuredOutput, grammar: Grammar) -> Grammar:
-        """The grammar to go on with where another one's states are used up. Its outputs so far are taken in again.
+        """The grammar to go on with where another one's states are used up. Its outputs so far are
+        taken in again.
 
         Raises:
             GrammarError: it takes too long to compile.
@@ -219,7 +251,9 @@ class GrammarManager:
         return compiled.grammar
 
     def _grammar_of(self, output: StructuredOutput) -> Grammar | None:
-        """The newest one: others may have used up the states of the one that was held for the output."""
+        """The newest one: others may have used up the states of the one that was held for the
+        output.
+        """
         return self._find((output.kind, output.value)) or self._held.get(id(output))
 
     def _find(self, key: Key) -> Grammar | None:
@@ -232,9 +266,17 @@ class GrammarManager:
         assert self._vocabulary is not None
         try:
             return Compiled(key, Grammar(output, self._vocabulary.result()))
-        except BaseException as error:  # whatever it is, a panic of the library too: its requests wait for the news
-            logger.warning("a %s grammar that the API accepted cannot be compiled: %r", output.kind, error)
-            reason = error if isinstance(error, GrammarError | ConfigError | ValueError) else type(error).__name__
+        except (
+            BaseException
+        ) as error:  # whatever it is, a panic of the library too: its requests wait for the news
+            logger.warning(
+                "a %s grammar that the API accepted cannot be compiled: %r", output.kind, error
+            )
+            reason = (
+                error
+                if isinstance(error, GrammarError | ConfigError | ValueError)
+                else type(error).__name__
+            )
             return Compiled(key, None, f"the {output.kind} grammar cannot be compiled: {reason}")
 
     # ---- steps ----
@@ -275,7 +317,8 @@ class GrammarManager:
         """Take in the tokens of the oldest step in flight.
 
         Returns:
-            The indices in `scheduled` of the outputs that end with this token: "" if complete, else the error.
+            The indices in `scheduled` of the outputs that end with this token: "" if complete, else
+            the error.
         """
         ends: dict[int, str] = {}
         for index, row in self._in_flight.popleft():
@@ -284,7 +327,9 @@ class GrammarManager:
                 row.accept(token_id)
             if (end := row.end) is not None:
                 ends[index] = end
-            if end:  # the states that it shares with its outputs may be at their limit: the next ones begin anew
+            # the states that it shares with its outputs may be at their limit: the next ones begin
+            # anew
+            if end:
                 self._forget(row.grammar)
         return ends
 

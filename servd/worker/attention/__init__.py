@@ -1,4 +1,6 @@
-"""One file per attention backend, with a class `Backend`; tests/worker/attention runs its contract over all files."""
+"""One file per attention backend, with a class `Backend`; tests/worker/attention runs its contract
+over all files.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ from servd.worker.attention._base import AttentionSpec, Backend
 
 log = logging.getLogger("servd.worker")
 
-# For "auto", by type of the device: the fastest first. On CUDA not measured yet (`make bench-gpu` compares them):
-# FlashAttention 3 is tuned by hand for the one chip that it runs on, the Triton kernels read the cache in place,
-# FlashInfer is without graphs, and torch_sdpa copies what it reads.
-PREFERENCE = {"cuda": ("varlen", "triton", "flashinfer", "torch_sdpa"), "cpu": ("native", "torch_sdpa")}
+# For "auto", by type of the device: the fastest first. On CUDA not measured yet (`make bench-gpu`
+# compares them): FlashAttention 3 is tuned by hand for the one chip that it runs on, the Triton
+# kernels read the cache in place, FlashInfer is without graphs, and torch_sdpa copies what it
+# reads.
+PREFERENCE = {
+    "cuda": ("varlen", "triton", "flashinfer", "torch_sdpa"),
+    "cpu": ("native", "torch_sdpa"),
+}
 
 
 def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:

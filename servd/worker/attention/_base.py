@@ -42,24 +42,31 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One step, as a backend sees it. Row r computes the last query_lens[r] of its seq_lens[r] tokens."""
+    """One step, as a backend sees it. Row r computes the last query_lens[r] of its seq_lens[r]
+    tokens.
+    """
 
     query_lens: np.ndarray  # int64 [num_rows], at least 1
-    seq_lens: np.ndarray  # int64 [num_rows], with the tokens of this step; in a captured step only a bound, see Backend
+    # int64 [num_rows], with the tokens of this step; in a captured step only a bound, see Backend
+    seq_lens: np.ndarray
     query_start_loc: torch.Tensor  # int32 [num_rows + 1], first token of each row, on the device
     seq_lens_device: torch.Tensor  # int32 [num_rows]
-    block_tables: torch.Tensor  # int32 [num_rows, max_blocks], on the device; entries past the length are any block
+    block_tables: (
+        torch.Tensor
+    )  # int32 [num_rows, max_blocks], on the device; entries past the length are any block
     slot_mapping: torch.Tensor  # int64 [num_tokens]: block * block_size + offset, on the device
 
 
 class Backend(ABC, Generic[Metadata]):
-    """Attention over a KV cache in blocks. `Metadata` is what a step needs in all layers, built once.
+    """Attention over a KV cache in blocks. `Metadata` is what a step needs in all layers, built
+    once.
 
-    A backend with `supports_graphs` can be captured in decode steps (every query_len is 1): `build_metadata`, `write`
-    and `attend` run once, and their kernels again for other steps with the same number of rows. So they take
-    sequence lengths, block tables and slots from the batch's device tensors, whose contents change; the host's
-    `seq_lens` are max_model_len in every row, good for the size of a grid or a buffer; and the device is not
-    waited for. Rows of padding have length 1 and a block of their own.
+    A backend with `supports_graphs` can be captured in decode steps (every query_len is 1):
+    `build_metadata`, `write` and `attend` run once, and their kernels again for other steps with
+    the same number of rows. So they take sequence lengths, block tables and slots from the batch's
+    device tensors, whose contents change; the host's `seq_lens` are max_model_len in every row,
+    good for the size of a grid or a buffer; and the device is not waited for. Rows of padding have
+    length 1 and a block of their own.
     """
 
     supports_graphs: ClassVar[bool] = False
@@ -119,8 +126,11 @@ class Backend(ABC, Generic[Metadata]):
         return q
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
-        """Attention of the step's tokens over the cache, which has their own keys and values already.
+    def attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+    ) -> torch.Tensor:
+        """Attention of the step's tokens over the cache, which has their own keys and values
+        already.
 
         Args:
             q: [num_tokens, num_heads, head_dim], as `write` returned it.
@@ -134,8 +144,14 @@ class Backend(ABC, Generic[Metadata]):
 
 
 def fused_write(spec: AttentionSpec) -> Callable[..., torch.Tensor] | None:
-    """`rotate_and_store` of ops/triton, which reads and writes every number once; None where it cannot run."""
-    if spec.device.type != "cuda" or spec.head_dim & (spec.head_dim - 1) or find_spec("triton") is None:
+    """`rotate_and_store` of ops/triton, which reads and writes every number once; None where it
+    cannot run.
+    """
+    if (
+        spec.device.type != "cuda"
+        or spec.head_dim & (spec.head_dim - 1)
+        or find_spec("triton") is None
+    ):
         return None
     from servd.worker.ops.triton.rotary import rotate_and_store
 

@@ -1,4 +1,6 @@
-"""Attention by FlashInfer (https://docs.flashinfer.ai), planned once a step; CUDA only, extra `servd[flashinfer]`."""
+"""Attention by FlashInfer (https://docs.flashinfer.ai), planned once a step; CUDA only, extra
+`servd[flashinfer]`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from servd.worker.attention._base import Backend as AttentionBackend
 from servd.worker.device import upload
 
 HEAD_DIMS = (64, 128, 256)
-WORKSPACE_BYTES = 256 << 20  # for partial results of split rows; 128 MiB, as recommended, are too few for 64 heads
+WORKSPACE_BYTES = (
+    256 << 20
+)  # for partial results of split rows; 128 MiB, as recommended, are too few for 64 heads
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,16 @@ class Metadata:
 class Backend(AttentionBackend[Metadata]):
     """One kernel call per layer for the whole mixed batch: a decode row is a prompt of one token.
 
-    Not for graphs: a plan depends on the lengths of the rows and is made by the host, so a captured one holds for its
-    own step only.
+    Not for graphs: a plan depends on the lengths of the rows and is made by the host, so a captured
+    one holds for its own step only.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
-        self.wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self.wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD"
+        )
         self.plan_copied = torch.cuda.Event() if spec.device.type == "cuda" else None
 
     @classmethod
@@ -63,8 +69,8 @@ class Backend(AttentionBackend[Metadata]):
         columns = np.arange(page_starts[-1]) - np.repeat(page_starts[:-1], num_pages)
         entries = upload(rows * batch.block_tables.shape[1] + columns, spec.device)
         if self.plan_copied is not None:
-            # The planner's results leave by pinned memory, which the next call overwrites: with two steps in flight
-            # the copy of the last ones may not have begun.
+            # The planner's results leave by pinned memory, which the next call overwrites: with two
+            # steps in flight the copy of the last ones may not have begun.
             self.plan_copied.synchronize()
         self.wrapper.plan(
             torch.from_numpy(_starts(batch.query_lens)),
@@ -85,7 +91,9 @@ class Backend(AttentionBackend[Metadata]):
             self.plan_copied.record(torch.cuda.current_stream(spec.device))
         return Metadata(batch.slot_mapping)
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+    ) -> torch.Tensor:
         """One kernel over all rows; the factor on the scores goes in as one on the keys."""
         return self.wrapper.run(q.contiguous(), (kv_cache[0], kv_cache[1]), k_scale=scale)
 

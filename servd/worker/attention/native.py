@@ -1,4 +1,6 @@
-"""Attention on a CPU by ops/cpu/attention.cpp: reads the paged KV cache in place, of 16 or 32 bits; float32 sums."""
+"""Attention on a CPU by ops/cpu/attention.cpp: reads the paged KV cache in place, of 16 or 32 bits;
+float32 sums.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """One call per layer for the whole mixed batch; its result for a token does not depend on the rest of the batch."""
+    """One call per layer for the whole mixed batch; its result for a token does not depend on the
+    rest of the batch.
+    """
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -46,16 +50,24 @@ class Backend(AttentionBackend[Metadata]):
             return f"needs a cache of 16 or 32 bits, not {spec.kv_dtype}"
         if spec.head_dim % VECTOR or spec.head_dim > MAX_HEAD_DIM:
             return f"needs a head_dim that is a multiple of {VECTOR} up to {MAX_HEAD_DIM}, not {spec.head_dim}"
-        return None if spec.block_size % VECTOR == 0 else f"needs blocks of a multiple of {VECTOR} tokens"
+        return (
+            None
+            if spec.block_size % VECTOR == 0
+            else f"needs blocks of a multiple of {VECTOR} tokens"
+        )
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Keys are [blocks, kv_heads, head_dim, block_size] in it, values [blocks, kv_heads, block_size, head_dim]."""
+        """Keys are [blocks, kv_heads, head_dim, block_size] in it, values [blocks, kv_heads,
+        block_size, head_dim].
+        """
         spec = self.spec
         return (2, num_blocks, spec.num_kv_heads, spec.block_size * spec.head_dim)
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
         """Nothing to compute."""
-        return Metadata(batch.slot_mapping, batch.query_lens, batch.seq_lens, batch.block_tables.contiguous())
+        return Metadata(
+            batch.slot_mapping, batch.query_lens, batch.seq_lens, batch.block_tables.contiguous()
+        )
 
     def write(
         self,
@@ -68,7 +80,10 @@ class Backend(AttentionBackend[Metadata]):
     ) -> torch.Tensor:
         """Rotate and store in one pass."""
         spec = self.spec
-        q, k, v = (x if x.stride(2) == 1 and x.stride(1) == spec.head_dim else x.contiguous() for x in (q, k, v))
+        q, k, v = (
+            x if x.stride(2) == 1 and x.stride(1) == spec.head_dim else x.contiguous()
+            for x in (q, k, v)
+        )
         cos, sin = rotation or (None, None)
         turned = q if rotation is None else empty(*q.shape)
         call(
@@ -79,7 +94,9 @@ class Backend(AttentionBackend[Metadata]):
         )  # fmt: skip
         return turned
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+    ) -> torch.Tensor:
         """See ops/cpu/attention.cpp."""
         spec = self.spec
         out = empty(*q.shape)

@@ -1,4 +1,6 @@
-"""Reference attention on any device: gather the blocks of rows of similar length, then scaled_dot_product_attention."""
+"""Reference attention on any device: gather the blocks of rows of similar length, then
+scaled_dot_product_attention.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,25 @@ from servd.worker.attention._base import AttentionBatch, AttentionSpec
 from servd.worker.attention._base import Backend as AttentionBackend
 from servd.worker.device import upload
 
-MAX_PADDING = 1.25  # the longest row of a group may have this many times the blocks of the shortest ...
+MAX_PADDING = (
+    1.25  # the longest row of a group may have this many times the blocks of the shortest ...
+)
 FREE_BLOCKS = 4  # ... or so many blocks more
-# Keys (or values) that a group gathers. On a CPU they should still be in its cache when they are read.
+# Keys (or values) that a group gathers. On a CPU they should still be in its cache when they are
+# read.
 MAX_GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows with the same number of new tokens and about the same length, attended to in one call."""
+    """Rows with the same number of new tokens and about the same length, attended to in one
+    call.
+    """
 
     num_rows: int
-    tokens: torch.Tensor | None  # int64 [num_rows * query_len], or None: all tokens of the step in order
+    tokens: (
+        torch.Tensor | None
+    )  # int64 [num_rows * query_len], or None: all tokens of the step in order
     blocks: torch.Tensor  # int64 [num_rows * num_blocks]
     mask: torch.Tensor  # [num_rows, 1, query_len, num_blocks * block_size], 0 or -inf
 
@@ -79,21 +88,29 @@ class Backend(AttentionBackend[Metadata]):
             yield np.sort(order[start:end])
             start = end
 
-    def _build_group(self, batch: AttentionBatch, rows: np.ndarray, first_blocks: np.ndarray, num_blocks: int) -> Group:
+    def _build_group(
+        self, batch: AttentionBatch, rows: np.ndarray, first_blocks: np.ndarray, num_blocks: int
+    ) -> Group:
         device, block_size = self.spec.device, self.spec.block_size
         query_len = int(batch.query_lens[rows[0]])
-        rows_d, first_d, last_d = upload(np.stack((rows, first_blocks, batch.seq_lens[rows] - query_len)), device)
+        rows_d, first_d, last_d = upload(
+            np.stack((rows, first_blocks, batch.seq_lens[rows] - query_len)), device
+        )
 
         columns = first_d[:, None] + torch.arange(num_blocks, device=device)
         columns.clamp_(max=batch.block_tables.shape[1] - 1)
         blocks = batch.block_tables[rows_d[:, None], columns].flatten().long()
 
-        keys = (first_d * block_size)[:, None, None] + torch.arange(num_blocks * block_size, device=device)
+        keys = (first_d * block_size)[:, None, None] + torch.arange(
+            num_blocks * block_size, device=device
+        )
         queries = last_d[:, None, None] + torch.arange(query_len, device=device)[:, None]
         hidden = keys > queries
         if self.spec.sliding_window is not None:
             hidden |= keys <= queries - self.spec.sliding_window
-        mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=device).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=device).masked_fill_(
+            hidden, -torch.inf
+        )
 
         tokens = None
         if len(rows) < len(batch.query_lens):
@@ -101,9 +118,13 @@ class Backend(AttentionBackend[Metadata]):
             tokens = (starts[:, None] + torch.arange(query_len, device=device)).flatten()
         return Group(len(rows), tokens, blocks, mask.unsqueeze(1))
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+    ) -> torch.Tensor:
         """Group by group."""
-        key_blocks, value_blocks = kv_cache.flatten(2)  # [num_blocks, block_size * kv_heads * head_dim]
+        key_blocks, value_blocks = kv_cache.flatten(
+            2
+        )  # [num_blocks, block_size * kv_heads * head_dim]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in metadata.groups:
             queries = q if group.tokens is None else q[group.tokens]
@@ -123,4 +144,6 @@ class Backend(AttentionBackend[Metadata]):
     def _gather(self, blocks: torch.Tensor, group: Group) -> torch.Tensor:
         """The group's keys or values, [num_rows, kv_heads, num_blocks * block_size, head_dim]."""
         rows = blocks.index_select(0, group.blocks).to(self.spec.dtype)
-        return rows.view(group.num_rows, -1, self.spec.num_kv_heads, self.spec.head_dim).transpose(1, 2)
+        return rows.view(group.num_rows, -1, self.spec.num_kv_heads, self.spec.head_dim).transpose(
+            1, 2
+        )

@@ -1,4 +1,6 @@
-"""Own Triton kernels over the paged KV cache, on any CUDA device; on a CPU in Triton's interpreter, for tests."""
+"""Own Triton kernels over the paged KV cache, on any CUDA device; on a CPU in Triton's interpreter,
+for tests.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """Two kernels per layer, and a third where rows are long enough to be split; see `ops/triton/paged_attention.py`.
+    """Two kernels per layer, and a third where rows are long enough to be split; see
+    `ops/triton/paged_attention.py`.
 
     A token's result depends on its own request only, not on the rest of the batch.
     """
@@ -64,17 +67,19 @@ class Backend(AttentionBackend[Metadata]):
         if spec.kv_dtype == torch.float8_e4m3fn and spec.device.type == "cuda":
             capability = torch.cuda.get_device_capability(spec.device)
             if capability < (8, 9):
-                return (
-                    f"a cache in fp8 needs compute capability 8.9 (Ada) or later, not {capability[0]}.{capability[1]}"
-                )
+                return f"a cache in fp8 needs compute capability 8.9 (Ada) or later, not {capability[0]}.{capability[1]}"
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
         """The kernels read the batch's own tensors."""
         window = self.spec.sliding_window
-        return Metadata(batch, self.paged_attention.plan(batch.query_lens, batch.seq_lens, self.group, window))
+        return Metadata(
+            batch, self.paged_attention.plan(batch.query_lens, batch.seq_lens, self.group, window)
+        )
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+    ) -> torch.Tensor:
         """One kernel over all rows, and one that merges what was split."""
         batch = metadata.batch
         return self.paged_attention.paged_attention(

@@ -1,4 +1,6 @@
-"""FlashAttention that ships with torch (`varlen_attn`), reading the paged KV cache in place; CUDA only."""
+"""FlashAttention that ships with torch (`varlen_attn`), reading the paged KV cache in place; CUDA
+only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch
 from servd.worker.attention._base import AttentionBatch, AttentionSpec
 from servd.worker.attention._base import Backend as AttentionBackend
 
-# Only FlashAttention 3 pages the cache under `varlen_attn`; torch finds its kernels in this module of flash-attn-3.
+# Only FlashAttention 3 pages the cache under `varlen_attn`; torch finds its kernels in this module
+# of flash-attn-3.
 FA3_MODULE = "flash_attn_interface"
 NEEDED_PARAMETERS = {"block_table", "seqused_k", "window_size", "enable_gqa", "num_splits"}
 
@@ -46,7 +49,9 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Needs a Hopper GPU, a 16-bit type, the flash-attn-3 package and a torch with the paged signature."""
+        """Needs a Hopper GPU, a 16-bit type, the flash-attn-3 package and a torch with the paged
+        signature.
+        """
         if spec.device.type != "cuda":
             return f"needs CUDA, not {spec.device.type}"
         if torch.cuda.get_device_capability(spec.device) != (9, 0):
@@ -69,7 +74,9 @@ class Backend(AttentionBackend[Metadata]):
         """The kernel reads the batch's own tensors."""
         return Metadata(batch, int(batch.query_lens.max()), int(batch.seq_lens.max()))
 
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+    ) -> torch.Tensor:
         """One kernel over all rows."""
         batch = metadata.batch
         out = self.kernel(

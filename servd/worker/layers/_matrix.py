@@ -1,4 +1,6 @@
-"""A weight that activations are multiplied with, and the forms that it can take once it is loaded."""
+"""A weight that activations are multiplied with, and the forms that it can take once it is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ class Matrix(Weight):
         """In memory, on this rank."""
         return self.nbytes if self.form is None else self.form.nbytes
 
-    def load(self, tensor: torch.Tensor, part: int | None = None, copy: Copy = torch.Tensor.copy_) -> None:
-        """See `Weight.load`. What has 16 bits in the checkpoint keeps them where products can be made of them."""
+    def load(
+        self, tensor: torch.Tensor, part: int | None = None, copy: Copy = torch.Tensor.copy_
+    ) -> None:
+        """See `Weight.load`. What has 16 bits in the checkpoint keeps them where products can be
+        made of them.
+        """
         if self.data.dtype == torch.float32 and native.library() and self.device.type == "cpu":
             is_first = len(self.missing) == len(self.part_shapes)
             if is_first and tensor.dtype in (torch.bfloat16, torch.float16):

@@ -22,7 +22,8 @@ class Weight(nn.Parameter):
     Args:
         shape: over all ranks.
         parallel: the ranks.
-        shard_dim: each rank keeps an equal slice of each part along this dimension; None: all of it.
+        shard_dim: each rank keeps an equal slice of each part along this dimension; None: all of
+            it.
         parts: rows of each of the stacked tensors, over all ranks; None: there is one.
         transposed: the checkpoint has [in, out] where this has [out, in].
     """
@@ -59,7 +60,9 @@ class Weight(nn.Parameter):
         self.transposed = transposed
         self.missing = set(range(len(self.part_shapes)))  # parts not loaded yet
 
-    def load(self, tensor: torch.Tensor, part: int | None = None, copy: Copy = torch.Tensor.copy_) -> None:
+    def load(
+        self, tensor: torch.Tensor, part: int | None = None, copy: Copy = torch.Tensor.copy_
+    ) -> None:
         """Copy this rank's share of `tensor`, which is part number `part`, or all parts at once.
 
         Raises:
@@ -78,13 +81,18 @@ class Weight(nn.Parameter):
             self._load_part(tensor, part, copy)
 
     def _load_part(self, tensor: torch.Tensor, part: int, copy: Copy) -> None:
-        rows = [self.parallel.share(shape[0]) if self.shard_dim == 0 else shape[0] for shape in self.part_shapes]
+        rows = [
+            self.parallel.share(shape[0]) if self.shard_dim == 0 else shape[0]
+            for shape in self.part_shapes
+        ]
         target = self.data.narrow(0, sum(rows[:part]), rows[part])
         if self.shard_dim is not None:
             share, total = target.shape[self.shard_dim], tensor.shape[self.shard_dim]
             start = min(self.parallel.rank * share, total)
             tensor = tensor.narrow(self.shard_dim, start, min(share, total - start))
-            target.narrow(self.shard_dim, tensor.shape[self.shard_dim], share - tensor.shape[self.shard_dim]).zero_()
+            target.narrow(
+                self.shard_dim, tensor.shape[self.shard_dim], share - tensor.shape[self.shard_dim]
+            ).zero_()
             target = target.narrow(self.shard_dim, 0, tensor.shape[self.shard_dim])
         copy(target, tensor)
         self.missing.discard(part)

@@ -20,7 +20,9 @@ class Activation(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         if name not in ACTIVATIONS:
-            raise UnsupportedModel(f"activation {name!r} is not supported; there are: {', '.join(sorted(ACTIVATIONS))}")
+            raise UnsupportedModel(
+                f"activation {name!r} is not supported; there are: {', '.join(sorted(ACTIVATIONS))}"
+            )
         self.name = name
         self.ops = ops.for_device(torch.get_default_device())
 

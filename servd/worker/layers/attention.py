@@ -1,4 +1,6 @@
-"""The attention layer of a model: hands its heads to the backend, with the KV cache of its own layer."""
+"""The attention layer of a model: hands its heads to the backend, with the KV cache of its own
+layer.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,13 @@ class ForwardContext:
 class Attention(nn.Module):
     """Causal attention of layer number `layer` over the paged KV cache.
 
-    A cache of float8_e4m3fn has keys and values divided by `kv_scales`, which a calibrated checkpoint brings along.
+    A cache of float8_e4m3fn has keys and values divided by `kv_scales`, which a calibrated
+    checkpoint brings along.
     """
 
-    def __init__(self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+    def __init__(
+        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.query_shape = (-1, num_heads, head_dim)
@@ -46,7 +51,9 @@ class Attention(nn.Module):
         """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q."""
         kv_cache = ctx.kv_caches[self.layer]
         q, k, v = q.view(self.query_shape), k.view(self.kv_shape), v.view(self.kv_shape)
-        k_scale, v_scale = self.kv_scales.values() if kv_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
+        k_scale, v_scale = (
+            self.kv_scales.values() if kv_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
+        )
         k, v = k if k_scale == 1.0 else k / k_scale, v if v_scale == 1.0 else v / v_scale
         q = ctx.backend.write(q, k, v, kv_cache, ctx.metadata, rotation)
         out = ctx.backend.attend(q, kv_cache, ctx.metadata, self.scale * k_scale).flatten(1)

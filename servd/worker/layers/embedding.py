@@ -25,7 +25,9 @@ class Embedding(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """Rows of the vocabulary: looked up as embedding, multiplied as output head, or both when tied."""
+    """Rows of the vocabulary: looked up as embedding, multiplied as output head, or both when
+    tied.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()

@@ -17,7 +17,8 @@ class ColumnParallelLinear(nn.Module):
 
     Args:
         in_features: inputs.
-        out_features: outputs of each of the fused projections (q, k, v or gate, up), over all ranks.
+        out_features: outputs of each of the fused projections (q, k, v or gate, up), over all
+            ranks.
         parallel: the ranks.
         bias: has a bias.
         transposed: the checkpoint stores [in, out].
@@ -34,7 +35,9 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         total = sum(out_features)
-        self.weight = Matrix((total, in_features), parallel, shard_dim=0, parts=out_features, transposed=transposed)
+        self.weight = Matrix(
+            (total, in_features), parallel, shard_dim=0, parts=out_features, transposed=transposed
+        )
         self.bias = Weight((total,), parallel, shard_dim=0, parts=out_features) if bias else None
         self.local_features = [parallel.share(features) for features in out_features]
 
@@ -44,14 +47,24 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`x @ W.T + b`, each rank holding a slice of the inputs; the partial sums are added over the ranks."""
+    """`x @ W.T + b`, each rank holding a slice of the inputs; the partial sums are added over the
+    ranks.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, parallel: Parallel, *, bias: bool, transposed: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        parallel: Parallel,
+        *,
+        bias: bool,
+        transposed: bool = False,
     ) -> None:
         super().__init__()
         self.parallel = parallel
-        self.weight = Matrix((out_features, in_features), parallel, shard_dim=1, transposed=transposed)
+        self.weight = Matrix(
+            (out_features, in_features), parallel, shard_dim=1, transposed=transposed
+        )
         self.bias = Weight((out_features,), parallel) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,12 @@ class RMSNorm(nn.Module):
         """[..., size] -> [..., size]."""
         return self.ops.rms_norm(x, None, self.weight, self.eps)[0]
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x [num_tokens, size] to the residual stream; returns the stream normed, and the stream."""
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add x [num_tokens, size] to the residual stream; returns the stream normed, and the
+        stream.
+        """
         return self.ops.rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -38,6 +42,10 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.ops = ops.for_device(torch.get_default_device())
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x [num_tokens, size] to the residual stream; returns the stream normed, and the stream."""
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add x [num_tokens, size] to the residual stream; returns the stream normed, and the
+        stream.
+        """
         return self.ops.layer_norm(x, residual, self.weight, self.bias, self.eps)

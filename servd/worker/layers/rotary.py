@@ -1,4 +1,6 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864) with the scalings that config.json can name."""
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) with the scalings that config.json
+can name.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Rotary(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of `x` [num_tokens, num_heads, head_dim] by their position's angles."""
+    """Turn the pairs (i, i + head_dim / 2) of `x` [num_tokens, num_heads, head_dim] by their
+    position's angles.
+    """
     cos, sin = (part.unsqueeze(1) for part in rotation)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -41,7 +45,8 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
     """rope_type, rope_theta and the scaling's own keys, from either form of config.json.
 
-    transformers 5 writes `rope_parameters`; earlier checkpoints have `rope_theta` and `rope_scaling`.
+    transformers 5 writes `rope_parameters`; earlier checkpoints have `rope_theta` and
+    `rope_scaling`.
     """
     config = spec.config
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
@@ -55,11 +60,14 @@ def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[torch.Tensor, fl
     """Angle per position of each pair [head_dim / 2], and the factor on cos and sin.
 
     Raises:
-        UnsupportedModel: angles by layer or for a part of the head, or another `rope_type` than those below.
+        UnsupportedModel: angles by layer or for a part of the head, or another `rope_type` than
+            those below.
     """
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel("rope_parameters that differ from layer to layer are not supported")
-    partial_factor = rope.get("partial_rotary_factor", spec.config.get("partial_rotary_factor", 1.0))
+    partial_factor = rope.get(
+        "partial_rotary_factor", spec.config.get("partial_rotary_factor", 1.0)
+    )
     if partial_factor not in (None, 1.0):
         raise UnsupportedModel(f"partial_rotary_factor {partial_factor} is not supported")
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
@@ -74,7 +82,9 @@ def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[torch.Tensor, fl
         case "yarn":
             return _yarn(inv_freq, rope, spec)
         case other:
-            raise UnsupportedModel(f"rope_type {other!r} is not supported; there are: default, linear, llama3, yarn")
+            raise UnsupportedModel(
+                f"rope_type {other!r} is not supported; there are: default, linear, llama3, yarn"
+            )
 
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
@@ -86,8 +96,12 @@ def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
     return (1 - keep) * inv_freq / rope["factor"] + keep * inv_freq
 
 
-def _yarn(inv_freq: torch.Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[torch.Tensor, float]:
-    """Interpolate pairs that turn less than beta_slow times over the original context (arXiv:2309.00071)."""
+def _yarn(
+    inv_freq: torch.Tensor, rope: dict[str, Any], spec: ModelSpec
+) -> tuple[torch.Tensor, float]:
+    """Interpolate pairs that turn less than beta_slow times over the original context
+    (arXiv:2309.00071).
+    """
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or spec.max_position_embeddings / original
     num_pairs = len(inv_freq)
@@ -102,7 +116,9 @@ def _yarn(inv_freq: torch.Tensor, rope: dict[str, Any], spec: ModelSpec) -> tupl
     first, last = max(first, 0), min(last, spec.head_dim - 1)
     if first == last:
         last += 0.001
-    interpolated = ((torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    interpolated = ((torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)).clamp(
+        0, 1
+    )
     inv_freq = inv_freq / factor * interpolated + inv_freq * (1 - interpolated)
 
     def magnitude(scale: float) -> float:

@@ -23,7 +23,9 @@ class GPT2Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
         size = spec.hidden_size
-        self.c_attn = ColumnParallelLinear(size, [size, size, size], parallel, bias=True, transposed=True)
+        self.c_attn = ColumnParallelLinear(
+            size, [size, size, size], parallel, bias=True, transposed=True
+        )
         self.c_proj = RowParallelLinear(size, size, parallel, bias=True, transposed=True)
         num_heads = parallel.share(spec.num_heads)
         scale = spec.head_dim**-0.5 if spec.config.get("scale_attn_weights", True) else 1.0
@@ -41,8 +43,12 @@ class GPT2MLP(nn.Module):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         size = spec.config.get("n_inner") or 4 * spec.hidden_size
-        self.c_fc = ColumnParallelLinear(spec.hidden_size, [size], parallel, bias=True, transposed=True)
-        self.c_proj = RowParallelLinear(size, spec.hidden_size, parallel, bias=True, transposed=True)
+        self.c_fc = ColumnParallelLinear(
+            spec.hidden_size, [size], parallel, bias=True, transposed=True
+        )
+        self.c_proj = RowParallelLinear(
+            size, spec.hidden_size, parallel, bias=True, transposed=True
+        )
         self.act = Activation(spec.config.get("activation_function", "gelu_new"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +57,9 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Layer(nn.Module):
-    """Attention and feed-forward on the normed residual stream; the next norm adds to it what they yield."""
+    """Attention and feed-forward on the normed residual stream; the next norm adds to it what they
+    yield.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
@@ -78,9 +86,13 @@ class GPT2Model(nn.Module):
         self.wte = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
         self.wpe = Embedding(spec.max_position_embeddings, spec.hidden_size, parallel)
         self.h = nn.ModuleList(GPT2Layer(spec, layer, parallel) for layer in range(spec.num_layers))
-        self.ln_f = LayerNorm(spec.hidden_size, spec.config.get("layer_norm_epsilon", 1e-5), parallel)
+        self.ln_f = LayerNorm(
+            spec.hidden_size, spec.config.get("layer_norm_epsilon", 1e-5), parallel
+        )
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
         x, residual = self.wpe(positions), self.wte(input_ids)
         for layer in self.h:
@@ -92,7 +104,10 @@ class GPT2LMHeadModel(nn.Module):
     """The whole model, under the names of the checkpoint."""
 
     packed: ClassVar[dict[str, tuple[str, int]]] = {}
-    ignored: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")  # causal masks of old checkpoints
+    ignored: ClassVar[tuple[str, ...]] = (
+        ".attn.bias",
+        ".attn.masked_bias",
+    )  # causal masks of old checkpoints
     base_prefix: ClassVar[str] = "transformer."
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
@@ -106,7 +121,9 @@ class GPT2LMHeadModel(nn.Module):
         if not spec.config.get("tie_word_embeddings", True):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         return self.transformer(input_ids, positions, ctx)
 

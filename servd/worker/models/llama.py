@@ -25,7 +25,9 @@ class LlamaAttention(nn.Module):
         qkv_bias, o_bias = self.biases(spec.config)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.head_dim = spec.head_dim
-        self.qkv_proj = ColumnParallelLinear(spec.hidden_size, [q_size, kv_size, kv_size], parallel, bias=qkv_bias)
+        self.qkv_proj = ColumnParallelLinear(
+            spec.hidden_size, [q_size, kv_size, kv_size], parallel, bias=qkv_bias
+        )
         self.o_proj = RowParallelLinear(q_size, spec.hidden_size, parallel, bias=o_bias)
         self.attention = Attention(
             layer,
@@ -48,7 +50,9 @@ class LlamaAttention(nn.Module):
     def forward(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
-        q, k = self.normalize(q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim)))
+        q, k = self.normalize(
+            q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
+        )
         return self.o_proj(self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation))
 
 
@@ -58,7 +62,9 @@ class LlamaMLP(nn.Module):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         size, bias = spec.config["intermediate_size"], spec.config.get("mlp_bias", False)
-        self.gate_up_proj = ColumnParallelLinear(spec.hidden_size, [size, size], parallel, bias=bias)
+        self.gate_up_proj = ColumnParallelLinear(
+            spec.hidden_size, [size, size], parallel, bias=bias
+        )
         self.down_proj = RowParallelLinear(size, spec.hidden_size, parallel, bias=bias)
         self.gate = Gate(spec.config.get("hidden_act", "silu"))
 
@@ -68,7 +74,9 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and feed-forward on the normed residual stream; the next norm adds to it what they yield."""
+    """Attention and feed-forward on the normed residual stream; the next norm adds to it what they
+    yield.
+    """
 
     def __init__(self, spec: ModelSpec, attention: LlamaAttention, parallel: Parallel) -> None:
         super().__init__()
@@ -79,7 +87,11 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(spec, parallel)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, ctx: ForwardContext
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is to be added to the stream, and the stream; [num_tokens, hidden] each."""
         x, residual = self.input_layernorm.add(x, residual)
@@ -90,16 +102,21 @@ class LlamaLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, spec: ModelSpec, attention: type[LlamaAttention], parallel: Parallel) -> None:
+    def __init__(
+        self, spec: ModelSpec, attention: type[LlamaAttention], parallel: Parallel
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
         self.rotary = Rotary(spec)
         self.layers = nn.ModuleList(
-            LlamaLayer(spec, attention(spec, layer, parallel), parallel) for layer in range(spec.num_layers)
+            LlamaLayer(spec, attention(spec, layer, parallel), parallel)
+            for layer in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6), parallel)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
         x, residual = self.embed_tokens(input_ids), None
         rotation = self.rotary(positions)
@@ -130,7 +147,9 @@ class LlamaForCausalLM(nn.Module):
         if not spec.config.get("tie_word_embeddings", False):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         return self.model(input_ids, positions, ctx)
 

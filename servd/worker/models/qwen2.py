@@ -30,12 +30,17 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
 
 def refuse_mixed_windows(spec: ModelSpec) -> None:
-    """Qwen's sliding window is for the layers from max_window_layers on, or for those that layer_types names.
+    """Qwen's sliding window is for the layers from max_window_layers on, or for those that
+    layer_types names.
 
     Raises:
         UnsupportedModel: some layer has one.
     """
     config = spec.config
-    has_window = config.get("use_sliding_window") and config.get("max_window_layers", 0) < spec.num_layers
-    if "sliding_attention" in config.get("layer_types", ["sliding_attention"] if has_window else []):
+    has_window = (
+        config.get("use_sliding_window") and config.get("max_window_layers", 0) < spec.num_layers
+    )
+    if "sliding_attention" in config.get(
+        "layer_types", ["sliding_attention"] if has_window else []
+    ):
         raise UnsupportedModel("a sliding window in some of the layers is not supported")

@@ -1,4 +1,6 @@
-"""Operations between the matrix products. `reference.py` has them all in plain torch; a device may have faster ones."""
+"""Operations between the matrix products. `reference.py` has them all in plain torch; a device may
+have faster ones.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from servd.worker.ops import native, reference
 
 
 class Ops(Protocol):
-    """What each module of this package has, for contiguous inputs; tests/worker/ops runs its contract over all."""
+    """What each module of this package has, for contiguous inputs; tests/worker/ops runs its
+    contract over all.
+    """
 
     def embed(self, index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Rows `index` [num_tokens] of a table [num_rows, size]."""
@@ -20,19 +24,30 @@ class Ops(Protocol):
     def rotation(
         self, positions: torch.Tensor, inv_freq: torch.Tensor, magnitude: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of positions [num_tokens] times inv_freq float32 [size], times magnitude; [num_tokens, size]."""
+        """cos and sin of positions [num_tokens] times inv_freq float32 [size], times magnitude;
+        [num_tokens, size].
+        """
         ...
 
     def rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + residual` [..., size], also returned, over its root mean square, times weight [size]."""
+        """`x + residual` [..., size], also returned, over its root mean square, times weight
+        [size].
+        """
         ...
 
     def layer_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + residual` [..., size], also returned, less its mean, over its deviation, times weight, plus bias."""
+        """`x + residual` [..., size], also returned, less its mean, over its deviation, times
+        weight, plus bias.
+        """
         ...
 
     def activate(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -40,7 +55,9 @@ class Ops(Protocol):
         ...
 
     def gate(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """[num_tokens, 2 * size] -> [num_tokens, size]: the function of the first half, times the second half."""
+        """[num_tokens, 2 * size] -> [num_tokens, size]: the function of the first half, times the
+        second half.
+        """
         ...
 
 

@@ -1,4 +1,6 @@
-"""The operations of cpu/, for float32 on a CPU; compiled when servd is installed, if there is a compiler."""
+"""The operations of cpu/, for float32 on a CPU; compiled when servd is installed, if there is a
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,15 @@ from servd.worker.ops import reference
 log = logging.getLogger("servd.worker")
 
 FOLDER = Path(__file__).parent
-STAMP = re.compile(rb"servd_state_(\w{16})")  # of a library: what it was compiled from, see setup.py
+STAMP = re.compile(
+    rb"servd_state_(\w{16})"
+)  # of a library: what it was compiled from, see setup.py
 SWITCH = "SERVD_CPU_KERNELS"  # avx512, avx2, generic, or off; default: the best that this CPU has
-CAPABILITIES = {"avx512": ("AVX512",), "avx2": ("AVX2", "AVX512"), "generic": ()}  # of torch.backends.cpu
+CAPABILITIES = {
+    "avx512": ("AVX512",),
+    "avx2": ("AVX2", "AVX512"),
+    "generic": (),
+}  # of torch.backends.cpu
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
 
@@ -68,9 +76,13 @@ def library() -> ctypes.CDLL | None:
                 for function, arguments in SIGNATURES.items():
                     getattr(loaded, function).argtypes = arguments
                     getattr(loaded, function).restype = None
-            except (OSError, AttributeError) as error:  # the latter: compiled from an earlier state of cpu/
+            except (
+                OSError,
+                AttributeError,
+            ) as error:  # the latter: compiled from an earlier state of cpu/
                 log.warning(
-                    "%s cannot be used (%s): install servd again. The slower operations of torch are used",
+                    "%s cannot be used (%s): install servd again. The slower operations of torch "
+                    "are used",
                     path.name, error,
                 )  # fmt: skip
                 continue
@@ -81,7 +93,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """For all kernels from now on; at first, as many as this process has CPUs. torch's threads are others."""
+    """For all kernels from now on; at first, as many as this process has CPUs. torch's threads are
+    others.
+    """
     if (lib := library()) is not None:
         lib.servd_set_threads(num_threads)
 
@@ -114,17 +128,25 @@ def call(function: str, *arguments: float | None) -> None:
 
 def empty(*shape: int) -> torch.Tensor:
     """Memory for a float32 result of `call`."""
-    return torch.empty(shape) if this_thread.recording is None else this_thread.recording.empty(*shape)
+    return (
+        torch.empty(shape) if this_thread.recording is None else this_thread.recording.empty(*shape)
+    )
 
 
 def state() -> str | None:
     """Of the sources, as setup.py computes it; None where there are none: in a wheel."""
     sources = sorted(path for path in FOLDER.glob("cpu/*") if path.suffix in (".cpp", ".h"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16] if sources else None
+    return (
+        hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+        if sources
+        else None
+    )
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether a library is of another state than the sources beside it. Compiled by hand, it names none."""
+    """Whether a library is of another state than the sources beside it. Compiled by hand, it names
+    none.
+    """
     stamp, now = STAMP.search(path.read_bytes()), state()
     return stamp is not None and now is not None and stamp[1].decode() != now
 
@@ -152,7 +174,9 @@ def embed(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     if not _fits(table):
         return reference.embed(index, table)
     index, out = index.contiguous(), empty(len(index), table.shape[1])
-    call("servd_take", table.data_ptr(), table.shape[1], index.data_ptr(), len(index), out.data_ptr())
+    call(
+        "servd_take", table.data_ptr(), table.shape[1], index.data_ptr(), len(index), out.data_ptr()
+    )
     return out
 
 
@@ -181,7 +205,11 @@ def rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.layer_norm`."""
     if not _fits(residual, weight, bias) or x.dtype != torch.float32:
@@ -215,7 +243,9 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
     if not _fits(x):
         return reference.activate(x, name)
     out, size = empty(*x.shape), x.shape[-1]
-    call("servd_activate", x.data_ptr(), x.numel() // size, size, FUNCTIONS[name], 0, out.data_ptr())
+    call(
+        "servd_activate", x.data_ptr(), x.numel() // size, size, FUNCTIONS[name], 0, out.data_ptr()
+    )
     return out
 
 
@@ -247,12 +277,18 @@ class PackedMatrix:
         num_rows, size = weight.shape
         panel = lib.servd_panel()
         self.packed = torch.empty(-(-num_rows // panel) * panel * size, dtype=weight.dtype)
-        lib.servd_pack(self.type, weight.data_ptr(), *weight.stride(), num_rows, size, self.packed.data_ptr())
+        lib.servd_pack(
+            self.type, weight.data_ptr(), *weight.stride(), num_rows, size, self.packed.data_ptr()
+        )
         self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """float32 [n, in] -> [n, out]."""
-        assert x.dtype == torch.float32 and x.shape[1] == self.shape[1], (x.dtype, x.shape, self.shape)
+        assert x.dtype == torch.float32 and x.shape[1] == self.shape[1], (
+            x.dtype,
+            x.shape,
+            self.shape,
+        )
         x = x.contiguous()
         out = empty(x.shape[0], self.shape[0])
         call(

@@ -39,7 +39,11 @@ def rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.layer_norm`."""
     x = x if residual is None else x + residual

@@ -1,1 +1,3 @@
-"""Weights of fewer bits, made as a checkpoint is loaded: one file per --quantization, with a function `quantize`."""
+"""Weights of fewer bits, made as a checkpoint is loaded: one file per --quantization, with a
+function `quantize`.
+"""

@@ -1,4 +1,6 @@
-"""8-bit floats (e4m3): weights with a scale per output, activations with one per token, made as they come."""
+"""8-bit floats (e4m3): weights with a scale per output, activations with one per token, made as
+they come.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def quantize(weight: torch.Tensor) -> Form | None:
     Raises:
         ConfigError: the GPU has no such products.
     """
-    if weight.device.type == "cuda" and (capability := torch.cuda.get_device_capability(weight.device)) < (9, 0):
+    if weight.device.type == "cuda" and (
+        capability := torch.cuda.get_device_capability(weight.device)
+    ) < (9, 0):
         raise ConfigError(
             f"--quantization fp8 needs a GPU of compute capability 9.0 (Hopper) or later, not "
             f"{capability[0]}.{capability[1]}: use --quantization int8, or none"
@@ -35,7 +39,9 @@ class Fp8Matrix:
         self.dtype = weight.dtype
         self.weight, self.scale = round_rows(weight)
         self.round_rows = round_rows
-        if weight.device.type == "cuda" and find_spec("triton"):  # in torch it is seven kernels for each product
+        if weight.device.type == "cuda" and find_spec(
+            "triton"
+        ):  # in torch it is seven kernels for each product
             from servd.worker.ops.triton.round_rows import round_rows as fused
 
             self.round_rows = fused
@@ -46,7 +52,15 @@ class Fp8Matrix:
         # A compiler fuses the plain one with the norm or the gate before it.
         rounded, scale = round_rows(x) if torch.compiler.is_compiling() else self.round_rows(x)
         by_row = F.ScalingType.RowWise
-        out = F.scaled_mm(rounded, self.weight.t(), scale, by_row, self.scale.t(), by_row, output_dtype=torch.bfloat16)
+        out = F.scaled_mm(
+            rounded,
+            self.weight.t(),
+            scale,
+            by_row,
+            self.scale.t(),
+            by_row,
+            output_dtype=torch.bfloat16,
+        )
         out = out.to(x.dtype)
         return out if bias is None else out + bias
 

@@ -39,7 +39,11 @@ class AllowedTokens(SlotParameter):
     def restrict(self, bitmask: Tensor | None, batch: Batch) -> Tensor:
         """A bitmask [n, words] that allows what both it and allowed_token_ids allow."""
         shape = len(batch.host_slots), self.num_words
-        both = torch.full(shape, -1, dtype=torch.int32, device=self.device) if bitmask is None else bitmask.clone()
+        both = (
+            torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            if bitmask is None
+            else bitmask.clone()
+        )
         rows, part = batch.subset(self.features)
         both[rows] &= self.bitmasks[part.slots]
         return both

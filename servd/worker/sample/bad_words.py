@@ -24,7 +24,9 @@ class BadWords(Step):
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self.max_num_seqs = max_num_seqs
         self.device = device
-        self.words: dict[int, Tensor] = {}  # slot -> [words, WINDOW + 1] int64, ANY before a shorter word
+        self.words: dict[
+            int, Tensor
+        ] = {}  # slot -> [words, WINDOW + 1] int64, ANY before a shorter word
 
     @cached_property
     def history(self) -> Tensor:
@@ -59,4 +61,6 @@ class BadWords(Step):
     def update(self, token_ids: Tensor, batch: Batch) -> None:
         """Append the sampled tokens [n] of the rows that use this step."""
         rows, part = batch.subset(self.features)
-        self.history[part.slots] = torch.cat([self.history[part.slots][:, 1:], token_ids[rows].unsqueeze(1)], dim=1)
+        self.history[part.slots] = torch.cat(
+            [self.history[part.slots][:, 1:], token_ids[rows].unsqueeze(1)], dim=1
+        )

@@ -1,4 +1,6 @@
-"""Which rows of a step use which sampling feature, decided on the host so that the device is never asked."""
+"""Which rows of a step use which sampling feature, decided on the host so that the device is never
+asked.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from torch import Tensor
 from servd.params import SamplingParams
 
 Rows = Tensor | slice
-"""Index of some rows of a batch: int64 on the device, or `slice(None)` for all of them (indexing is then a view)."""
+"""Index of some rows of a batch: int64 on the device, or `slice(None)` for all of them (indexing is
+then a view).
+"""
 
 
 class Feature(IntFlag):
@@ -37,7 +41,9 @@ class Batch:
     """The rows that get a token in this step."""
 
     slots: Tensor  # [n] int64, on the device
-    positions: Tensor  # [n] int64, on the device: index in the sequence that the sampled token will have
+    positions: (
+        Tensor  # [n] int64, on the device: index in the sequence that the sampled token will have
+    )
     host_slots: npt.NDArray[np.int64]  # [n]
     features: npt.NDArray[np.int64]  # [n] Feature bits
 
@@ -46,13 +52,17 @@ class Batch:
         return bool((self.features & int(feature)).any())
 
     def subset(self, feature: Feature) -> tuple[Rows, Batch]:
-        """The rows that ask for one of these features: their index here, and a batch of them alone."""
+        """The rows that ask for one of these features: their index here, and a batch of them
+        alone.
+        """
         chosen = (self.features & int(feature)) != 0
         if chosen.all():
             return slice(None), self
         host_rows = np.flatnonzero(chosen)
         rows = upload(host_rows, self.slots.device)
-        return rows, Batch(self.slots[rows], self.positions[rows], self.host_slots[chosen], self.features[chosen])
+        return rows, Batch(
+            self.slots[rows], self.positions[rows], self.host_slots[chosen], self.features[chosen]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +79,8 @@ class SlotRequest:
 class SlotParameter(ABC):
     """What one or some sampling parameters of the request in each slot say, kept on the device.
 
-    State of a slot is written when a request that uses it enters and read only for such requests, so nothing
-    has to be cleared when one leaves.
+    State of a slot is written when a request that uses it enters and read only for such requests,
+    so nothing has to be cleared when one leaves.
     """
 
     features: Feature

@@ -11,7 +11,8 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> None:
 
     Args:
         logits: [n, vocab] float32.
-        bitmask: [n, ceil(vocab / 32)] int32; token i is bit i % 32 of word i // 32. Rows without a grammar are all -1.
+        bitmask: [n, ceil(vocab / 32)] int32; token i is bit i % 32 of word i // 32. Rows without a
+            grammar are all -1.
     """
     bits = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     forbidden = (bitmask.unsqueeze(-1) >> bits).bitwise_and_(1) == 0  # [n, words, 32]

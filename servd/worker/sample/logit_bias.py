@@ -13,7 +13,9 @@ from servd.worker.sample.batch import Batch, Feature, SlotParameter, SlotRequest
 
 @dataclass(frozen=True, slots=True)
 class Biased:
-    """What to add to single logits of a step; the entries of row r are those from starts[r] to starts[r + 1]."""
+    """What to add to single logits of a step; the entries of row r are those from starts[r] to
+    starts[r + 1].
+    """
 
     starts: Tensor  # [n + 1] int64
     token_ids: Tensor  # [entries] int64, distinct within a row
@@ -35,7 +37,9 @@ class LogitBias(SlotParameter):
         if not bias:
             return Feature(0)
         self.token_ids[request.slot] = upload(np.array(list(bias), dtype=np.int64), self.device)
-        self.biases[request.slot] = upload(np.array(list(bias.values()), dtype=np.float32), self.device)
+        self.biases[request.slot] = upload(
+            np.array(list(bias.values()), dtype=np.float32), self.device
+        )
         return self.features
 
     def of(self, batch: Batch) -> Biased:
@@ -44,5 +48,7 @@ class LogitBias(SlotParameter):
         slots = batch.host_slots[uses].tolist()
         counts = np.zeros(len(uses) + 1, dtype=np.int64)
         counts[1:][uses] = [len(self.token_ids[slot]) for slot in slots]
-        token_ids, biases = (torch.cat([kept[slot] for slot in slots]) for kept in (self.token_ids, self.biases))
+        token_ids, biases = (
+            torch.cat([kept[slot] for slot in slots]) for kept in (self.token_ids, self.biases)
+        )
         return Biased(upload(counts.cumsum(), self.device), token_ids, biases)

@@ -1,4 +1,6 @@
-"""Log-probabilities of the sampled and of the most likely tokens, before any transformation of the logits."""
+"""Log-probabilities of the sampled and of the most likely tokens, before any transformation of the
+logits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from servd.worker.sample.batch import upload
 class LogprobsTensors:
     """Log-probabilities of the m rows that asked for them, out of the n of a step."""
 
-    token_ids: Tensor  # [m, 1 + k_max + named_max] int64: the sampled token, the k_max most likely, those named
+    # [m, 1 + k_max + named_max] int64: the sampled token, the k_max most likely, those named
+    token_ids: Tensor
     logprobs: Tensor  # [m, 1 + k_max + named_max] float32
     ranks: Tensor  # [m] int64: of the sampled token in the vocabulary, from 1
     num_logprobs: list[int | None]  # [n]: k of each row, None where not asked
@@ -33,7 +36,13 @@ class LogprobsTensors:
 
     def to_lists(self) -> list[TokenLogprobs | None]:
         """One entry per row of the step, None where not asked. The tensors must be on the host."""
-        asked = zip(self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), self.num_named, strict=True)
+        asked = zip(
+            self.token_ids.tolist(),
+            self.logprobs.tolist(),
+            self.ranks.tolist(),
+            self.num_named,
+            strict=True,
+        )
         first_named = self.token_ids.shape[1] - max(self.num_named, default=0)
         rows: list[TokenLogprobs | None] = []
         for k in self.num_logprobs:
@@ -43,13 +52,20 @@ class LogprobsTensors:
                 token_ids, logprobs, rank, num_named = next(asked)
                 likely, named = slice(1 + k), slice(first_named, first_named + num_named)
                 rows.append(
-                    TokenLogprobs(token_ids[likely] + token_ids[named], logprobs[likely] + logprobs[named], rank)
+                    TokenLogprobs(
+                        token_ids[likely] + token_ids[named],
+                        logprobs[likely] + logprobs[named],
+                        rank,
+                    )
                 )
         return rows
 
 
 def gather_logprobs(
-    logits: Tensor, sampled: Tensor, num_logprobs: list[int | None], named: Sequence[Sequence[int]] = ()
+    logits: Tensor,
+    sampled: Tensor,
+    num_logprobs: list[int | None],
+    named: Sequence[Sequence[int]] = (),
 ) -> LogprobsTensors:
     """Compute what the rows asked for.
 

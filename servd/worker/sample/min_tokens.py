@@ -17,7 +17,9 @@ class MinTokens(Step):
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self.device = device
         self.end_ids: dict[int, Tensor] = {}  # slot -> [tokens] int64
-        self.first_end = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # position from which it may end
+        self.first_end = torch.zeros(
+            max_num_seqs, dtype=torch.int64, device=device
+        )  # position from which it may end
 
     def add(self, request: SlotRequest) -> Feature:
         ends = sorted({*request.eos_token_ids, *request.params.stop_token_ids})

@@ -11,15 +11,18 @@ from servd.worker.sample.weights import WEIGHT_ONE
 
 
 class Narrowing(SlotParameter):
-    """First min-p: the tokens at least min_p times as probable as the most probable one, which is a limit already.
+    """First min-p: the tokens at least min_p times as probable as the most probable one, which is a
+    limit already.
 
-    Of these top-k: the k most probable ones; and of these top-p: just enough of the most probable ones to hold the
-    share p of the probability.
+    Of these top-k: the k most probable ones; and of these top-p: just enough of the most probable
+    ones to hold the share p of the probability.
     """
 
     features = Feature.TOP_K_TOP_P
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device, ops: SamplingOps) -> None:
+    def __init__(
+        self, vocab_size: int, max_num_seqs: int, device: torch.device, ops: SamplingOps
+    ) -> None:
         self.vocab_size = vocab_size
         self.ops = ops
         self.min_p = torch.zeros(max_num_seqs, device=device)  # in units of weights
@@ -35,9 +38,13 @@ class Narrowing(SlotParameter):
         return self.features if top_k or p.top_p < 1 else Feature(0)
 
     def lowest(self, weights: Tensor, batch: Batch) -> Tensor:
-        """The smallest weight that each row [n, vocab] may draw: [n] float32. All rows are random ones."""
+        """The smallest weight that each row [n, vocab] may draw: [n] float32. All rows are random
+        ones.
+        """
         lowest = self.min_p[batch.slots]
         if batch.uses(self.features):
             rows, part = batch.subset(self.features)
-            lowest[rows] = self.ops.narrow(weights[rows], lowest[rows], self.top_k[part.slots], self.top_p[part.slots])
+            lowest[rows] = self.ops.narrow(
+                weights[rows], lowest[rows], self.top_k[part.slots], self.top_p[part.slots]
+            )
         return lowest

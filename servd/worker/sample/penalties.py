@@ -45,8 +45,12 @@ class Penalties(SlotParameter):
 
     @cached_property
     def counts(self) -> Tensor:
-        """Times that each token was output, plus IN_PROMPT: [max_num_seqs, vocab] int32, made at the first use."""
-        return torch.zeros(len(self.factors), self.vocab_size, dtype=torch.int32, device=self.device)
+        """Times that each token was output, plus IN_PROMPT: [max_num_seqs, vocab] int32, made at
+        the first use.
+        """
+        return torch.zeros(
+            len(self.factors), self.vocab_size, dtype=torch.int32, device=self.device
+        )
 
     def add(self, request: SlotRequest) -> Feature:
         p = request.params

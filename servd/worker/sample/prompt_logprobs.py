@@ -21,11 +21,13 @@ class PromptLogprobsReader:
     Args:
         compute_logits: hidden states [n, hidden] to logits [n, vocab].
         token_ids: of all slots, [max_num_seqs, max_model_len + 1].
-        max_rows: rows of logits that are in memory at once; as many as a step samples at most, for which the
-            memory is set aside.
+        max_rows: rows of logits that are in memory at once; as many as a step samples at most, for
+            which the memory is set aside.
     """
 
-    def __init__(self, compute_logits: Callable[[Tensor], Tensor], token_ids: Tensor, max_rows: int) -> None:
+    def __init__(
+        self, compute_logits: Callable[[Tensor], Tensor], token_ids: Tensor, max_rows: int
+    ) -> None:
         self.compute_logits = compute_logits
         self.token_ids = token_ids
         self.max_rows = max_rows
@@ -42,7 +44,9 @@ class PromptLogprobsReader:
         self.asked.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> PromptLogprobsPart | None:
-        """Score the prompt tokens that follow those computed in this step. `hidden`: [num_tokens, hidden]."""
+        """Score the prompt tokens that follow those computed in this step. `hidden`: [num_tokens,
+        hidden].
+        """
         if not self.asked:
             return None
         parts: list[tuple[int, int, int]] = []
@@ -64,7 +68,9 @@ class PromptLogprobsReader:
                 num_logprobs += [k] * count
         if not parts:
             return None
-        packed = upload(np.stack([np.concatenate(a) for a in (tokens, slots, targets)]), hidden.device)
+        packed = upload(
+            np.stack([np.concatenate(a) for a in (tokens, slots, targets)]), hidden.device
+        )
         target_ids = self.token_ids[packed[1], packed[2]].long()
         return PromptLogprobsPart(parts, self._score(hidden, packed[0], target_ids, num_logprobs))
 
@@ -83,7 +89,9 @@ class PromptLogprobsReader:
 class PromptLogprobsPart:
     """What one step adds to the prompts' scores."""
 
-    parts: list[tuple[int, int, int]]  # index in `scheduled`, index in the prompt of the first token, tokens
+    parts: list[
+        tuple[int, int, int]
+    ]  # index in `scheduled`, index in the prompt of the first token, tokens
     slices: list[LogprobsTensors]  # all tokens of all parts, in order
 
     def to_host(self) -> PromptLogprobsPart:

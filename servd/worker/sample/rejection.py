@@ -1,7 +1,9 @@
-"""Rejection sampling: drafted tokens are kept so often that the output has the distribution of the target.
+"""Rejection sampling: drafted tokens are kept so often that the output has the distribution of the
+target.
 
-Nothing in servd drafts tokens yet, so only tests call this. Speculative decoding would: from the model runner, after a
-forward pass over the drafted tokens of each row, in place of the sampler's draw.
+Nothing in servd drafts tokens yet, so only tests call this. Speculative decoding would: from the
+model runner, after a forward pass over the drafted tokens of each row, in place of the sampler's
+draw.
 """
 
 from __future__ import annotations
@@ -21,17 +23,20 @@ def verify_drafts(
     seeds: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Keep a beginning of the drafted tokens and draw one more, by https://arxiv.org/abs/2211.17192.
+    """Keep a beginning of the drafted tokens and draw one more, by
+    https://arxiv.org/abs/2211.17192.
 
-    A draft is kept with probability min(1, p / q), target over draft. After the first one that is not, a token is
-    drawn from what the draft leaves of the target, max(0, p - q); after all k, from the target.
+    A draft is kept with probability min(1, p / q), target over draft. After the first one that is
+    not, a token is drawn from what the draft leaves of the target, max(0, p - q); after all k, from
+    the target.
 
     Args:
         ops: for the device of the tensors.
         weights: [n, k + 1, vocab] of the target, after each beginning of the draft.
         lowest: [n, k + 1] the smallest weight that may be drawn.
         draft_ids: [n, k] int64.
-        draft_probs: [n, k, vocab] float32 from which the drafts were drawn; None: they were not drawn at random.
+        draft_probs: [n, k, vocab] float32 from which the drafts were drawn; None: they were not
+            drawn at random.
         seeds: [n] int64.
         positions: [n] int64, index in the sequence of the first drafted token.
 

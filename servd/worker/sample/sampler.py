@@ -1,14 +1,15 @@
 """Sampler: one token per row of logits, each row by its own request's parameters.
 
     sampler = Sampler(vocab_size, max_num_seqs, device)
-    sampler.add(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)   # a request enters its slot
-    output = sampler(logits, slots, host_slots, positions, bitmask)                # overwrites the logits
-    sampler.remove(slot)
+    sampler.add(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)   # a request
+    enters its slot output = sampler(logits, slots, host_slots, positions, bitmask)                #
+    overwrites the logits sampler.remove(slot)
 
-Order, equal in effect to vLLM's: log-probabilities of the raw logits; min_tokens, bad_words; logit_bias;
-allowed_token_ids, grammar bitmask; penalties; thinking_token_budget; temperature; min-p; top-k and top-p; draw. Which
-features a step needs is known on the host, and nothing on the device is waited for. A token depends only on its row's
-logits, parameters, earlier tokens, seed and position, never on the rest of the batch.
+Order, equal in effect to vLLM's: log-probabilities of the raw logits; min_tokens, bad_words;
+logit_bias; allowed_token_ids, grammar bitmask; penalties; thinking_token_budget; temperature;
+min-p; top-k and top-p; draw. Which features a step needs is known on the host, and nothing on the
+device is waited for. A token depends only on its row's logits, parameters, earlier tokens, seed and
+position, never on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class SamplerOutput:
 
     def to_host(self) -> SamplerOutput:
         """Start the copy to the host."""
-        return SamplerOutput(self.token_ids.to("cpu", non_blocking=True), self.logprobs and self.logprobs.to_host())
+        return SamplerOutput(
+            self.token_ids.to("cpu", non_blocking=True), self.logprobs and self.logprobs.to_host()
+        )
 
 
 class Sampler:
@@ -60,7 +63,9 @@ class Sampler:
         assert vocab_size <= MAX_VOCAB_SIZE, vocab_size
         self.features = np.zeros(max_num_seqs, dtype=np.int64)  # Feature bits per slot
         self.num_logprobs: list[int | None] = [None] * max_num_seqs
-        self.named: dict[int, list[int]] = {}  # slot -> tokens whose log-probabilities are asked for by name
+        self.named: dict[
+            int, list[int]
+        ] = {}  # slot -> tokens whose log-probabilities are asked for by name
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ops = ops.for_device(device)
@@ -80,18 +85,26 @@ class Sampler:
         output_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
     ) -> None:
-        """A request enters the slot. After preemption it enters with its outputs so far and goes on as if never gone.
+        """A request enters the slot. After preemption it enters with its outputs so far and goes on
+        as if never gone.
 
         Args:
             slot: its row of state.
             params: of the request.
             prompt_token_ids: at least one.
             output_token_ids: sampled before; empty at first.
-            eos_token_ids: forbidden, with params.stop_token_ids, for the first params.min_tokens outputs.
+            eos_token_ids: forbidden, with params.stop_token_ids, for the first params.min_tokens
+                outputs.
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
         features = Feature(0)
-        for parameter in (*self.steps, self.logit_bias, self.allowed_tokens, self.penalties, self.thinking_budget):
+        for parameter in (
+            *self.steps,
+            self.logit_bias,
+            self.allowed_tokens,
+            self.penalties,
+            self.thinking_budget,
+        ):
             features |= parameter.add(request)
         if not params.is_greedy:
             features |= Feature.RANDOM
@@ -121,12 +134,14 @@ class Sampler:
         """Sample one token per row.
 
         Args:
-            logits: [n, vocab] float32; overwritten. A row without a finite maximum (all -inf, +inf, NaN) yields its
-                argmax, greedy or not, and leaves the other rows alone.
+            logits: [n, vocab] float32; overwritten. A row without a finite maximum (all -inf, +inf,
+                NaN) yields its argmax, greedy or not, and leaves the other rows alone.
             slots: [n] int64 on the device, distinct.
             host_slots: the same on the host.
-            positions: [n] int64 on the device: the index in the sequence that the sampled token will have.
-            bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows without a grammar.
+            positions: [n] int64 on the device: the index in the sequence that the sampled token
+                will have.
+            bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
+                without a grammar.
         """
         host_slots = np.asarray(host_slots, dtype=np.int64)
         batch = Batch(slots, positions, host_slots, self.features[host_slots])
@@ -169,10 +184,14 @@ class Sampler:
         rows, _ = batch.subset(Feature.LOGPROBS)
         return logits.clone() if isinstance(rows, slice) else logits[rows]
 
-    def _logprobs(self, raw_logits: Tensor | None, token_ids: Tensor, batch: Batch) -> LogprobsTensors | None:
+    def _logprobs(
+        self, raw_logits: Tensor | None, token_ids: Tensor, batch: Batch
+    ) -> LogprobsTensors | None:
         if raw_logits is None:
             return None
         rows, asked = batch.subset(Feature.LOGPROBS)
-        named = [self.named.get(slot, []) for slot in asked.host_slots.tolist()] if self.named else []
+        named = (
+            [self.named.get(slot, []) for slot in asked.host_slots.tolist()] if self.named else []
+        )
         num_logprobs = [self.num_logprobs[slot] for slot in batch.host_slots]
         return gather_logprobs(raw_logits, token_ids[rows], num_logprobs, named)

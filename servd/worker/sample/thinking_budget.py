@@ -13,9 +13,11 @@ NO_TOKEN = -1
 
 
 class ThinkingBudget(Step):
-    """Knows where each slot's thoughts must end; as that is kept on the device, no step waits for another's token.
+    """Knows where each slot's thoughts must end; as that is kept on the device, no step waits for
+    another's token.
 
-    Thoughts are opened once and closed once. It goes last, so that no other step can forbid the end tag.
+    Thoughts are opened once and closed once. It goes last, so that no other step can forbid the end
+    tag.
     """
 
     features = Feature.THINKING_BUDGET
@@ -24,8 +26,12 @@ class ThinkingBudget(Step):
         self.device = device
         self.budgets = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.end_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.start_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # NO_TOKEN once they are closed
-        self.due = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # position of the end tag
+        self.start_ids = torch.zeros(
+            max_num_seqs, dtype=torch.int64, device=device
+        )  # NO_TOKEN once they are closed
+        self.due = torch.zeros(
+            max_num_seqs, dtype=torch.int64, device=device
+        )  # position of the end tag
 
     def add(self, request: SlotRequest) -> Feature:
         budget, tags = request.params.thinking_token_budget, request.params.thinking_tags

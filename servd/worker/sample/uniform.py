@@ -1,4 +1,6 @@
-"""Counter-based random numbers: a function of (seed, position), equal on every device and in every batch."""
+"""Counter-based random numbers: a function of (seed, position), equal on every device and in every
+batch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from torch import Tensor
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Numbers in [0, 1) with 53 random bits: splitmix64 started at a scrambled seed, jumped to the position.
+    """Numbers in [0, 1) with 53 random bits: splitmix64 started at a scrambled seed, jumped to the
+    position.
 
     Args:
         seeds: [n] int64.
@@ -20,7 +23,9 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def splitmix64(state: Tensor, index: Tensor | int) -> Tensor:
-    """Output number `index` (from 0) of splitmix64 (Steele et al., 2014) started at `state`; int64 as uint64."""
+    """Output number `index` (from 0) of splitmix64 (Steele et al., 2014) started at `state`; int64
+    as uint64.
+    """
     z = state + (index + 1) * _signed(0x9E3779B97F4A7C15)  # int64 arithmetic wraps modulo 2**64
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)

@@ -20,7 +20,11 @@ def recorded(name: str) -> dict[str, Case]:
     return importlib.import_module(f"tests.api.reasoning_parsers.recorded.{name}").CASES
 
 
-CASES = [pytest.param(name, case, id=f"{name}-{title}") for name in PARSERS for title, case in recorded(name).items()]
+CASES = [
+    pytest.param(name, case, id=f"{name}-{title}")
+    for name in PARSERS
+    for title, case in recorded(name).items()
+]
 
 
 def read(name: str, case: Case, pieces) -> tuple[str, str]:
@@ -46,7 +50,9 @@ def test_every_parser_has_enough_recorded_replies(name):
     assert len(cases) >= 8
     assert any(case.reasoning and case.content for case in cases)
     assert any(not case.reasoning for case in cases) and any(not case.content for case in cases)
-    assert any(case.is_thinking for case in cases) and any(not case.text.isascii() for case in cases)
+    assert any(case.is_thinking for case in cases) and any(
+        not case.text.isascii() for case in cases
+    )
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)

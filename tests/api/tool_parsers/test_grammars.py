@@ -1,4 +1,6 @@
-"""What the grammars of forced calls let through: calls that the parsers read, with arguments that validate."""
+"""What the grammars of forced calls let through: calls that the parsers read, with arguments that
+validate.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,18 @@ WORDS = [
     "<a>",
 ]
 
-names = st.sampled_from(["city", "days", "größe", "class", "a-b", "x", "NAME", "ARGUMENTS", "a>b", "a/b~c"])
+names = st.sampled_from(
+    ["city", "days", "größe", "class", "a-b", "x", "NAME", "ARGUMENTS", "a>b", "a/b~c"]
+)
 strings = st.one_of(
     st.just({"type": "string"}),
     st.builds(
-        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more}, *[st.integers(0, 9)] * 2
+        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more},
+        *[st.integers(0, 9)] * 2,
     ),
-    st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map(lambda words: {"type": "string", "enum": words}),
+    st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map(
+        lambda words: {"type": "string", "enum": words}
+    ),
     st.sampled_from(WORDS).map(lambda word: {"const": word}),
     st.just({"type": "string", "pattern": "^a+$"}),
 )
@@ -60,7 +67,11 @@ values = st.recursive(
     lambda inner: st.one_of(
         inner.map(lambda item: {"type": "array", "items": item, "maxItems": 3}),
         st.dictionaries(names, inner, max_size=2).map(
-            lambda properties: {"type": "object", "properties": properties, "additionalProperties": False}
+            lambda properties: {
+                "type": "object",
+                "properties": properties,
+                "additionalProperties": False,
+            }
         ),
         st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options}),
         inner.map(lambda option: {"anyOf": [option, {"type": "null"}]}),
@@ -76,8 +87,16 @@ def functions(draw: st.DrawFn) -> dict[str, Any]:
     """A function with a schema of its own."""
     properties = draw(st.dictionaries(names, values, max_size=4))
     required = draw(st.lists(st.sampled_from(list(properties)), unique=True)) if properties else []
-    schema = {"type": "object", "properties": properties, "required": required, "$defs": DEFINITIONS}
-    return {"name": draw(st.sampled_from(["f", "get_it", "a.b", "a-b", "import"])), "parameters": schema}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "$defs": DEFINITIONS,
+    }
+    return {
+        "name": draw(st.sampled_from(["f", "get_it", "a.b", "a-b", "import"])),
+        "parameters": schema,
+    }
 
 
 def tool(name: str, properties: dict[str, Any], *required: str, **keywords: Any) -> dict[str, Any]:
@@ -96,7 +115,9 @@ HINTS = [b"\n</parameter>", b"</parameter>\n</function>\n</tool_call>", b'")]', 
 
 
 def random_output(grammar: Grammar, seed: int, max_tokens: int) -> str | None:
-    """One output; it tries what may end a text early, which random bytes hardly ever do. None if it was cut off."""
+    """One output; it tries what may end a text early, which random bytes hardly ever do. None if it
+    was cut off.
+    """
     matcher, draw, output, planned = grammar.matcher(), random.Random(seed), bytearray(), b""
     while not matcher.is_complete:
         if len(output) == max_tokens:
@@ -117,7 +138,9 @@ def is_allowed(mask: bytes, token_id: int) -> bool:
     return token_id >= 0 and bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
-def check_outputs(reply: ReplyFormat, tools: list[dict[str, Any]], seeds: range, max_tokens: int = 600) -> int:
+def check_outputs(
+    reply: ReplyFormat, tools: list[dict[str, Any]], seeds: range, max_tokens: int = 600
+) -> int:
     """Random outputs are calls that validate; returns how many there were."""
     assert reply.structured_output is not None and reply.tool_parser is not None
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
@@ -137,7 +160,10 @@ def check_outputs(reply: ReplyFormat, tools: list[dict[str, Any]], seeds: range,
 
 @pytest.mark.parametrize("name", PARSERS)
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
-@given(functions=st.lists(functions(), min_size=1, max_size=2, unique_by=lambda f: f["name"]), seed=st.integers(0, 999))
+@given(
+    functions=st.lists(functions(), min_size=1, max_size=2, unique_by=lambda f: f["name"]),
+    seed=st.integers(0, 999),
+)
 def test_whatever_the_grammar_lets_through_is_a_valid_call(name, functions, seed):
     tools = [{"type": "function", "function": function} for function in functions]
     check_outputs(forced(name, *tools), tools, range(seed, seed + 4))
@@ -147,7 +173,9 @@ CITY = {"type": "string"}
 EXPRESSIBLE = {
     "nothing": tool("f", {}),
     "text": tool("f", {"city": CITY, "days": {"type": "integer"}}, "city"),
-    "text of a length": tool("f", {"city": {"type": "string", "minLength": 2, "maxLength": 9}}, "city"),
+    "text of a length": tool(
+        "f", {"city": {"type": "string", "minLength": 2, "maxLength": 9}}, "city"
+    ),
     "choices": tool("f", {"city": {"enum": ["Rome", "Bonn"]}}, "city"),
     "pydantic": tool(
         "f",
@@ -161,7 +189,13 @@ EXPRESSIBLE = {
         **{"$defs": {"Size": {"enum": ["S", "M"], "type": "string", "title": "Size"}}},
     ),
     "lists and objects": tool(
-        "f", {"cities": {"type": "array", "items": CITY}, "where": {"type": "object"}, "on": {"type": "boolean"}}, "on"
+        "f",
+        {
+            "cities": {"type": "array", "items": CITY},
+            "where": {"type": "object"},
+            "on": {"type": "boolean"},
+        },
+        "on",
     ),
     "closing tags in JSON": tool(
         "f", {"a": {"enum": [["</parameter>"], ['"</parameter></function>']]}, "b": CITY}, "a"
@@ -184,7 +218,9 @@ INEXPRESSIBLE = {
     "required by name alone": tool("f", {}, "city"),
     "the closing tag": tool("f", {"city": {"enum": ["</parameter>"]}}, "city"),
     "a tag in a name": tool("f", {"a>b": CITY}, "a>b"),
-    "a text that is no null": tool("f", {"city": {"enum": ["null", None], "type": ["string", "null"]}}, "city"),
+    "a text that is no null": tool(
+        "f", {"city": {"enum": ["null", None], "type": ["string", "null"]}}, "city"
+    ),
     "too large": tool("f", {f"p{i}": {"enum": ["x" * 99]} for i in range(600)}),
 }
 
@@ -208,28 +244,40 @@ def test_references_that_go_round_and_round_end():
         forced(name, used)
     for count in (2, 60):
         chain = {f"A{i}": {"anyOf": [{"$ref": f"#/$defs/A{i + 1}"}] * 2} for i in range(count)}
-        forced("qwen3_coder", tool("f", {"a": {"$ref": "#/$defs/A0"}}, **{"$defs": {**chain, f"A{count}": CITY}}))
+        forced(
+            "qwen3_coder",
+            tool("f", {"a": {"$ref": "#/$defs/A0"}}, **{"$defs": {**chain, f"A{count}": CITY}}),
+        )
 
 
 def test_special_tokens_are_written_as_tokens():
     parser = plugins.load(PACKAGE, "deepseek", "Parser")
     ids = {marker: number for number, marker in enumerate(parser.markers)}
-    grammar = calls_grammar(parser.syntaxes, parser.arguments_grammar, [EXPRESSIBLE["nothing"]], True, ids.get)
+    grammar = calls_grammar(
+        parser.syntaxes, parser.arguments_grammar, [EXPRESSIBLE["nothing"]], True, ids.get
+    )
     assert "｜" not in grammar and "\\uff5c" not in grammar
     assert all(f"<[{number}]>" in grammar for number in ids.values())
 
 
 def test_tags_that_are_tokens_without_being_special_are_written_as_tokens():
-    """Qwen's and the demo model's: llguidance takes all added tokens in angle brackets for special ones."""
+    """Qwen's and the demo model's: llguidance takes all added tokens in angle brackets for special
+    ones.
+    """
     folder = find_model("demo")
-    tokenizer, vocabulary = Tokenizer.load(str(folder)), load_vocabulary(Config(), read_spec(folder))
+    tokenizer, vocabulary = (
+        Tokenizer.load(str(folder)),
+        load_vocabulary(Config(), read_spec(folder)),
+    )
     used = tool("f", {"city": CITY}, "city")
     reply = MessageFormat(tokenizer, plugins.load(PACKAGE, "hermes", "Parser"), None).reply(
         "", ToolUse([used], forced=[used], parallel=False)
     )
     assert reply.structured_output is not None
     matcher = Grammar(reply.structured_output, vocabulary).matcher()
-    for token_id in tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {"city": "Rome"}}\n</tool_call>'):
+    for token_id in tokenizer.encode(
+        '<tool_call>\n{"name": "f", "arguments": {"city": "Rome"}}\n</tool_call>'
+    ):
         assert is_allowed(matcher.bitmask(), token_id), tokenizer.token_string(token_id)
         matcher.accept(token_id)
     assert matcher.is_complete

@@ -23,11 +23,17 @@ def recorded(name: str) -> dict[str, Case]:
     return importlib.import_module(f"tests.api.tool_parsers.recorded.{name}").CASES
 
 
-CASES = [pytest.param(name, case, id=f"{name}-{title}") for name in PARSERS for title, case in recorded(name).items()]
+CASES = [
+    pytest.param(name, case, id=f"{name}-{title}")
+    for name in PARSERS
+    for title, case in recorded(name).items()
+]
 
 
 def read(parser, pieces) -> tuple[list[tuple[str, str]], str]:
-    """Calls and content of a reply that comes in pieces, after checks that hold for every stream of deltas."""
+    """Calls and content of a reply that comes in pieces, after checks that hold for every stream of
+    deltas.
+    """
     calls: list[list[str]] = []
     ids = set()
     content = ""
@@ -86,7 +92,13 @@ def test_a_reply_in_random_pieces(name, case, data):
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_any_text_is_read_the_same_in_any_pieces(name):
-    parts = sorted({part for case in recorded(name).values() for part in case.text.replace(">", "> ").split(" ")})
+    parts = sorted(
+        {
+            part
+            for case in recorded(name).values()
+            for part in case.text.replace(">", "> ").split(" ")
+        }
+    )
 
     @given(st.lists(st.sampled_from(parts) | st.text(max_size=3), max_size=12))
     def check(pieces: list[str]):
@@ -107,8 +119,12 @@ def test_arguments_are_json_unless_the_reply_was_cut_off(name, case):
 
 @pytest.mark.parametrize("name", [name for name in PARSERS if name != "pythonic"])
 def test_arguments_come_while_they_are_written(name):
-    """A long string is not held back; but in Python, which is only known to be Python at its end."""
-    case = next(case for case in recorded(name).values() if case.calls and "city" in case.calls[0][1])
+    """A long string is not held back; but in Python, which is only known to be Python at its
+    end.
+    """
+    case = next(
+        case for case in recorded(name).values() if case.calls and "city" in case.calls[0][1]
+    )
     city = json.loads(case.calls[0][1])["city"]
     parser = make(name)
     parser.feed(case.text.partition(city)[0])
@@ -126,7 +142,9 @@ def test_text_is_not_held_back(name):
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize("size", [1, 1 << 20])
 def test_no_text_takes_long(name, size):
-    """Each would take minutes if what was read were read again: beginnings without end, deep nesting, white space."""
+    """Each would take minutes if what was read were read again: beginnings without end, deep
+    nesting, white space.
+    """
     case = next(iter(recorded(name).values()))
     begin = case.text.split("get_weather")[0]
     floods = [
@@ -136,7 +154,11 @@ def test_no_text_takes_long(name, size):
         begin + " \n" * 15_000,
         "<[" * 15_000,
     ]
-    floods += [case.text * 250, begin + "get_weather(a=" + "[" * 30_000, begin + "get_weather(a=" + "-" * 30_000]
+    floods += [
+        case.text * 250,
+        begin + "get_weather(a=" + "[" * 30_000,
+        begin + "get_weather(a=" + "-" * 30_000,
+    ]
     for text in floods:
         parser = make(name)
         begun = time.process_time()

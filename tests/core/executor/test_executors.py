@@ -23,14 +23,18 @@ TOY_WORKER = "tests.core.executor.toy_worker"
 
 @pytest.fixture
 def start(monkeypatch):
-    """Starts an executor by name, on toy workers if it needs any; returns it with its WorkerReady and progress."""
+    """Starts an executor by name, on toy workers if it needs any; returns it with its WorkerReady
+    and progress.
+    """
     monkeypatch.setattr(uniproc, "WORKER_MODULE", TOY_WORKER)
     monkeypatch.setattr(multiproc.MultiProcExecutor, "worker_module", TOY_WORKER)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     executors = []
 
     def start(name: str, **options):
-        config = Config.load({"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | options)
+        config = Config.load(
+            {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64} | options
+        )
         progress = []
         executor = plugins.load("servd.core.executor", name, "Executor")(
             config, FAKE_SPEC, lambda phase, fraction: progress.append((phase, fraction))
@@ -92,7 +96,11 @@ def test_a_config_error_of_a_worker_is_a_config_error_here(start):
 
 @pytest.mark.parametrize(
     ("failure", "reason"),
-    [("crash", "worker-0 ended .* exit code 3"), ("bug", "in the model"), ("late-bug", "on the device")],
+    [
+        ("crash", "worker-0 ended .* exit code 3"),
+        ("bug", "in the model"),
+        ("late-bug", "on the device"),
+    ],
 )
 def test_a_failing_step_says_why(start, failure, reason):
     executor, ready, _ = start("multiproc", model=failure)

@@ -1,4 +1,5 @@
-"""A Worker without a model, for executors that start real ones; `python -m` runs it as a worker process.
+"""A Worker without a model, for executors that start real ones; `python -m` runs it as a worker
+process.
 
 The name of the model chooses how it fails.
 """

@@ -64,7 +64,9 @@ class Pool(RuleBasedStateMachine):
     def forget_cached(self):
         self.pool.forget_cached()
         owned = self.owned()
-        self.content = {block: block_hash for block, block_hash in self.content.items() if block in owned}
+        self.content = {
+            block: block_hash for block, block_hash in self.content.items() if block in owned
+        }
 
     def owned(self) -> Counter[int]:
         return Counter(block for blocks in self.owners for block in blocks)
@@ -80,7 +82,9 @@ class Pool(RuleBasedStateMachine):
         for block, block_hash in self.content.items():
             assert self.pool.find(block_hash) == block
         for number in range(1, self.num_hashes + 1):
-            assert (self.pool.find(b"%d" % number) is not None) == (b"%d" % number in self.content.values())
+            assert (self.pool.find(b"%d" % number) is not None) == (
+                b"%d" % number in self.content.values()
+            )
 
 
 TestPool = Pool.TestCase

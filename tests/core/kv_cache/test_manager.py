@@ -17,8 +17,12 @@ def cached_tokens(log: Log, request_id: str) -> int:
 
 def test_a_second_request_finds_the_blocks_of_the_first_but_computes_at_least_one_token():
     engine = make_engine()
-    first, second, longer = (make_request(name, prompt) for name, prompt in
-                             [("first", PROMPT), ("second", PROMPT), ("longer", [*PROMPT, 99])])  # fmt: skip
+    first, second, longer = (
+        make_request(name, prompt)
+        for name, prompt in
+        # fmt: skip
+        [("first", PROMPT), ("second", PROMPT), ("longer", [*PROMPT, 99])]
+    )
     assert cached_tokens(generate(engine, first), "first") == 0
     log = generate(engine, second)
     assert cached_tokens(log, "second") == 8  # the third block holds the last token of the prompt
@@ -42,14 +46,21 @@ def test_a_conversation_finds_its_own_outputs(depth):
     engine = make_engine(depth=depth)
     answer = generate(engine, make_request("a", PROMPT, max_tokens=9)).token_ids("a")
     log = generate(engine, make_request("b", PROMPT + answer + [7]))
-    assert cached_tokens(log, "b") == 20  # 12 + 9 - 1: the last token of an answer is never computed
+    assert (
+        cached_tokens(log, "b") == 20
+    )  # 12 + 9 - 1: the last token of an answer is never computed
 
 
 def test_salts_isolate():
     engine = make_engine()
-    log = generate(engine, *(make_request(str(i), PROMPT, cache_salt=salt) for i, salt in enumerate([None, "a", "b"])))
+    log = generate(
+        engine,
+        *(make_request(str(i), PROMPT, cache_salt=salt) for i, salt in enumerate([None, "a", "b"])),
+    )
     assert [cached_tokens(log, str(i)) for i in range(3)] == [0, 0, 0]
-    assert cached_tokens(generate(engine, make_request("again", PROMPT, cache_salt="b")), "again") == 8
+    assert (
+        cached_tokens(generate(engine, make_request("again", PROMPT, cache_salt="b")), "again") == 8
+    )
 
 
 def test_prefix_caching_can_be_switched_off():
@@ -68,9 +79,14 @@ def test_reset_forgets():
 def test_the_end_of_the_least_recently_used_prompt_is_evicted_first():
     engine = make_engine(num_blocks=8, max_model_len=32)
     old, new = list(range(12)), list(range(100, 112))
-    for name, prompt in (("old", old), ("new", new)):  # three full blocks each, a fourth for one more token
+    for name, prompt in (
+        ("old", old),
+        ("new", new),
+    ):  # three full blocks each, a fourth for one more token
         generate(engine, make_request(name, prompt, max_tokens=2))
-    generate(engine, make_request("other", list(range(200, 212)), max_tokens=2))  # needs four: two blank, two evicted
+    generate(
+        engine, make_request("other", list(range(200, 212)), max_tokens=2)
+    )  # needs four: two blank, two evicted
     assert find_cached(engine, old) == 1
     assert find_cached(engine, new) == 3
 

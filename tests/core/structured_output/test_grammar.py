@@ -1,4 +1,6 @@
-"""Grammar: every output of a grammar has its form; what is not supported is refused with a reason."""
+"""Grammar: every output of a grammar has its form; what is not supported is refused with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from tests.core.structured_output.driver import EOS, compile_grammar, random_out
 
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -125,12 +130,16 @@ class Runs(ByteVocabulary):
 
     def __init__(self, eos_token_id: int) -> None:
         super().__init__(eos_token_id)
-        self.tokens += [10 * run + end for run in (b"a", b"b", b"ab") for end in (b"", b"c", b"cc", 20 * b"a")]
+        self.tokens += [
+            10 * run + end for run in (b"a", b"b", b"ab") for end in (b"", b"c", b"cc", 20 * b"a")
+        ]
 
 
 def test_a_mask_of_an_ambiguous_grammar_is_bounded():
     """Its first masks are fast; later ones would take half a second, while every request waits."""
-    ambiguous = StructuredOutput("grammar", 'start: "z" e\ne: e e e | "a" | "aa" | "b" e | e "c" | e e')
+    ambiguous = StructuredOutput(
+        "grammar", 'start: "z" e\ne: e e e | "a" | "aa" | "b" e | e "c" | e e'
+    )
     matcher = Grammar(ambiguous, LLTokenizer(TokenizerWrapper(Runs(EOS)))).matcher()
     with pytest.raises(GrammarError, match="Too many items"):
         for token_id in b"z" + 300 * b"a":

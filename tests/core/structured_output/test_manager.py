@@ -1,4 +1,6 @@
-"""GrammarManager in an engine: outputs have their form at every depth, and nobody waits for a compilation."""
+"""GrammarManager in an engine: outputs have their form at every depth, and nobody waits for a
+compilation.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def text(log: Log, request_id: str) -> str:
 @pytest.mark.parametrize("num_blocks", [64, 13], ids=["roomy", "preempting"])
 def test_outputs_have_their_form_whatever_runs_beside_them(depth, num_blocks):
     free = [make_request(f"free{i}", [i, 2, 3], max_tokens=20) for i in range(3)]
-    bound = [make_request(f"bound{i}", [9, i], max_tokens=40, structured_output=REGEX) for i in range(3)]
+    bound = [
+        make_request(f"bound{i}", [9, i], max_tokens=40, structured_output=REGEX) for i in range(3)
+    ]
     engine = make_engine(num_blocks, depth)
     log = Driver(engine, *free, *bound).run()
     for request in free:
@@ -75,7 +79,9 @@ def test_outputs_have_their_form_whatever_runs_beside_them(depth, num_blocks):
 
 def test_a_request_whose_grammar_compiles_holds_nothing():
     engine = make_engine(max_num_seqs=1)
-    driver = Driver(engine, make_request("bound", [1], structured_output=REGEX), make_request("free", [1]))
+    driver = Driver(
+        engine, make_request("bound", [1], structured_output=REGEX), make_request("free", [1])
+    )
     driver.log.run(engine)
     assert driver.log.finished("free") and not driver.log.finished("bound")
     driver.run()
@@ -84,12 +90,17 @@ def test_a_request_whose_grammar_compiles_holds_nothing():
 
 def test_one_compilation_serves_all_who_wait_and_all_who_follow():
     engine = make_engine()
-    driver = Driver(engine, *[make_request(f"r{i}", [i], max_tokens=30, structured_output=REGEX) for i in range(3)])
+    driver = Driver(
+        engine,
+        *[make_request(f"r{i}", [i], max_tokens=30, structured_output=REGEX) for i in range(3)],
+    )
     driver.compiled()
     assert not engine.grammars.is_compiling
     engine.handle(make_request("later", [7], max_tokens=30, structured_output=REGEX))
     driver.run()
-    assert all(re.fullmatch(REGEX.value, text(driver.log, name)) for name in ("r0", "r1", "r2", "later"))
+    assert all(
+        re.fullmatch(REGEX.value, text(driver.log, name)) for name in ("r0", "r1", "r2", "later")
+    )
 
 
 def test_an_aborted_request_does_not_come_back():
@@ -102,7 +113,9 @@ def test_an_aborted_request_does_not_come_back():
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request():
     broken = StructuredOutput("regex", "(")
-    log = Driver(make_engine(), make_request("a", [1], structured_output=broken), make_request("b", [1])).run()
+    log = Driver(
+        make_engine(), make_request("a", [1], structured_output=broken), make_request("b", [1])
+    ).run()
     assert last(log, "a").finish_reason is FinishReason.ERROR
     assert "unclosed group" in (last(log, "a").error or "")
     assert last(log, "b").finish_reason is FinishReason.LENGTH
@@ -116,7 +129,9 @@ def test_waiting_requests_keep_their_grammars(monkeypatch):
     driver = Driver(
         engine,
         *[
-            make_request(form, [1], 30, structured_output=StructuredOutput("regex", form), eos_token_ids=[])
+            make_request(
+                form, [1], 30, structured_output=StructuredOutput("regex", form), eos_token_ids=[]
+            )
             for form in forms
         ],
     )
@@ -147,7 +162,9 @@ def test_an_output_does_not_end_before_its_form_has_begun():
     free = bytes(solo(make_request("a", [1, 2], max_tokens=60)))
     assert 0 < free.index(end) < free.index(begin), "the end would come first"
     output = StructuredOutput(REGEX.kind, REGEX.value, starts_after=[begin])
-    request = make_request("a", [1, 2], max_tokens=200, eos_token_ids=[end], structured_output=output)
+    request = make_request(
+        "a", [1, 2], max_tokens=200, eos_token_ids=[end], structured_output=output
+    )
     log = Driver(make_engine(128, max_model_len=256), request).run()
     before, _, after = text(log, "a").partition("a")
     assert " " not in before
@@ -174,7 +191,9 @@ def test_an_output_that_leaves_its_form_ends_with_an_error(monkeypatch):
     sample = engine.executor.sample_tokens
     monkeypatch.setattr(engine.executor, "sample_tokens", lambda bitmask: sample(None))
     digits = StructuredOutput("regex", "[0-9]+")
-    log = Driver(engine, make_request("a", [1], structured_output=digits), make_request("b", [1])).run()
+    log = Driver(
+        engine, make_request("a", [1], structured_output=digits), make_request("b", [1])
+    ).run()
     assert last(log, "a").finish_reason is FinishReason.ERROR
     assert "structure" in (last(log, "a").error or "")
     assert last(log, "b").finish_reason is FinishReason.LENGTH
@@ -185,44 +204,65 @@ def test_a_mask_beyond_the_limits_ends_only_its_request(monkeypatch):
         raise GrammarError("too many states")
 
     monkeypatch.setattr(manager.Matcher, "bitmask", fail)
-    log = Driver(make_engine(), make_request("a", [1], structured_output=REGEX), make_request("b", [1])).run()
+    log = Driver(
+        make_engine(), make_request("a", [1], structured_output=REGEX), make_request("b", [1])
+    ).run()
     assert "too many states" in (last(log, "a").error or "")
     assert last(log, "b").finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("options", [{}, {"MAX_TOKENS_AGAIN": 30}], ids=["too often", "too long"])
-def test_a_grammar_whose_states_are_used_up_for_good_ends_its_request_and_is_not_kept(monkeypatch, options):
-    """Its states are shared by all its outputs: at the limit, every later request would fail, for ever."""
+def test_a_grammar_whose_states_are_used_up_for_good_ends_its_request_and_is_not_kept(
+    monkeypatch, options
+):
+    """Its states are shared by all its outputs: at the limit, every later request would fail, for
+    ever.
+    """
     monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=40))
     for name, value in options.items():
         monkeypatch.setattr(manager, name, value)
     digits = StructuredOutput("regex", "[0-9]{200}")
     engine = make_engine()
-    for name, expected in {"a": FinishReason.LENGTH, "b": FinishReason.ERROR, "c": FinishReason.LENGTH}.items():
+    for name, expected in {
+        "a": FinishReason.LENGTH,
+        "b": FinishReason.ERROR,
+        "c": FinishReason.LENGTH,
+    }.items():
         max_tokens = 60 if name == "b" else 20
-        log = Driver(engine, make_request(name, [1], max_tokens=max_tokens, structured_output=digits)).run()
+        log = Driver(
+            engine, make_request(name, [1], max_tokens=max_tokens, structured_output=digits)
+        ).run()
         assert last(log, name).finish_reason is expected, last(log, name).error
         assert expected is FinishReason.LENGTH or "too many states" in last(log, name).error
 
 
-BRANCHES = "|".join(f"{letter}[{letter}{letter.upper()}]{{20}}" for letter in string.ascii_lowercase)
+BRANCHES = "|".join(
+    f"{letter}[{letter}{letter.upper()}]{{20}}" for letter in string.ascii_lowercase
+)
 
 
 def branching(num_requests: int) -> list[EngineCoreRequest]:
     """Outputs that have hardly any state in common, and 20 each besides the 80 of the beginning."""
     output = StructuredOutput("regex", BRANCHES)
-    return [make_request(f"r{i}", [i], max_tokens=30, structured_output=output) for i in range(num_requests)]
+    return [
+        make_request(f"r{i}", [i], max_tokens=30, structured_output=output)
+        for i in range(num_requests)
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_blocks", [64, 11], ids=["roomy", "preempting"])
-def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(monkeypatch, depth, num_blocks):
+def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(
+    monkeypatch, depth, num_blocks
+):
     reference = Driver(make_engine(), *branching(16)).run()
     monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=200))
     compiled = []
     compile_one = manager.GrammarManager._compile
     monkeypatch.setattr(
-        manager.GrammarManager, "_compile", lambda self, output: compiled.append(1) or compile_one(self, output)
+        manager.GrammarManager,
+        "_compile",
+        lambda self, output: compiled.append(1) or compile_one(self, output),
     )
     engine = make_engine(num_blocks, depth, max_num_seqs=3)
     log = Driver(engine, *branching(16)).run()
@@ -234,7 +274,9 @@ def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(monke
 
 
 def test_a_grammar_that_compiles_for_long_is_not_compiled_again_while_all_wait(monkeypatch):
-    """Neither for outputs in the making nor for requests that wait; for those that come later, in a thread."""
+    """Neither for outputs in the making nor for requests that wait; for those that come later, in a
+    thread.
+    """
     monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=200))
     monkeypatch.setattr(manager, "RENEWAL_LIMIT", 0.0)
     compile_one, threads = manager.GrammarManager._compile, []

@@ -1,4 +1,6 @@
-"""Rows of random tokens for tests of attention backends: their cache, their steps, and attention in float64."""
+"""Rows of random tokens for tests of attention backends: their cache, their steps, and attention in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from servd.worker.layers.rotary import Rotation
 
 
 def dense(q, keys, values, window: int | None, scale: float) -> torch.Tensor:
-    """Causal attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim] each."""
+    """Causal attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim]
+    each.
+    """
     groups = q.shape[1] // keys.shape[1]
     q, keys, values = (
         q.double(),
@@ -25,11 +29,15 @@ def dense(q, keys, values, window: int | None, scale: float) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """[tokens, heads, head_dim], as pairs times complex numbers in float64; rounded to the type of x."""
+    """[tokens, heads, head_dim], as pairs times complex numbers in float64; rounded to the type of
+    x.
+    """
     if rotation is None:
         return x
     first, second = x.double().chunk(2, -1)
-    turned = torch.complex(first, second) * torch.complex(*(part.double() for part in rotation))[:, None]
+    turned = (
+        torch.complex(first, second) * torch.complex(*(part.double() for part in rotation))[:, None]
+    )
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
@@ -43,7 +51,9 @@ class Rows:
         seed: of row r is `seed + r`: equal rows of different batches have equal tokens.
     """
 
-    def __init__(self, spec: AttentionSpec, lens: list[tuple[int, int]], rotary: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, spec: AttentionSpec, lens: list[tuple[int, int]], rotary: bool = False, seed: int = 0
+    ) -> None:
         self.spec = spec
         self.computed, self.query_lens = np.array(lens).T
         self.seq_lens = self.computed + self.query_lens
@@ -51,21 +61,32 @@ class Rows:
         self.num_blocks = int(blocks_of.sum()) + 3
         shuffled = np.random.default_rng(seed).permutation(self.num_blocks)
         # Past a row's end there is any block of another.
-        self.tables = np.random.default_rng(seed).integers(0, self.num_blocks, (len(lens), int(blocks_of.max())))
+        self.tables = np.random.default_rng(seed).integers(
+            0, self.num_blocks, (len(lens), int(blocks_of.max()))
+        )
         for row, (end, count) in enumerate(zip(blocks_of.cumsum(), blocks_of, strict=True)):
             self.tables[row, :count] = shuffled[end - count : end]
         generators = [torch.Generator().manual_seed(seed + row) for row in range(len(lens))]
         self.q, self.keys, self.values = (
-            [self._random(g, int(n), heads, spec.head_dim) for g, n in zip(generators, self.seq_lens, strict=True)]
+            [
+                self._random(g, int(n), heads, spec.head_dim)
+                for g, n in zip(generators, self.seq_lens, strict=True)
+            ]
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         )
-        if spec.kv_dtype != spec.dtype:  # what the cache can hold: rounding is none of the backends' business
+        if (
+            spec.kv_dtype != spec.dtype
+        ):  # what the cache can hold: rounding is none of the backends' business
             self.keys, self.values = (
-                [x.to(spec.kv_dtype).to(spec.dtype) for x in part] for part in (self.keys, self.values)
+                [x.to(spec.kv_dtype).to(spec.dtype) for x in part]
+                for part in (self.keys, self.values)
             )
         self.angles = None
         if rotary:
-            self.angles = torch.rand(int(self.seq_lens.max()), spec.head_dim // 2, generator=generators[0]) * 6.3
+            self.angles = (
+                torch.rand(int(self.seq_lens.max()), spec.head_dim // 2, generator=generators[0])
+                * 6.3
+            )
 
     def _random(self, generator: torch.Generator, *size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(self.spec.device, self.spec.dtype)
@@ -98,7 +119,14 @@ class Rows:
             slot_mapping=torch.tensor(slots, device=device),
         )
 
-    def write(self, backend: Backend, cache: torch.Tensor, metadata: object, first: np.ndarray, last: np.ndarray):
+    def write(
+        self,
+        backend: Backend,
+        cache: torch.Tensor,
+        metadata: object,
+        first: np.ndarray,
+        last: np.ndarray,
+    ):
         """Store tokens [first, last) of each row; the queries to attend with."""
         spans = list(zip(first, last, strict=True))
         # Slices of one tensor, as a model's projection makes them: tokens are not contiguous.
@@ -110,21 +138,32 @@ class Rows:
             dim=1,
         )
         spec = self.spec
-        sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        sizes = [
+            heads * spec.head_dim
+            for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        ]
         q, k, v = (x.unflatten(1, (-1, spec.head_dim)) for x in qkv.split(sizes, dim=1))
         rotation = self.rotation(torch.cat([torch.arange(*span) for span in spans]))
         return backend.write(q, k, v, cache, metadata, rotation)
 
-    def step(self, backend: Backend, cache: torch.Tensor, first: np.ndarray, last: np.ndarray) -> torch.Tensor:
+    def step(
+        self, backend: Backend, cache: torch.Tensor, first: np.ndarray, last: np.ndarray
+    ) -> torch.Tensor:
         """Compute tokens [first, last) of each row; what attention yields, row after row."""
         metadata = backend.build_metadata(self.batch(first, last))
         queries = self.write(backend, cache, metadata, first, last)
         return backend.attend(queries, cache, metadata, self.spec.head_dim**-0.5)
 
     def run(self, backend: Backend, fill: float | None = None) -> torch.Tensor:
-        """This step, after the steps before have written. What is in no row's cache is noise, or `fill`."""
+        """This step, after the steps before have written. What is in no row's cache is noise, or
+        `fill`.
+        """
         shape, spec = backend.kv_cache_shape(self.num_blocks), self.spec
-        noise = self._random(torch.Generator().manual_seed(1), *shape) if fill is None else torch.full(shape, fill)
+        noise = (
+            self._random(torch.Generator().manual_seed(1), *shape)
+            if fill is None
+            else torch.full(shape, fill)
+        )
         cache = noise.to(spec.device, spec.kv_dtype)
         if self.computed.any():
             nothing = np.zeros_like(self.computed)
@@ -138,5 +177,9 @@ class Rows:
         for row, (computed, length) in enumerate(zip(self.computed, self.seq_lens, strict=True)):
             rotation = self.rotation(torch.arange(length))
             q, keys = rotated(self.q[row], rotation), rotated(self.keys[row], rotation)
-            outputs.append(dense(q[computed:], keys, self.values[row], spec.sliding_window, spec.head_dim**-0.5))
+            outputs.append(
+                dense(
+                    q[computed:], keys, self.values[row], spec.sliding_window, spec.head_dim**-0.5
+                )
+            )
         return torch.cat(outputs)

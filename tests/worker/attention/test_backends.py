@@ -1,4 +1,6 @@
-"""Contract of all attention backends: a mixed batch over a paged cache equals dense attention in float64."""
+"""Contract of all attention backends: a mixed batch over a paged cache equals dense attention in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.parametrize(("name", "device", "dtype", "batch", "shape", "block_size", "window"), [*_parameters()])
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "batch", "shape", "block_size", "window"), [*_parameters()]
+)
 def test_equals_dense_attention(name, device, dtype, batch, shape, block_size, window):
     *sizes, rotary = SHAPES[shape]
     spec = AttentionSpec(*sizes, block_size, window, dtype, dtype, device)
@@ -58,7 +62,9 @@ def test_equals_dense_attention(name, device, dtype, batch, shape, block_size, w
 
     out = rows.run(backend)
 
-    assert out.shape == (rows.query_lens.sum(), spec.num_heads, spec.head_dim) and out.is_contiguous()
+    assert (
+        out.shape == (rows.query_lens.sum(), spec.num_heads, spec.head_dim) and out.is_contiguous()
+    )
     torch.testing.assert_close(out.double(), rows.expected(), atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -72,13 +78,17 @@ def test_the_cache_may_be_narrower(name: str, device: str, kv_dtype: torch.dtype
     if (reason := backend_class.supports(spec)) is not None:
         pytest.skip(f"{name}: {reason}")
     rows = Rows(spec, [(79, 1), (16, 2), (0, 9)])
-    torch.testing.assert_close(rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_numbers_that_an_8_bit_cache_cannot_hold_become_its_largest(name: str, device: str):
-    spec = AttentionSpec(1, 1, 16, 16, None, torch.float32, torch.float8_e4m3fn, torch.device(device))
+    spec = AttentionSpec(
+        1, 1, 16, 16, None, torch.float32, torch.float8_e4m3fn, torch.device(device)
+    )
     backend_class = plugins.load("servd.worker.attention", name, "Backend")
     if (reason := backend_class.supports(spec)) is not None:
         pytest.skip(f"{name}: {reason}")
@@ -96,12 +106,16 @@ def test_numbers_that_an_8_bit_cache_cannot_hold_become_its_largest(name: str, d
 @pytest.mark.parametrize("name", BACKENDS)
 def test_blocks_of_any_size(name: str, block_size: int):
     """Also of one that fits no piece of the context in which a kernel works."""
-    spec = AttentionSpec(4, 2, 16, block_size, None, torch.float32, torch.float32, torch.device("cpu"))
+    spec = AttentionSpec(
+        4, 2, 16, block_size, None, torch.float32, torch.float32, torch.device("cpu")
+    )
     backend_class = plugins.load("servd.worker.attention", name, "Backend")
     if (reason := backend_class.supports(spec)) is not None:
         pytest.skip(f"{name}: {reason}")
     rows = Rows(spec, [(300, 1), (1100, 5), (0, 260)])
-    torch.testing.assert_close(rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0
+    )
 
 
 def test_auto_knows_every_backend():
@@ -112,6 +126,8 @@ def test_a_backend_that_cannot_run_says_why():
     spec = AttentionSpec(4, 4, 32, 16, None, torch.float32, torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match="--attention-backend varlen: needs CUDA, not cpu"):
         make_backend("varlen", spec)
-    with pytest.raises(ConfigError, match="there are: flashinfer, native, torch_sdpa, triton, varlen"):
+    with pytest.raises(
+        ConfigError, match="there are: flashinfer, native, torch_sdpa, triton, varlen"
+    ):
         make_backend("nonsense", spec)
     assert make_backend("auto", spec)[0] == ("native" if library() else "torch_sdpa")

@@ -1,4 +1,6 @@
-"""The FlashInfer backend before a stand-in that reads the arguments as its documentation says: no GPU is needed."""
+"""The FlashInfer backend before a stand-in that reads the arguments as its documentation says: no
+GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class PagedWrapper:
         lengths = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
         assert all(t.dtype == torch.int32 for t in (*lengths, paged_kv_indices))
         # Those on a device would be waited for.
-        assert all(t.device.type == "cpu" for t in lengths) and paged_kv_indices.device == self.device
+        assert (
+            all(t.device.type == "cpu" for t in lengths) and paged_kv_indices.device == self.device
+        )
         assert causal and paged_kv_indices.shape == (paged_kv_indptr[-1],)
         assert (paged_kv_last_page_len >= 1).all() and (paged_kv_last_page_len <= page_size).all()
         self.query_lens = qo_indptr.diff().tolist()
@@ -41,7 +45,10 @@ class PagedWrapper:
         self.seq_lens = ((paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len).tolist()
         self.page_shape = (page_size, num_kv_heads, head_dim_qk)
         self.query_shape = (sum(self.query_lens), num_qo_heads, head_dim_qk)
-        self.scale, self.window = sm_scale or head_dim_qk**-0.5, None if window_left < 0 else window_left + 1
+        self.scale, self.window = (
+            sm_scale or head_dim_qk**-0.5,
+            None if window_left < 0 else window_left + 1,
+        )
         self.dtypes = q_data_type, kv_data_type or q_data_type
 
     def run(self, q, paged_kv_cache, *, k_scale=None):
@@ -49,7 +56,9 @@ class PagedWrapper:
         assert q.shape == self.query_shape and keys.shape[1:] == values.shape[1:] == self.page_shape
         assert (q.dtype, keys.dtype) == self.dtypes
         outputs = []
-        for rows, pages, seq_len in zip(q.split(self.query_lens), self.pages, self.seq_lens, strict=True):
+        for rows, pages, seq_len in zip(
+            q.split(self.query_lens), self.pages, self.seq_lens, strict=True
+        ):
             k, v = (cache[pages].flatten(0, 1)[:seq_len] for cache in (keys, values))
             outputs.append(dense(rows, k, v, self.window, self.scale * (k_scale or 1.0)))
         return torch.cat(outputs).to(q.dtype)
@@ -58,10 +67,14 @@ class PagedWrapper:
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in is there, on a machine that has all that FlashInfer needs."""
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PagedWrapper))
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PagedWrapper)
+    )
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "flashinfer" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: object() if name == "flashinfer" else find(name)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
@@ -101,7 +114,9 @@ def test_the_stand_in_has_the_parameters_of_flashinfer(monkeypatch: pytest.Monke
             for wrapper in (PagedWrapper, there.BatchPrefillWithPagedKVCacheWrapper)
         )
         assert mine.keys() <= theirs.keys()
-        positional = [parameter for parameter, p in mine.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        positional = [
+            parameter for parameter, p in mine.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
         assert positional == list(theirs)[: len(positional)]
 
 
@@ -111,12 +126,17 @@ def test_the_stand_in_has_the_parameters_of_flashinfer(monkeypatch: pytest.Monke
         ({}, None),
         ({"device": torch.device("cpu")}, "needs CUDA, not cpu"),
         ({"dtype": torch.float32}, "needs float16 or bfloat16, not torch.float32"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "needs a cache of torch.bfloat16, not torch.float8_e4m3fn"),
+        (
+            {"kv_dtype": torch.float8_e4m3fn},
+            "needs a cache of torch.bfloat16, not torch.float8_e4m3fn",
+        ),
         ({"head_dim": 96}, "needs a head_dim of 64, 128, 256, not 96"),
     ],
 )
 def test_it_says_why_it_cannot_run(changes: dict[str, object], reason: str | None):
-    assert flashinfer.Backend.supports(spec_of(**{"device": torch.device("cuda")} | changes)) == reason
+    assert (
+        flashinfer.Backend.supports(spec_of(**{"device": torch.device("cuda")} | changes)) == reason
+    )
 
 
 def test_it_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch):

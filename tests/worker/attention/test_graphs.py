@@ -1,4 +1,6 @@
-"""Backends that say `supports_graphs`: metadata is made once, and the contents of its tensors change afterwards."""
+"""Backends that say `supports_graphs`: metadata is made once, and the contents of its tensors
+change afterwards.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,19 @@ from servd.worker.request_states import RequestStates
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE, TOLERANCE = (torch.bfloat16, 3e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-5)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_LEN = 4, 2, 32, 16, 96
-STEPS = [([0, 1, 2, 3], [40, 0, 95, 15]), ([2, 0], [16, 79]), ([1, 3, 0], [94, 1, 31])]  # slots, positions
+STEPS = [
+    ([0, 1, 2, 3], [40, 0, 95, 15]),
+    ([2, 0], [16, 79]),
+    ([1, 3, 0], [94, 1, 31]),
+]  # slots, positions
 NUM_ROWS = 4  # of the graph
 
 
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """One query [heads, head_dim] over keys and values [tokens, kv_heads, head_dim], in float64."""
-    keys, values = (part.double().repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 1) for part in (keys, values))
+    keys, values = (
+        part.double().repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 1) for part in (keys, values)
+    )
     weights = (torch.einsum("hd,khd->hk", q.double(), keys) * scale).softmax(-1)
     return torch.einsum("hk,khd->hd", weights, values)
 
@@ -71,11 +79,16 @@ def test_later_steps_are_right_too(name: str, window: int | None):
         inputs[:, : len(slots)] = torch.tensor([slots, positions], device=DEVICE)
         replace_contents(batch, decode_attention(states, *inputs))
         before = cache.clone()
-        q, k, v = random(NUM_ROWS, NUM_HEADS, HEAD_DIM), *random(2, NUM_ROWS, NUM_KV_HEADS, HEAD_DIM)
+        q, k, v = (
+            random(NUM_ROWS, NUM_HEADS, HEAD_DIM),
+            *random(2, NUM_ROWS, NUM_KV_HEADS, HEAD_DIM),
+        )
         queries = backend.write(q, k, v, cache, metadata, None)
         out = backend.attend(queries, cache, metadata, 0.3)
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            keys, values = before[:, blocks[slot]].flatten(1, 2).clone()  # [MAX_LEN, kv_heads, head_dim] each
+            keys, values = (
+                before[:, blocks[slot]].flatten(1, 2).clone()
+            )  # [MAX_LEN, kv_heads, head_dim] each
             keys[position], values[position] = k[row], v[row]
             seen = slice(max(0, position + 1 - (window or MAX_LEN)), position + 1)
             expected = attend(q[row], keys[seen], values[seen], 0.3)
@@ -83,4 +96,6 @@ def test_later_steps_are_right_too(name: str, window: int | None):
             assert torch.equal(cache[:, blocks[slot][position // BLOCK_SIZE], position % BLOCK_SIZE],
                                torch.stack([k[row], v[row]]))  # fmt: skip
         changed = (cache != before).flatten(3).any(-1).sum(dim=(1, 2))
-        assert (changed <= len(slots) + 1).all(), "nothing but the rows' tokens and the block of padding"
+        assert (changed <= len(slots) + 1).all(), (
+            "nothing but the rows' tokens and the block of padding"
+        )

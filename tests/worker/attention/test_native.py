@@ -1,4 +1,6 @@
-"""The CPU kernel's own promises: the same bits however a prompt is divided, and little memory for long contexts."""
+"""The CPU kernel's own promises: the same bits however a prompt is divided, and little memory for
+long contexts.
+"""
 
 from __future__ import annotations
 

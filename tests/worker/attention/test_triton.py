@@ -1,4 +1,6 @@
-"""The Triton backend: split rows, independence of the batch, narrow caches, what a captured step relies on."""
+"""The Triton backend: split rows, independence of the batch, narrow caches, what a captured step
+relies on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from servd.worker.attention.triton import Backend
 from tests.worker.attention.paged import Rows
 
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.filterwarnings("ignore:.*deterministic")]
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore:.*deterministic"),
+]
 
 FLOAT32_SPEC = AttentionSpec(4, 2, 16, 16, None, torch.float32, torch.float32, torch.device("cpu"))
 
@@ -35,7 +40,8 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "MAX_SPLITS", 4)
 
 
-# One split; three; more keys than 4 times 32; several query tokens, of which the first see nothing of the last split.
+# One split; three; more keys than 4 times 32; several query tokens, of which the first see nothing
+# of the last split.
 SPLIT_LENS = [(9, 1), (79, 1), (300, 1), (62, 4), (40, 9), (0, 1)]
 
 
@@ -62,20 +68,27 @@ def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(spec):
     rows, backend = Rows(spec, [(0, 90)], rotary=True), Backend(spec)
     whole = rows.run(backend)
     cache = torch.full(backend.kv_cache_shape(rows.num_blocks), torch.nan, device=spec.device)
-    chunks = [rows.step(backend, cache, np.array([first]), np.array([last])) for first, last in [(0, 37), (37, 90)]]
+    chunks = [
+        rows.step(backend, cache, np.array([first]), np.array([last]))
+        for first, last in [(0, 37), (37, 90)]
+    ]
     assert torch.equal(torch.cat(chunks), whole)
 
 
 @pytest.mark.usefixtures("short_splits")
 def test_a_plan_of_upper_bounds_serves_every_decode_step(spec):
-    """A captured step is planned for the longest rows; then its kernels run on whatever the device's tensors hold."""
+    """A captured step is planned for the longest rows; then its kernels run on whatever the
+    device's tensors hold.
+    """
     lens = [(9, 1), (79, 1), (60, 1)]  # at most 3 splits, of 4
     exact, backend = Rows(spec, lens), Backend(spec)
     plan = backend.build_metadata(exact.batch(exact.computed, exact.seq_lens)).plan
 
     class Bounded(Backend):
         def build_metadata(self, batch):
-            return super().build_metadata(dataclasses.replace(batch, seq_lens=np.full_like(batch.seq_lens, 4096)))
+            return super().build_metadata(
+                dataclasses.replace(batch, seq_lens=np.full_like(batch.seq_lens, 4096))
+            )
 
     bounded = Bounded(spec)
     assert bounded.build_metadata(exact.batch(exact.computed, exact.seq_lens)).plan != plan

@@ -1,4 +1,6 @@
-"""The varlen backend before a stand-in that reads the arguments as torch documents them: no GPU is needed for that."""
+"""The varlen backend before a stand-in that reads the arguments as torch documents them: no GPU is
+needed for that.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def paged_attention(
     left, right = window_size
     assert right == 0
     outputs = []
-    for q, table, seq_len in zip(query.split(lens.tolist()), block_table.long(), seqused_k.tolist(), strict=True):
+    for q, table, seq_len in zip(
+        query.split(lens.tolist()), block_table.long(), seqused_k.tolist(), strict=True
+    ):
         keys, values = (part[table].flatten(0, 1)[:seq_len] for part in (key, value))
         outputs.append(dense(q, keys, values, None if left < 0 else left + 1, scale))
     return torch.cat(outputs).to(query.dtype)
@@ -43,7 +47,9 @@ def backend_class(monkeypatch: pytest.MonkeyPatch) -> type[varlen.Backend]:
 def test_it_says_what_torch_documents(backend_class: type[varlen.Backend], window: int | None):
     spec = AttentionSpec(4, 2, 16, 16, window, torch.float32, torch.float32, torch.device("cpu"))
     rows = Rows(spec, [(40, 1), (0, 23), (33, 9)], rotary=True)
-    torch.testing.assert_close(rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0
+    )
 
 
 def test_keys_and_values_are_written_by_one_kernel(backend_class: type[varlen.Backend]):
@@ -52,10 +58,15 @@ def test_keys_and_values_are_written_by_one_kernel(backend_class: type[varlen.Ba
     spec = AttentionSpec(4, 2, 16, 16, None, torch.float32, torch.float32, torch.device("cpu"))
     backend, rows = backend_class(spec), Rows(spec, [(40, 1), (0, 23)], rotary=True)
     assert backend.fused_write is None
-    backend.fused_write = fused_write(AttentionSpec(**vars(spec) | {"device": torch.device("cuda")}))
+    backend.fused_write = fused_write(
+        AttentionSpec(**vars(spec) | {"device": torch.device("cuda")})
+    )
     assert backend.fused_write is not None
     torch.testing.assert_close(rows.run(backend).double(), rows.expected(), atol=1e-5, rtol=0)
-    assert fused_write(AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda"), "head_dim": 80})) is None
+    assert (
+        fused_write(AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda"), "head_dim": 80}))
+        is None
+    )
 
 
 def test_the_stand_in_has_the_parameters_of_torch():
@@ -64,7 +75,9 @@ def test_the_stand_in_has_the_parameters_of_torch():
         pytest.skip(f"this torch has no {', '.join(sorted(missing))}")
     mine = inspect.signature(paged_attention).parameters
     assert mine.keys() <= there.keys() and varlen.NEEDED_PARAMETERS <= mine.keys()
-    assert [name for name, p in mine.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == list(there)[:7]
+    assert [name for name, p in mine.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == list(there)[
+        :7
+    ]
 
 
 @pytest.fixture
@@ -77,20 +90,29 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def supported(**changes: object):
     """What `supports` says of a changed spec on a GPU."""
-    return varlen.Backend.supports(AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda")} | changes))
+    return varlen.Backend.supports(
+        AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda")} | changes)
+    )
 
 
 @pytest.mark.usefixtures("hopper")
 def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch):
     assert supported() is None
-    assert supported(dtype=torch.float32, kv_dtype=torch.float32) == "needs float16 or bfloat16, not torch.float32"
-    assert supported(kv_dtype=torch.float8_e4m3fn) == "needs a cache of torch.bfloat16, not torch.float8_e4m3fn"
+    assert (
+        supported(dtype=torch.float32, kv_dtype=torch.float32)
+        == "needs float16 or bfloat16, not torch.float32"
+    )
+    assert (
+        supported(kv_dtype=torch.float8_e4m3fn)
+        == "needs a cache of torch.bfloat16, not torch.float8_e4m3fn"
+    )
     assert supported(head_dim=260) == "needs a head_dim that is a multiple of 8 up to 256, not 260"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert supported() == "needs the package flash-attn-3"
     monkeypatch.setattr(varlen, "_varlen_attn", lambda: lambda query, key: None)
     assert supported() == (
-        "this torch's varlen_attn has no block_table, enable_gqa, num_splits, seqused_k, window_size"
+        "this torch's varlen_attn has no block_table, enable_gqa, num_splits, seqused_k, "
+        "window_size"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert supported() == "needs compute capability 9.0 (Hopper)"
@@ -98,7 +120,9 @@ def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch):
 
 def test_auto_takes_the_triton_kernels_where_varlen_cannot_run(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(varlen.Backend, "supports", classmethod(lambda cls, spec: "needs the package flash-attn-3"))
+    monkeypatch.setattr(
+        varlen.Backend, "supports", classmethod(lambda cls, spec: "needs the package flash-attn-3")
+    )
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     spec = AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda")})
     assert PREFERENCE["cuda"][0] == "varlen" and make_backend("auto", spec)[0] == "triton"

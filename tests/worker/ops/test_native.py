@@ -1,4 +1,6 @@
-"""Packed matrices by every instruction set that this CPU has: exact, and the same bits whatever the batch."""
+"""Packed matrices by every instruction set that this CPU has: exact, and the same bits whatever the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +75,16 @@ def test_products_and_rows_equal_float64(shape: tuple[int, int], dtype: torch.dt
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(shape: tuple[int, int], dtype: torch.dtype):
     packed, _ = matrix(shape, dtype)
-    x, bias = inputs(MANY, shape[1]), torch.randn(shape[0], generator=torch.Generator().manual_seed(0))
+    x, bias = (
+        inputs(MANY, shape[1]),
+        torch.randn(shape[0], generator=torch.Generator().manual_seed(0)),
+    )
     together = packed.multiply(x, bias)
     for num_rows in range(1, 41):
         first = MANY // 2
-        assert torch.equal(packed.multiply(x[first : first + num_rows], bias), together[first : first + num_rows])
+        assert torch.equal(
+            packed.multiply(x[first : first + num_rows], bias), together[first : first + num_rows]
+        )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -112,7 +119,9 @@ def test_the_number_of_threads_changes_nothing(threads: Callable[[int], None]):
 
 @pytest.mark.usefixtures("kernels")
 def test_products_may_be_made_at_once(threads: Callable[[int], None]):
-    """Only one of them gets the threads, and a thread that comes late must not work on what came after."""
+    """Only one of them gets the threads, and a thread that comes late must not work on what came
+    after.
+    """
     packed = [matrix((500 + 32 * i, 300), torch.float32)[0] for i in range(4)]
     x = inputs(40, 300)
     expected = [p.multiply(x, None) for p in packed]
@@ -145,7 +154,9 @@ def test_a_matrix_may_be_given_by_columns():
         pytest.skip("no CPU kernels here")
     weight, x = torch.randn(70, 48), inputs(5, 48)
     turned = weight.T.contiguous().T
-    assert torch.equal(PackedMatrix(turned).multiply(x, None), PackedMatrix(weight).multiply(x, None))
+    assert torch.equal(
+        PackedMatrix(turned).multiply(x, None), PackedMatrix(weight).multiply(x, None)
+    )
 
 
 def test_rows_may_be_named_by_any_tensor():
@@ -167,7 +178,9 @@ def test_inputs_of_another_size_are_not_read_beyond_their_end():
             packed.multiply(x, None)
 
 
-def test_a_library_of_an_earlier_state_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_library_of_an_earlier_state_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     """A checkout that is updated keeps its libraries until it is installed again."""
     if native.library() is None:
         pytest.skip("no CPU kernels here")
@@ -187,7 +200,9 @@ def test_a_library_of_other_sources_is_not_used(
         pytest.skip("no CPU kernels here")
     shutil.copytree(native.FOLDER / "cpu", tmp_path / "cpu")
     for path in native.FOLDER.glob("_*.so"):
-        (tmp_path / path.name).write_bytes(path.read_bytes() + f"servd_state_{native.state()}".encode())
+        (tmp_path / path.name).write_bytes(
+            path.read_bytes() + f"servd_state_{native.state()}".encode()
+        )
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     native.library.cache_clear()
     assert native.library() is not None
@@ -211,6 +226,8 @@ def test_setup_names_the_state_of_the_sources(monkeypatch: pytest.MonkeyPatch):
 def test_an_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(native.SWITCH, "sse")
     native.library.cache_clear()
-    with pytest.raises(ConfigError, match="SERVD_CPU_KERNELS=sse: there are avx512, avx2, generic and off"):
+    with pytest.raises(
+        ConfigError, match="SERVD_CPU_KERNELS=sse: there are avx512, avx2, generic and off"
+    ):
         native.library()
     native.library.cache_clear()

@@ -1,4 +1,6 @@
-"""Contract of all modules of servd/worker/ops: equal to the definitions in float64, whatever memory held before."""
+"""Contract of all modules of servd/worker/ops: equal to the definitions in float64, whatever memory
+held before.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,23 @@ import torch
 from servd.worker import ops
 from servd.worker.ops.reference import ACTIVATIONS
 
-MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")]
-PRECISION = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # torch rounds in between
+MODULES = [
+    module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")
+]
+PRECISION = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 2.0**-6,
+    torch.float16: 2.0**-9,
+}  # torch rounds in between
 SHAPES = [(0, 16), (1, 8), (17, 100), (2, 2049)]
 
-each_dtype = pytest.mark.parametrize("dtype", PRECISION, ids=lambda dtype: str(dtype).removeprefix("torch."))
+each_dtype = pytest.mark.parametrize(
+    "dtype", PRECISION, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 pytestmark = [
-    # Interpreted kernels compute exp(-x) on the way to a sigmoid, and numpy tells when that is infinite.
+    # Interpreted kernels compute exp(-x) on the way to a sigmoid, and numpy tells when that is
+    # infinite.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp"),
     pytest.mark.filterwarnings("ignore:.*deterministic"),  # see `poisoned`
     pytest.mark.usefixtures("poisoned"),
@@ -33,7 +44,9 @@ def module(request: pytest.FixtureRequest, load_module: Callable[[str, str], Any
     return load_module("servd.worker.ops", request.param)
 
 
-def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 3.0) -> torch.Tensor:
+def random(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 3.0
+) -> torch.Tensor:
     """Contiguous, with NaN in memory before and after."""
     count = math.prod(shape)
     memory = torch.full((count + 128,), torch.nan, dtype=dtype, device=device)
@@ -42,18 +55,27 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sca
     return numbers.copy_(torch.randn(shape, generator=generator) * scale)
 
 
-def check(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, terms: torch.Tensor | None = None) -> None:
+def check(
+    got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, terms: torch.Tensor | None = None
+) -> None:
     """`terms`: sum of the magnitudes of what was added up, where that may cancel."""
     assert got.dtype == dtype
     error = (got.double() - exact).abs()
-    assert bool((error <= PRECISION[dtype] * (exact.abs() if terms is None else terms) + PRECISION[dtype] / 4).all())
+    assert bool(
+        (
+            error
+            <= PRECISION[dtype] * (exact.abs() if terms is None else terms) + PRECISION[dtype] / 4
+        ).all()
+    )
 
 
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
-def test_norms(module: ops.Ops, norm: str, residual: bool, shape, dtype: torch.dtype, device: torch.device):
+def test_norms(
+    module: ops.Ops, norm: str, residual: bool, shape, dtype: torch.dtype, device: torch.device
+):
     x, weight, bias = (random(s, dtype, device) for s in (shape, shape[1:], shape[1:]))
     before = random((shape[0] + 1, shape[1]), dtype, device)[1:] if residual else None
     stream = x.double() if before is None else (x.double() + before.double()).to(dtype).double()
@@ -72,7 +94,11 @@ def test_rms_norm_of_the_heads_of_a_slice(module: ops.Ops, device: torch.device)
     """The keys of Qwen 3: neither contiguous nor of two dimensions."""
     qkv, weight = random((5, 8 * 16), torch.float32, device), random((16,), torch.float32, device)
     keys = qkv[:, 4 * 16 : 6 * 16].unflatten(-1, (-1, 16))
-    exact = keys.double() / (keys.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    exact = (
+        keys.double()
+        / (keys.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        * weight.double()
+    )
     check(module.rms_norm(keys, None, weight, 1e-6)[0], exact, torch.float32)
 
 
@@ -110,7 +136,9 @@ def exact_activation(x: torch.Tensor, name: str) -> torch.Tensor:
 @each_dtype
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("scale", [3.0, 100.0])
-def test_activations(module: ops.Ops, name: str, scale: float, dtype: torch.dtype, device: torch.device):
+def test_activations(
+    module: ops.Ops, name: str, scale: float, dtype: torch.dtype, device: torch.device
+):
     for shape in [(1, 8), (3, 1000), (0, 16), (2, 3, 7)]:
         x = random(shape, dtype, device, scale)
         check(module.activate(x, name), exact_activation(x, name), dtype)
@@ -128,4 +156,6 @@ def test_gates(module: ops.Ops, name: str, dtype: torch.dtype, device: torch.dev
 
 def test_cuda_has_triton():
     pytest.importorskip("triton")
-    assert ops.for_device(torch.device("cuda")) is importlib.import_module("servd.worker.ops.triton")
+    assert ops.for_device(torch.device("cuda")) is importlib.import_module(
+        "servd.worker.ops.triton"
+    )

@@ -1,4 +1,6 @@
-"""fp8 weights: products within the rounding of both factors, and outputs close to those of the checkpoint."""
+"""fp8 weights: products within the rounding of both factors, and outputs close to those of the
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,24 @@ def test_products_are_exact_but_for_the_rounding_of_both_factors(device: torch.d
     x = torch.randn(5, 64, generator=generator).to(device, torch.bfloat16)
     # Outputs of very different sizes: each has its own scale.
     weight = torch.randn(48, 64, generator=generator) * 10.0 ** torch.linspace(-4, 4, 48)[:, None]
-    weight, bias = weight.to(device, torch.bfloat16), torch.ones(48, device=device, dtype=torch.bfloat16)
+    weight, bias = (
+        weight.to(device, torch.bfloat16),
+        torch.ones(48, device=device, dtype=torch.bfloat16),
+    )
     form = quantize(weight)
     assert form is not None and form.nbytes == 48 * 64 + 48 * 4
     exact = x.double() @ weight.double().T
     terms = x.double().abs() @ weight.double().abs().T
     got = form.multiply(x, bias)
     assert got.dtype == torch.bfloat16
-    assert ((got.double() - 1 - exact).abs() <= 2 * ROUNDING * terms + 2.0**-8 * (1 + exact.abs())).all()
+    assert (
+        (got.double() - 1 - exact).abs() <= 2 * ROUNDING * terms + 2.0**-8 * (1 + exact.abs())
+    ).all()
     index = torch.tensor([3, 40, 3], device=device)
-    assert ((form.rows(index) - weight[index]).abs() <= ROUNDING * weight[index].abs() + 1e-3 * form.scale[index]).all()
+    assert (
+        (form.rows(index) - weight[index]).abs()
+        <= ROUNDING * weight[index].abs() + 1e-3 * form.scale[index]
+    ).all()
 
 
 def test_tokens_do_not_share_a_scale(device: torch.device):
@@ -43,24 +53,34 @@ def test_tokens_do_not_share_a_scale(device: torch.device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (7, 100), (3, 2100)], ids=str)
-def test_the_kernel_rounds_as_torch_does(shape: tuple[int, int], dtype: torch.dtype, device: torch.device):
+def test_the_kernel_rounds_as_torch_does(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+):
     pytest.importorskip("triton")
     from servd.worker.ops.triton.round_rows import round_rows as fused
 
     numbers = torch.randn(shape[0], shape[1] + 5, generator=torch.Generator().manual_seed(2))
-    x = (numbers * 10.0 ** torch.arange(shape[0])[:, None]).to(device, dtype)[:, :-5]  # rows are apart
+    x = (numbers * 10.0 ** torch.arange(shape[0])[:, None]).to(device, dtype)[
+        :, :-5
+    ]  # rows are apart
     if len(x):
         x[0] = 0
     rounded, scale = round_rows(x)
     got, got_scale = fused(x)
-    assert got.shape == rounded.shape and got.dtype == rounded.dtype and torch.equal(got_scale, scale)
+    assert (
+        got.shape == rounded.shape and got.dtype == rounded.dtype and torch.equal(got_scale, scale)
+    )
     got, rounded = got.float(), rounded.float()
     certain = torch.ones_like(rounded, dtype=torch.bool)
-    if device.type == "cpu":  # the interpreter does not carry into the exponent, and cuts off below 2**-6
+    if (
+        device.type == "cpu"
+    ):  # the interpreter does not carry into the exponent, and cuts off below 2**-6
         certain = (rounded.abs().frexp().mantissa != 0.5) & (rounded.abs() > 2.0**-6)
         certain |= x == 0
     exact = x.float() / scale
-    assert ((got - exact).abs() <= (rounded - exact).abs())[certain].all(), "the nearest, of two equally near ones any"
+    assert ((got - exact).abs() <= (rounded - exact).abs())[certain].all(), (
+        "the nearest, of two equally near ones any"
+    )
     assert certain.sum() >= 0.8 * certain.numel()
 
 
@@ -74,17 +94,24 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(
-        ConfigError, match=r"compute capability 9\.0 \(Hopper\) or later, not 8\.0: use --quantization int8"
+        ConfigError,
+        match=r"compute capability 9\.0 \(Hopper\) or later, not 8\.0: use --quantization int8",
     ):
         quantize(OnCuda())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "cache"])
-def test_outputs_are_close_to_those_without(tiny_llama: Path, device: torch.device, options: dict[str, str]):
+@pytest.mark.parametrize(
+    "options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "cache"]
+)
+def test_outputs_are_close_to_those_without(
+    tiny_llama: Path, device: torch.device, options: dict[str, str]
+):
     logits = []
     for changed in ({}, options):
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-        driver = Driver(config_for(tiny_llama, device=device.type, dtype=dtype, block_size=16, **changed))
+        driver = Driver(
+            config_for(tiny_llama, device=device.type, dtype=dtype, block_size=16, **changed)
+        )
         slot = driver.add([5, 17, 99, 200, 31, 8, 44, 3])
         driver.generate([slot], 2)  # of a prompt, and of a step of one token
         logits.append(driver.logits[slot][0].log_softmax(-1).cpu())
@@ -122,7 +149,9 @@ def grow(tensors: dict[str, torch.Tensor]) -> None:
 
 def logits_of(folder: Path, kv_cache_dtype: str) -> torch.Tensor:
     """Of a prompt and of a step of one token."""
-    config = config_for(folder, kv_cache_dtype=kv_cache_dtype, block_size=16, attention_backend="torch_sdpa")
+    config = config_for(
+        folder, kv_cache_dtype=kv_cache_dtype, block_size=16, attention_backend="torch_sdpa"
+    )
     driver = Driver(config)
     slot = driver.add([5, 17, 99, 200, 31, 8, 44, 3])
     driver.generate([slot], 2)
@@ -133,24 +162,40 @@ def logits_of(folder: Path, kv_cache_dtype: str) -> torch.Tensor:
 def test_scales_of_a_calibrated_checkpoint_are_used(tiny_llama: Path, with_tensors, names: str):
     def calibrated(tensors: dict[str, torch.Tensor]) -> None:
         grow(tensors)
-        for layer in [name.removesuffix("q_proj.weight") for name in tensors if name.endswith("q_proj.weight")]:
+        for layer in [
+            name.removesuffix("q_proj.weight") for name in tensors if name.endswith("q_proj.weight")
+        ]:
             tensors |= {layer + names.format(part): torch.tensor([FACTOR]) for part in "kv"}
 
     # Powers of two: every number in the cache is the same.
-    torch.testing.assert_close(logits_of(with_tensors(calibrated), "fp8"), logits_of(tiny_llama, "fp8"))
-    assert not torch.allclose(logits_of(with_tensors(grow), "fp8"), logits_of(tiny_llama, "fp8"), atol=0.1)
+    torch.testing.assert_close(
+        logits_of(with_tensors(calibrated), "fp8"), logits_of(tiny_llama, "fp8")
+    )
+    assert not torch.allclose(
+        logits_of(with_tensors(grow), "fp8"), logits_of(tiny_llama, "fp8"), atol=0.1
+    )
 
 
 def test_scales_are_of_no_effect_on_a_wider_cache(tiny_llama: Path, with_tensors):
-    folder = with_tensors(lambda tensors: tensors.update({"model.layers.0.self_attn.v_scale": torch.tensor(0.3)}))
+    folder = with_tensors(
+        lambda tensors: tensors.update({"model.layers.0.self_attn.v_scale": torch.tensor(0.3)})
+    )
     assert torch.equal(logits_of(folder, "auto"), logits_of(tiny_llama, "auto"))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("model.layers.0.self_attn.k_scale", [0.5, 0.5], r"k_scale has shape \[2\], expected one number"),
-        ("model.layers.0.self_attn.k_scale", [0.0], "has the value 0.0, expected a positive number"),
+        (
+            "model.layers.0.self_attn.k_scale",
+            [0.5, 0.5],
+            r"k_scale has shape \[2\], expected one number",
+        ),
+        (
+            "model.layers.0.self_attn.k_scale",
+            [0.0],
+            "has the value 0.0, expected a positive number",
+        ),
         ("model.layers.0.mlp.k_scale", [0.5], "a tensor 'model.layers.0.mlp.k_scale'"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Sampling restated for one row in float64 numpy, straight from the definitions; knows nothing of the sampler."""
+"""Sampling restated for one row in float64 numpy, straight from the definitions; knows nothing of
+the sampler.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import numpy as np
 from servd.params import SamplingParams
 
 
-def processed_logits(logits, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int], eos, allowed=None):
+def processed_logits(
+    logits, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int], eos, allowed=None
+):
     """Logits after masks, bias and penalties. `allowed` is the grammar's set of tokens, if any."""
     logits = np.array(logits.tolist())
     forbidden = set()
@@ -38,7 +42,9 @@ def softmax(logits):
 
 
 def narrow(probabilities, params: SamplingParams):
-    """The distribution after min-p, then top-k, then top-p. Ties with the last kept token are kept."""
+    """The distribution after min-p, then top-k, then top-p. Ties with the last kept token are
+    kept.
+    """
     p = np.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
     if 0 < params.top_k < len(p):
         kth = np.sort(p)[-params.top_k]

@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 
 
 def words(rng: np.random.Generator, count: int, longest: int) -> list[list[int]]:
-    return [rng.integers(0, VOCAB_SIZE, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+    return [
+        rng.integers(0, VOCAB_SIZE, rng.integers(1, longest + 1)).tolist() for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -29,11 +31,18 @@ def test_masks_equal_transformers(seed):
     features = np.zeros(4, dtype=np.int64)
     for slot, lists in bad.items():
         params = SamplingParams(bad_words_token_ids=lists)
-        features[slot] = int(step.add(SlotRequest(slot, params, tokens[slot][:2], tokens[slot][2:], [])))
+        features[slot] = int(
+            step.add(SlotRequest(slot, params, tokens[slot][:2], tokens[slot][2:], []))
+        )
     assert int(step.add(SlotRequest(1, SamplingParams(), [1], [], []))) == 0
     for _ in range(30):
         host_slots = rng.permutation(4)
-        batch = Batch(torch.tensor(host_slots), torch.zeros(4, dtype=torch.int64), host_slots, features[host_slots])
+        batch = Batch(
+            torch.tensor(host_slots),
+            torch.zeros(4, dtype=torch.int64),
+            host_slots,
+            features[host_slots],
+        )
         logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
         got = logits.clone()
         step.apply(got, batch)
@@ -42,7 +51,9 @@ def test_masks_equal_transformers(seed):
             expected = logits[row]
             if slot in bad:
                 ids = torch.tensor([tokens[slot]])
-                expected = NoBadWordsLogitsProcessor(bad[slot])(ids, logits[row : row + 1].clone())[0]
+                expected = NoBadWordsLogitsProcessor(bad[slot])(ids, logits[row : row + 1].clone())[
+                    0
+                ]
                 tokens[slot].append(int(sampled[row]))
             assert torch.equal(got[row], expected)
         step.update(sampled, batch)
@@ -51,7 +62,9 @@ def test_masks_equal_transformers(seed):
 def test_a_word_of_the_greatest_length():
     step = BadWords(1, CPU)
     word = [3] * MAX_BAD_WORD_TOKENS
-    feature = step.add(SlotRequest(0, SamplingParams(bad_words_token_ids=[word]), word[:-2], [], []))
+    feature = step.add(
+        SlotRequest(0, SamplingParams(bad_words_token_ids=[word]), word[:-2], [], [])
+    )
     batch = Batch(torch.tensor([0]), torch.tensor([0]), np.array([0]), np.array([int(feature)]))
     for is_next in (False, True, True):
         logits = torch.zeros(1, VOCAB_SIZE)

@@ -26,7 +26,9 @@ def test_values_and_ranks_are_those_of_the_raw_logits():
         SamplingParams(temperature=0),
         SamplingParams(temperature=3, seed=1, logprobs=0),
         # Everything that changes the logits is on; the values must not show it.
-        SamplingParams(temperature=2, seed=2, logprobs=20, logit_bias={9: 100.0}, repetition_penalty=2, top_k=4),
+        SamplingParams(
+            temperature=2, seed=2, logprobs=20, logit_bias={9: 100.0}, repetition_penalty=2, top_k=4
+        ),
     ]
     token_ids, lists = run(params, logits)
     assert lists[1] is None
@@ -48,7 +50,9 @@ def test_nothing_is_computed_when_no_row_asks():
 def test_no_more_alternatives_than_tokens():
     sampler = Sampler(4, 1, torch.device("cpu"))
     sampler.add(0, SamplingParams(temperature=0, logprobs=20), [1], [], [])
-    output = sampler(torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([0]), [0], torch.tensor([1]))
+    output = sampler(
+        torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([0]), [0], torch.tensor([1])
+    )
     assert output.logprobs is not None
     assert output.logprobs.to_lists()[0].token_ids == [1, 1, 2, 0, 3]
 
@@ -57,7 +61,9 @@ def test_named_tokens_come_after_the_most_likely():
     sampler = Sampler(VOCAB, 4, torch.device("cpu"))
     named = {0: [3, 9], 1: [], 3: [7]}
     for slot, ids in named.items():
-        sampler.add(slot, SamplingParams(temperature=0.0, logprobs=slot, logprob_token_ids=ids), [1], [], [])
+        sampler.add(
+            slot, SamplingParams(temperature=0.0, logprobs=slot, logprob_token_ids=ids), [1], [], []
+        )
     sampler.add(2, SamplingParams(temperature=0.0), [1], [], [])
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
     expected = logits.double().log_softmax(-1)
@@ -65,6 +71,10 @@ def test_named_tokens_come_after_the_most_likely():
     rows = output.logprobs.to_lists()
     assert rows[2] is None
     for slot, ids in named.items():
-        assert rows[slot].token_ids[1 + slot :] == ids and len(rows[slot].token_ids) == 1 + slot + len(ids)
+        assert rows[slot].token_ids[1 + slot :] == ids and len(
+            rows[slot].token_ids
+        ) == 1 + slot + len(ids)
         picked = expected[slot][rows[slot].token_ids]
-        torch.testing.assert_close(torch.tensor(rows[slot].logprobs, dtype=torch.float64), picked, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(rows[slot].logprobs, dtype=torch.float64), picked, atol=1e-5, rtol=0
+        )

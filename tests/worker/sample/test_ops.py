@@ -1,4 +1,6 @@
-"""Contract of all modules of servd/worker/sample/ops: equal to Python's integers, or to float64, on any memory."""
+"""Contract of all modules of servd/worker/sample/ops: equal to Python's integers, or to float64, on
+any memory.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,17 @@ from servd.worker.sample.weights import MAX_VOCAB_SIZE, WEIGHT_ONE
 MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 SHAPES = [(1, 7), (3, 100), (2, 5000)]  # the last one is more than one block of a kernel
 
-pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.filterwarnings("ignore:.*deterministic")]
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore:.*deterministic"),
+]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 @pytest.fixture(params=MODULES)
-def module(request: pytest.FixtureRequest, load_module: Callable[[str, str], Any]) -> ops.SamplingOps:
+def module(
+    request: pytest.FixtureRequest, load_module: Callable[[str, str], Any]
+) -> ops.SamplingOps:
     return load_module("servd.worker.sample.ops", request.param)
 
 
@@ -46,23 +53,33 @@ def random_logits(shape: tuple[int, int], device: torch.device, scale: float = 3
 def random_weights(shape: tuple[int, int], device: torch.device, scale: float) -> torch.Tensor:
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])).double() * scale
     logits = (logits * 8).round() / 8  # so that there are ties
-    return between_nans(((logits - logits.amax(-1, keepdim=True)).exp() * WEIGHT_ONE).float(), device)
+    return between_nans(
+        ((logits - logits.amax(-1, keepdim=True)).exp() * WEIGHT_ONE).float(), device
+    )
 
 
 # ---- shift ----
 
 
-def random_biases(shape: tuple[int, int], seed: int, device: torch.device) -> tuple[Biased, np.ndarray]:
-    """For all rows but the last one, if there are several: on an eighth of the tokens, shuffled; and as a matrix."""
+def random_biases(
+    shape: tuple[int, int], seed: int, device: torch.device
+) -> tuple[Biased, np.ndarray]:
+    """For all rows but the last one, if there are several: on an eighth of the tokens, shuffled;
+    and as a matrix.
+    """
     n, vocab = shape
     rng = np.random.default_rng(seed)
-    named = [rng.permutation(vocab)[: vocab // 8 + 1 if row < max(n - 1, 1) else 0] for row in range(n)]
+    named = [
+        rng.permutation(vocab)[: vocab // 8 + 1 if row < max(n - 1, 1) else 0] for row in range(n)
+    ]
     dense = np.zeros(shape, dtype=np.float32)
     for row, token_ids in enumerate(named):
         dense[row, token_ids] = rng.uniform(-100, 100, len(token_ids))
     starts = np.cumsum([0, *map(len, named)])
     values = np.concatenate([dense[row, token_ids] for row, token_ids in enumerate(named)])
-    tensors = [torch.from_numpy(array).to(device) for array in (starts, np.concatenate(named), values)]
+    tensors = [
+        torch.from_numpy(array).to(device) for array in (starts, np.concatenate(named), values)
+    ]
     return Biased(*tensors), dense
 
 
@@ -70,7 +87,9 @@ def random_biases(shape: tuple[int, int], seed: int, device: torch.device) -> tu
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "bitmask"])
 @pytest.mark.parametrize("rows", [None, "some", "all"])
-def test_shift_equals_float64(module, shape, has_bias: bool, masked: bool, rows: str | None, device: torch.device):
+def test_shift_equals_float64(
+    module, shape, has_bias: bool, masked: bool, rows: str | None, device: torch.device
+):
     n, vocab = shape
     rng = np.random.default_rng(vocab)
     logits = random_logits(shape, device)
@@ -93,17 +112,25 @@ def test_shift_equals_float64(module, shape, has_bias: bool, masked: bool, rows:
         factors = rng.uniform(0.5, 2.0, (n + 2, 3)).astype(np.float32)
         for row, slot in zip(penalized_rows, slots, strict=True):
             x, (repetition, frequency, presence) = exact[row], factors[slot].astype(np.float64)
-            x = np.where((outputs[slot] > 0) | prompt[slot], np.where(x > 0, x / repetition, x * repetition), x)
+            x = np.where(
+                (outputs[slot] > 0) | prompt[slot],
+                np.where(x > 0, x / repetition, x * repetition),
+                x,
+            )
             exact[row] = x - frequency * outputs[slot] - presence * (outputs[slot] > 0)
         counts = torch.from_numpy((outputs + IN_PROMPT * prompt).astype(np.int32)).to(device)
         index = slice(None) if rows == "all" else torch.from_numpy(penalized_rows).to(device)
-        penalized = Penalized(index, torch.from_numpy(slots).to(device), counts, torch.from_numpy(factors).to(device))
+        penalized = Penalized(
+            index, torch.from_numpy(slots).to(device), counts, torch.from_numpy(factors).to(device)
+        )
     best = module.shift(logits, biased, bitmask, penalized)
     np.testing.assert_allclose(logits.cpu().numpy(), exact, rtol=1e-5, atol=1e-5)
     assert best.tolist() == logits.argmax(-1).tolist()
 
 
-def test_the_best_token_is_the_first_nan_or_the_first_maximum(module: ops.SamplingOps, device: torch.device):
+def test_the_best_token_is_the_first_nan_or_the_first_maximum(
+    module: ops.SamplingOps, device: torch.device
+):
     nan, inf = torch.nan, torch.inf
     rows = [
         [1.0, 3.0, 3.0, -2.0],
@@ -125,7 +152,12 @@ def test_weights_are_relative_probabilities(module: ops.SamplingOps, shape, devi
     logits[:, 3] = -torch.inf
     temperatures = torch.linspace(0.3, 2.0, shape[0], device=device)
     weights = module.to_weights(logits, logits.amax(-1), temperatures)
-    exact = (logits - logits.amax(-1, keepdim=True)).double().div(temperatures.double().unsqueeze(1)).exp()
+    exact = (
+        (logits - logits.amax(-1, keepdim=True))
+        .double()
+        .div(temperatures.double().unsqueeze(1))
+        .exp()
+    )
     torch.testing.assert_close(weights.double() / WEIGHT_ONE, exact, rtol=2e-5, atol=0)
     assert weights.amax(-1).tolist() == [WEIGHT_ONE] * shape[0]
 
@@ -155,7 +187,9 @@ NARROWINGS = [
 
 @pytest.mark.parametrize("vocab", [7, 5000])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 5.0])
-def test_narrow_equals_the_definition(module: ops.SamplingOps, vocab: int, scale: float, device: torch.device):
+def test_narrow_equals_the_definition(
+    module: ops.SamplingOps, vocab: int, scale: float, device: torch.device
+):
     """scale 0: all are equal, and more than a kernel keeps in registers."""
     weights = random_weights((1, vocab), device, scale)
     cases = [(k, p, min_p * WEIGHT_ONE) for k, p, min_p in NARROWINGS]
@@ -174,7 +208,9 @@ def test_narrow_equals_the_definition(module: ops.SamplingOps, vocab: int, scale
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_narrow_equals_the_reference_bit_for_bit(module: ops.SamplingOps, seed: int, device: torch.device):
+def test_narrow_equals_the_reference_bit_for_bit(
+    module: ops.SamplingOps, seed: int, device: torch.device
+):
     rng = np.random.default_rng(seed)
     rows, vocab = 4, int(rng.integers(2, 6000))
     weights = random_weights((rows, vocab), device, float(rng.uniform(0.1, 6)))
@@ -182,7 +218,10 @@ def test_narrow_equals_the_reference_bit_for_bit(module: ops.SamplingOps, seed: 
     top_k = torch.from_numpy(rng.choice([0, 1, 50, 1000], rows)).to(device)
     top_p = torch.from_numpy(rng.choice([0.1, 0.9, 0.999, 1.0], rows)).to(device)
     reference = importlib.import_module("servd.worker.sample.ops.reference")
-    assert torch.equal(module.narrow(weights, lowest, top_k, top_p), reference.narrow(weights, lowest, top_k, top_p))
+    assert torch.equal(
+        module.narrow(weights, lowest, top_k, top_p),
+        reference.narrow(weights, lowest, top_k, top_p),
+    )
 
 
 # ---- draw ----
@@ -209,7 +248,9 @@ def uniform(seed: int, position: int) -> float:
 
 @each_shape
 @pytest.mark.parametrize("scale", [0.0, 3.0])
-def test_draw_equals_the_definition(module: ops.SamplingOps, shape, scale: float, device: torch.device):
+def test_draw_equals_the_definition(
+    module: ops.SamplingOps, shape, scale: float, device: torch.device
+):
     weights = random_weights((1, shape[1]), device, scale)
     seeds = torch.tensor([0, -(2**63), 2**63 - 1, 5, 6, 7], device=device)
     positions = torch.tensor([0, 1, 2**31, 3, 99, 12345], device=device)
@@ -223,9 +264,13 @@ def test_draw_equals_the_definition(module: ops.SamplingOps, shape, scale: float
 
 
 @pytest.mark.parametrize("u, token", [(0.0, 2), (1 - 2.0**-53, 4)])
-def test_the_ends_of_the_unit_interval_give_the_first_and_the_last_possible_token(monkeypatch, u: float, token: int):
+def test_the_ends_of_the_unit_interval_give_the_first_and_the_last_possible_token(
+    monkeypatch, u: float, token: int
+):
     reference = importlib.import_module("servd.worker.sample.ops.reference")
-    monkeypatch.setattr(reference, "uniform", lambda seeds, _: torch.full(seeds.shape, u, dtype=torch.float64))
+    monkeypatch.setattr(
+        reference, "uniform", lambda seeds, _: torch.full(seeds.shape, u, dtype=torch.float64)
+    )
     weights = torch.tensor([[0.0, 0.0, 5.0, WEIGHT_ONE, 1.0, 0.0]])
     zero = torch.zeros(1, dtype=torch.int64)
     assert reference.draw(weights, torch.zeros(1), zero, zero).tolist() == [token]
@@ -250,18 +295,24 @@ def test_scores_equal_float64(module: ops.SamplingOps, shape, device: torch.devi
     log_totals, ranks = module.score(logits, token_ids)
     exact = logits.double()
     torch.testing.assert_close(log_totals.double(), exact.logsumexp(-1), rtol=1e-6, atol=1e-6)
-    assert ranks.tolist() == ((exact > exact.gather(1, token_ids.unsqueeze(1))).sum(-1) + 1).tolist()
+    assert (
+        ranks.tolist() == ((exact > exact.gather(1, token_ids.unsqueeze(1))).sum(-1) + 1).tolist()
+    )
 
 
 @pytest.mark.parametrize("kind", ["drawn", "not drawn", "equal", "narrowed"])
 @pytest.mark.parametrize("vocab, num_drafts", [(100, 2), (5000, 1), (300, 5)])
-def test_drafts_are_verified_alike(module, kind: str, vocab: int, num_drafts: int, device: torch.device):
+def test_drafts_are_verified_alike(
+    module, kind: str, vocab: int, num_drafts: int, device: torch.device
+):
     """What `verify_drafts` does is tested in test_rejection.py, with `reference`."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(9, num_drafts + 1, vocab, generator=generator)
     weights = (logits - logits.amax(-1, keepdim=True)).exp() * WEIGHT_ONE
     noise = 0.0 if kind == "equal" else 0.5
-    probs = (logits[:, :-1] + noise * torch.randn(9, num_drafts, vocab, generator=generator)).softmax(-1)
+    probs = (
+        logits[:, :-1] + noise * torch.randn(9, num_drafts, vocab, generator=generator)
+    ).softmax(-1)
     draft_ids = probs.argmax(-1)
     lowest = torch.full((9, num_drafts + 1), 0.2 * WEIGHT_ONE if kind == "narrowed" else 0.0)
     arguments = (
@@ -279,7 +330,9 @@ def test_drafts_are_verified_alike(module, kind: str, vocab: int, num_drafts: in
     assert torch.equal(got.cpu()[held], expected[held])
 
 
-def test_a_draft_is_kept_where_nothing_is_left_to_draw(module: ops.SamplingOps, device: torch.device):
+def test_a_draft_is_kept_where_nothing_is_left_to_draw(
+    module: ops.SamplingOps, device: torch.device
+):
     """Draft and target are sure of token 3; the draft is token 5 nevertheless."""
     sure = torch.nn.functional.one_hot(torch.tensor([[3, 3]]), 10).to(device, torch.float32)
     number = torch.tensor([7], device=device)
@@ -292,4 +345,6 @@ def test_a_draft_is_kept_where_nothing_is_left_to_draw(module: ops.SamplingOps, 
 
 def test_cuda_has_triton():
     pytest.importorskip("triton")
-    assert ops.for_device(torch.device("cuda")) is importlib.import_module("servd.worker.sample.ops.triton")
+    assert ops.for_device(torch.device("cuda")) is importlib.import_module(
+        "servd.worker.sample.ops.triton"
+    )

@@ -23,7 +23,12 @@ def fits(tokens: torch.Tensor, probabilities: torch.Tensor) -> bool:
     return chi_square < freedom + 5 * math.sqrt(2 * freedom) + 5
 
 
-def verify(target_logits: torch.Tensor, draft_ids: torch.Tensor, draft_probs: torch.Tensor | None, lowest: float = 0.0):
+def verify(
+    target_logits: torch.Tensor,
+    draft_ids: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    lowest: float = 0.0,
+):
     """Of ROWS requests whose target is the same."""
     peaks, ones = target_logits.amax(-1), torch.ones(DRAFTS + 1)
     weights = reference.to_weights(target_logits, peaks, ones)
@@ -42,9 +47,13 @@ def verify(target_logits: torch.Tensor, draft_ids: torch.Tensor, draft_probs: to
 def test_every_token_has_the_distribution_of_the_target(similar: float):
     generator = torch.Generator().manual_seed(1)
     target = torch.randn(DRAFTS + 1, VOCAB, generator=generator)
-    draft = similar * target[:DRAFTS] + (1 - similar) * torch.randn(DRAFTS, VOCAB, generator=generator)
+    draft = similar * target[:DRAFTS] + (1 - similar) * torch.randn(
+        DRAFTS, VOCAB, generator=generator
+    )
     probs = draft.softmax(-1)
-    draft_ids = torch.multinomial(probs, ROWS, replacement=True, generator=generator).t().contiguous()
+    draft_ids = (
+        torch.multinomial(probs, ROWS, replacement=True, generator=generator).t().contiguous()
+    )
     tokens, counts = verify(target, draft_ids, probs.expand(ROWS, -1, -1))
     exact = target.double().softmax(-1)
     for i in range(DRAFTS + 1):
@@ -81,6 +90,8 @@ def test_greedy_keeps_what_the_target_would_have_said():
 
 def test_what_top_p_excluded_is_never_kept():
     target = torch.tensor([[3.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]).repeat(DRAFTS + 1, 1)
-    tokens, counts = verify(target, torch.tensor([[2, 2, 2]]).expand(ROWS, -1), None, lowest=2.0**41)
+    tokens, counts = verify(
+        target, torch.tensor([[2, 2, 2]]).expand(ROWS, -1), None, lowest=2.0**41
+    )
     assert counts.unique().tolist() == [1]
     assert tokens[:, 0].unique().tolist() == [0, 1]

@@ -1,4 +1,6 @@
-"""The whole sampler: exact distributions, and independence of the batch, of preemption and of earlier requests."""
+"""The whole sampler: exact distributions, and independence of the batch, of preemption and of
+earlier requests.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def logits_at(seed: int, rows: int = 1, vocab_size: int = VOCAB) -> torch.Tensor
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def sample(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int], bitmask=None) -> list[int]:
+def sample(
+    sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int], bitmask=None
+) -> list[int]:
     output = sampler(logits.clone(), torch.tensor(slots), slots, torch.tensor(positions), bitmask)
     return output.token_ids.tolist()
 
@@ -77,7 +81,9 @@ def test_drawn_frequencies_fit_the_exact_distribution(params):
     sampler = new_sampler(1)
     sampler.add(0, params, prompt, outputs, EOS)
     logits = logits_at(seed=8)
-    positions = list(range(7, 7 + num_draws))  # one request at many positions, all with the same logits
+    positions = list(
+        range(7, 7 + num_draws)
+    )  # one request at many positions, all with the same logits
     drawn = sample(sampler, logits.expand(num_draws, -1), [0] * num_draws, positions)
     counts = np.bincount(drawn, minlength=VOCAB)
     exact = distribution(logits[0], params, prompt, outputs, EOS)
@@ -171,7 +177,9 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(requests, random):
 @settings(deadline=None)
 @given(running(), running(), st.integers(0, 4))
 def test_preemption_leaves_no_trace(request_, previous, preempted_after):
-    """Six steps in one go equal six steps with a preemption in between, into a slot that somebody else used."""
+    """Six steps in one go equal six steps with a preemption in between, into a slot that somebody
+    else used.
+    """
 
     def generate(sampler: Sampler, slot: int, outputs: list[int], num_tokens: int) -> list[int]:
         sampler.add(slot, request_.params, request_.prompt, outputs, EOS)
@@ -211,7 +219,13 @@ def test_no_end_before_min_tokens():
     sampler.add(0, params, [1, 2], [], EOS)
     logits = torch.zeros(1, VOCAB)
     logits[0, [0, 7, 11, 20]] = torch.tensor([5.0, 9.0, 8.0, 1.0])
-    assert [sample(sampler, logits, [0], [position])[0] for position in range(2, 7)] == [20, 20, 20, 7, 7]
+    assert [sample(sampler, logits, [0], [position])[0] for position in range(2, 7)] == [
+        20,
+        20,
+        20,
+        7,
+        7,
+    ]
 
 
 def test_a_grammar_bitmask_joins_allowed_tokens_and_bias():
@@ -225,7 +239,10 @@ def test_a_grammar_bitmask_joins_allowed_tokens_and_bias():
     sampler.add(0, SamplingParams(seed=1, logit_bias={6: 100.0}), [1], [], EOS)
     sampler.add(1, SamplingParams(seed=1, allowed_token_ids=[6, 33]), [1], [], EOS)
     sampler.add(2, SamplingParams(seed=1, logit_bias={6: 100.0}), [1], [], EOS)
-    drawn = [sample(sampler, logits_at(0, rows=3), [0, 1, 2], [position] * 3, bitmask) for position in range(200)]
+    drawn = [
+        sample(sampler, logits_at(0, rows=3), [0, 1, 2], [position] * 3, bitmask)
+        for position in range(200)
+    ]
     by_row = [set(tokens) for tokens in zip(*drawn, strict=True)]
     assert by_row == [set(grammar), {33}, {6}]
 
@@ -260,13 +277,18 @@ def test_a_row_of_broken_logits_harms_nobody(params, broken):
 
 
 def test_a_contradiction_of_constraints_still_yields_a_valid_id():
-    params = SamplingParams(seed=1, allowed_token_ids=[7], min_tokens=4)  # only the end is allowed, and it is not
+    params = SamplingParams(
+        seed=1, allowed_token_ids=[7], min_tokens=4
+    )  # only the end is allowed, and it is not
     assert 0 <= Running(params, [1], [], logits_at(0)[0]).alone() < VOCAB
 
 
 def test_a_step_in_which_no_row_samples():
     output = new_sampler()(
-        torch.empty(0, VOCAB), torch.empty(0, dtype=torch.int64), [], torch.empty(0, dtype=torch.int64)
+        torch.empty(0, VOCAB),
+        torch.empty(0, dtype=torch.int64),
+        [],
+        torch.empty(0, dtype=torch.int64),
     )
     assert output.token_ids.shape == (0,)
     assert output.logprobs is None
@@ -281,12 +303,16 @@ def test_cuda_draws_the_same_tokens_and_never_waits():
     for device in CPU, torch.device("cuda"):
         sampler = Sampler(VOCAB, len(params), device)
         on_device = torch.tensor(slots, device=device)
-        steps = [(logits_at(i, rows=len(params)).to(device), on_device * 0 + 3 + i) for i in range(20)]
+        steps = [
+            (logits_at(i, rows=len(params)).to(device), on_device * 0 + 3 + i) for i in range(20)
+        ]
         bitmask = torch.full((len(params), 2), -1, dtype=torch.int32, device=device)
         for slot, p in enumerate(params):
             sampler.add(slot, p, [1, 2, 3], [], EOS)
         torch.cuda.set_sync_debug_mode("error" if device.type == "cuda" else "default")
-        outputs = [sampler(logits, on_device, slots, positions, bitmask) for logits, positions in steps]
+        outputs = [
+            sampler(logits, on_device, slots, positions, bitmask) for logits, positions in steps
+        ]
         torch.cuda.set_sync_debug_mode("default")
         tokens.append([output.token_ids.tolist() for output in outputs])
     assert tokens[0] == tokens[1]

@@ -29,13 +29,19 @@ EOS = [0, 5]
 NUM_SLOTS = 16
 
 
-def apply(parameter: SlotParameter, scores: torch.Tensor, requests: list[SlotRequest]) -> torch.Tensor:
-    """What becomes of logits or weights, with each row in its request's slot, at the position after its outputs."""
+def apply(
+    parameter: SlotParameter, scores: torch.Tensor, requests: list[SlotRequest]
+) -> torch.Tensor:
+    """What becomes of logits or weights, with each row in its request's slot, at the position after
+    its outputs.
+    """
     features = np.zeros(len(requests), dtype=np.int64)
     for row, request in enumerate(requests):
         features[row] = int(parameter.add(request))
     slots = [request.slot for request in requests]
-    positions = [len(request.prompt_token_ids) + len(request.output_token_ids) for request in requests]
+    positions = [
+        len(request.prompt_token_ids) + len(request.output_token_ids) for request in requests
+    ]
     batch = Batch(torch.tensor(slots), torch.tensor(positions), np.array(slots), features)
     scores = scores.clone()
     if isinstance(parameter, Narrowing):
@@ -58,11 +64,19 @@ def narrowing(vocab_size: int) -> Narrowing:
     return Narrowing(vocab_size, NUM_SLOTS, CPU, reference)
 
 
-def requests_of(params: list[SamplingParams], vocab_size: int, rng: np.random.Generator) -> list[SlotRequest]:
+def requests_of(
+    params: list[SamplingParams], vocab_size: int, rng: np.random.Generator
+) -> list[SlotRequest]:
     """One per row, in shuffled slots, with random prompts and outputs that share tokens."""
     slots = rng.permutation(NUM_SLOTS)[: len(params)].tolist()
     return [
-        SlotRequest(slot, p, rng.integers(0, vocab_size, 10).tolist(), rng.integers(0, vocab_size, 8).tolist(), EOS)
+        SlotRequest(
+            slot,
+            p,
+            rng.integers(0, vocab_size, 10).tolist(),
+            rng.integers(0, vocab_size, 8).tolist(),
+            EOS,
+        )
         for slot, p in zip(slots, params, strict=True)
     ]
 
@@ -173,7 +187,9 @@ def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
         assert torch.equal(got[row], weights[row].masked_fill(~kept, 0)), p
 
 
-@pytest.mark.parametrize("params", [SamplingParams(top_k=3), SamplingParams(top_p=0.4), SamplingParams(min_p=1.0)])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(top_k=3), SamplingParams(top_p=0.4), SamplingParams(min_p=1.0)]
+)
 def test_ties_with_the_last_kept_token_are_kept(params):
     weights = weights_of(torch.tensor([[2.0, 1.0, 2.0, 2.0, 0.0, 2.0, 2.0]]))
     got = apply(narrowing(7), weights, [SlotRequest(0, params, [1], [], [])])

@@ -13,7 +13,9 @@ START, END = 30, 31
 PROMPT = [1, 2, START, 3]
 
 
-def run(params: SamplingParams, favourites: list[int], preempted_at: int | None = None) -> list[int]:
+def run(
+    params: SamplingParams, favourites: list[int], preempted_at: int | None = None
+) -> list[int]:
     """Outputs of a model that wants to say `favourites`, beside a request without a budget."""
     sampler = Sampler(VOCAB, 4, CPU)
     sampler.add(2, params, PROMPT, [], EOS)
@@ -26,14 +28,18 @@ def run(params: SamplingParams, favourites: list[int], preempted_at: int | None 
         logits = logits_at(step, rows=2)
         logits[:, favourite] += 100
         position = len(PROMPT) + step
-        tokens = sampler(logits, torch.tensor([0, 2]), [0, 2], torch.tensor([position] * 2)).token_ids.tolist()
+        tokens = sampler(
+            logits, torch.tensor([0, 2]), [0, 2], torch.tensor([position] * 2)
+        ).token_ids.tolist()
         assert tokens[0] == favourite  # the other one is left alone
         outputs.append(tokens[1])
     return outputs
 
 
 def budget(num_tokens: int, start_id: int | None = None, **params) -> SamplingParams:
-    return SamplingParams(thinking_token_budget=num_tokens, thinking_tags=ThinkingTags(END, start_id), **params)
+    return SamplingParams(
+        thinking_token_budget=num_tokens, thinking_tags=ThinkingTags(END, start_id), **params
+    )
 
 
 @pytest.mark.parametrize("preempted_at", [None, 0, 1, 3, 4, 6])
@@ -46,11 +52,22 @@ def test_the_end_tag_comes_after_so_many_tokens(params, preempted_at):
     assert run(budget(3, **params), wanted, preempted_at) == [4, 5, 6, END, 8, 9, 4]
     assert run(budget(0, **params), wanted, preempted_at) == [END, 5, 6, 7, 8, 9, 4]
     # The model opens the thoughts itself; the tag is none of them.
-    assert run(budget(2, START, **params), [4, START, 6, 7, 8, 9, 4], preempted_at) == [4, START, 6, 7, END, 9, 4]
+    assert run(budget(2, START, **params), [4, START, 6, 7, 8, 9, 4], preempted_at) == [
+        4,
+        START,
+        6,
+        7,
+        END,
+        9,
+        4,
+    ]
     assert run(budget(2, START, **params), wanted, preempted_at) == wanted
 
 
 @pytest.mark.parametrize("preempted_at", [None, 2, 3])
 def test_thoughts_that_end_by_themselves_are_not_ended_again(preempted_at):
-    for start_id, wanted in ((None, [4, END, 6, 7, START, 9, 8, 7]), (START, [START, END, 6, START, 8, 9, 7, 6])):
+    for start_id, wanted in (
+        (None, [4, END, 6, 7, START, 9, 8, 7]),
+        (START, [START, END, 6, START, 8, 9, 7, 6]),
+    ):
         assert run(budget(2, start_id, temperature=0.0), wanted, preempted_at) == wanted

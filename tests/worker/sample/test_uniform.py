@@ -22,7 +22,8 @@ def big_int_splitmix64(state: int, index: int) -> int:
 def test_splitmix64_gives_the_published_sequence():
     state = torch.full((5,), 1234567)
     bits = [b & MASK for b in splitmix64(state, torch.arange(5)).tolist()]
-    # The well-known first outputs for seed 1234567 (Rosetta Code, "Pseudo-random numbers/Splitmix64").
+    # The well-known first outputs for seed 1234567 (Rosetta Code, "Pseudo-random
+    # numbers/Splitmix64").
     assert bits == [
         6457827717110365317,
         3203168211198807973,

@@ -1,4 +1,6 @@
-"""RMSNorm and LayerNorm fused with the addition to the residual stream: every number is read and written once."""
+"""RMSNorm and LayerNorm fused with the addition to the residual stream: every number is read and
+written once.
+"""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -7,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-MIN_TILE = 1024  # numbers per program; several rows where they are short, as the heads of a query are
+MIN_TILE = (
+    1024  # numbers per program; several rows where they are short, as the heads of a query are
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -16,7 +20,9 @@ def norm_kernel(
     num_rows, size, inner, outer_stride, inner_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per ROWS rows of BLOCK >= size columns. No residual: no stream is written; no bias: RMSNorm."""
+    """One program per ROWS rows of BLOCK >= size columns. No residual: no stream is written; no
+    bias: RMSNorm.
+    """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     valid = (row < num_rows) & (column < size)
@@ -41,19 +47,29 @@ def norm_kernel(
 def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.rms_norm`. A copy of x is not needed where it is a slice of columns, such as the queries of qkv."""
+    """See `Ops.rms_norm`. A copy of x is not needed where it is a slice of columns, such as the
+    queries of qkv.
+    """
     return _norm(x, residual, weight, None, eps)
 
 
 def layer_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.layer_norm`."""
     return _norm(x, residual, weight, bias, eps)
 
 
 def _norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = x.shape[-1]
     rows3 = x if x.dim() == 3 else x.reshape(-1, 1, size)

@@ -1,19 +1,23 @@
-"""Attention of a mixed batch over the paged KV cache: one kernel for all rows, and one that merges split rows.
+"""Attention of a mixed batch over the paged KV cache: one kernel for all rows, and one that merges
+split rows.
 
-A *row* is one request: the last query_len of its seq_len tokens are this step's. What a program computes is a *tile*:
-some query tokens of one row, for all the query heads that share one kv head, so that keys and values are read once for
-the group. The tile's lines are (token, head) pairs.
+A *row* is one request: the last query_len of its seq_len tokens are this step's. What a program
+computes is a *tile*: some query tokens of one row, for all the query heads that share one kv head,
+so that keys and values are read once for the group. The tile's lines are (token, head) pairs.
 
-- Rows with few query tokens (decode) have one tile. Its keys are split over several programs, whose results
-  `merge_kernel` puts together: one row alone can use the whole device.
-- Rows with more (chunks of prompts) have many tiles, and each reads all the keys that its tokens see.
+- Rows with few query tokens (decode) have one tile. Its keys are split over several programs, whose
+  results `merge_kernel` puts together: one row alone can use the whole device.
+- Rows with more (chunks of prompts) have many tiles, and each reads all the keys that its tokens
+  see.
 
-What happens to a row is decided by its own lengths, never by the other rows: how it is tiled, where its keys are split,
-the order of every sum. So a result does not depend, to the last bit, on what else is in the batch.
+What happens to a row is decided by its own lengths, never by the other rows: how it is tiled, where
+its keys are split, the order of every sum. So a result does not depend, to the last bit, on what
+else is in the batch.
 
-The device is never asked for anything: grids are made of numbers that the host has, as upper bounds, and programs that
-find nothing to do end at once. Kernels read lengths, tables and slots from device tensors only, so a decode step can be
-captured in a graph, with bounds for the longest sequences, and be replayed while these tensors change.
+The device is never asked for anything: grids are made of numbers that the host has, as upper
+bounds, and programs that find nothing to do end at once. Kernels read lengths, tables and slots
+from device tensors only, so a decode step can be captured in a graph, with bounds for the longest
+sequences, and be replayed while these tensors change.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
@@ -31,7 +35,9 @@ import triton.language as tl
 
 DECODE_LINES = 16  # of a tile: the fewest that the tensor cores multiply
 PREFILL_LINES = 64
-MAX_SPLIT_QUERIES = 4  # query tokens of a row that is split over its keys; bounds the memory of the partial results
+MAX_SPLIT_QUERIES = (
+    4  # query tokens of a row that is split over its keys; bounds the memory of the partial results
+)
 MIN_SPLIT = 512  # keys per split: below this, merging costs more than it gains
 MAX_SPLITS = 16  # a power of two
 
@@ -46,7 +52,9 @@ class Tuning:
 
 
 def tuning(head_dim: int, dtype: torch.dtype) -> Tuning:
-    """Keys and values of all stages must fit into shared memory: 2 * stages * tile_keys * head_dim numbers."""
+    """Keys and values of all stages must fit into shared memory: 2 * stages * tile_keys * head_dim
+    numbers.
+    """
     if dtype == torch.float32:  # no tensor cores in full precision: for tests and comparisons
         return Tuning(tile_keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
     if head_dim <= 64:
@@ -69,7 +77,9 @@ class Plan:
 
 
 def split_queries(group: int) -> int:
-    """Rows with at most this many query tokens are split over their keys; `group` query heads share a kv head."""
+    """Rows with at most this many query tokens are split over their keys; `group` query heads share
+    a kv head.
+    """
     return min(MAX_SPLIT_QUERIES, max(DECODE_LINES // group, 1))
 
 
@@ -78,7 +88,9 @@ def plan(query_lens: np.ndarray, seq_lens: np.ndarray, group: int, window: int |
     short = query_lens <= split_queries(group)
     num_tiles = 0
     if not short.all():
-        num_tiles = int(query_lens.sum()) // _tile_queries(group) + len(query_lens)  # see _row_of_tile
+        num_tiles = int(query_lens.sum()) // _tile_queries(group) + len(
+            query_lens
+        )  # see _row_of_tile
     if not short.any():
         return Plan(num_tiles, 0, 0)
     max_queries, max_keys = int(query_lens[short].max()), int(seq_lens[short].max())
@@ -108,8 +120,8 @@ def paged_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart.
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of q's type or narrower. What lies outside of
-            the rows' visible keys is not read, and may be anything.
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of q's type or narrower. What
+            lies outside of the rows' visible keys is not read, and may be anything.
         block_tables: int32 [num_rows, at least the blocks of the longest row].
         query_start_loc: int32 [num_rows + 1].
         seq_lens: int32 [num_rows], at least 1.
@@ -123,7 +135,9 @@ def paged_attention(
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_rows, group = len(seq_lens), num_heads // num_kv_heads
-    assert q.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous() and block_tables.stride(1) == 1
+    assert (
+        q.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous() and block_tables.stride(1) == 1
+    )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     merged = num_rows * plan.max_queries if plan.max_splits > 1 else 0
     lses = torch.empty((merged, num_heads, plan.max_splits), dtype=torch.float32, device=q.device)
@@ -143,7 +157,15 @@ def paged_attention(
     )  # fmt: skip
     if merged:
         merge_kernel[merged, num_heads](
-            partials, lses, out, query_start_loc, seq_lens, plan.max_queries, plan.max_splits, **sizes, num_warps=1
+            partials,
+            lses,
+            out,
+            query_start_loc,
+            seq_lens,
+            plan.max_queries,
+            plan.max_splits,
+            **sizes,
+            num_warps=1,
         )
     return out
 
@@ -156,9 +178,11 @@ def _lines_of(least: int, group: int) -> int:
 # ---- the device's part: offsets into the cache are int64, it can have more than 2**31 numbers ----
 
 
-# What changes from step to step is not specialized: a number that is 1 or a multiple of 16 would mean another kernel,
-# and requests would wait while it is compiled.
-@triton.jit(do_not_specialize=["table_stride", "num_rows", "num_tiles", "max_queries", "max_splits"])
+# What changes from step to step is not specialized: a number that is 1 or a multiple of 16 would
+# mean another kernel, and requests would wait while it is compiled.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_rows", "num_tiles", "max_queries", "max_splits"]
+)
 def attention_kernel(
     q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
     q_stride, table_stride, num_rows, num_tiles, max_queries, max_splits, score_scale,
@@ -167,7 +191,9 @@ def attention_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_TILES: tl.constexpr,
     DECODE_LINES: tl.constexpr, PREFILL_LINES: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: first the tiles of the rows that are not split, then all splits of the others; axis 1: kv heads."""
+    """Axis 0: first the tiles of the rows that are not split, then all splits of the others; axis
+    1: kv heads.
+    """
     kv_head = tl.program_id(1)
     key_ptr += kv_head * HEAD_DIM
     value_ptr += kv_head * HEAD_DIM
@@ -222,7 +248,9 @@ def _decode_split(
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of a row, over one split of its keys. Where there is one split only, its result is the row's."""
+    """All tokens of a row, over one split of its keys. Where there is one split only, its result is
+    the row's.
+    """
     start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
     first_key = _first_key(seq_len - query_len, WINDOW)
     begin, size, num_splits = _splits(first_key, seq_len, TILE_KEYS, MIN_SPLIT, MAX_SPLITS)
@@ -249,11 +277,13 @@ def _attend(
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax in one pass (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from `begin` to `end`.
+    """Softmax in one pass (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from `begin` to
+    `end`.
 
     Returns:
-        The mean of the values [LINES, HEAD_DIM], and the logarithm (base 2) of the sum of exponentials [LINES], with
-        which it can be merged. A line that sees none of the keys: 0 and -inf.
+        The mean of the values [LINES, HEAD_DIM], and the logarithm (base 2) of the sum of
+        exponentials [LINES], with which it can be merged. A line that sees none of the keys: 0 and
+        -inf.
     """
     dim = tl.arange(0, HEAD_DIM)
     highest = tl.full([LINES], float("-inf"), tl.float32)
@@ -265,8 +295,12 @@ def _attend(
         visible = (key >= first_key) & (key < end)
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
         at = (block * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
-        k = tl.load(key_ptr + at[None, :] + dim[:, None], mask=visible[None, :], other=0.0).to(q.dtype)
-        v = tl.load(value_ptr + at[:, None] + dim[None, :], mask=visible[:, None], other=0.0).to(q.dtype)
+        k = tl.load(key_ptr + at[None, :] + dim[:, None], mask=visible[None, :], other=0.0).to(
+            q.dtype
+        )
+        v = tl.load(value_ptr + at[:, None] + dim[None, :], mask=visible[:, None], other=0.0).to(
+            q.dtype
+        )
 
         scores = tl.dot(q, k, input_precision="ieee") * score_scale
         seen = visible[None, :] & (key[None, :] <= position[:, None])
@@ -274,7 +308,9 @@ def _attend(
             seen &= key[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf is not a number
+        shift = tl.where(
+            new_highest == float("-inf"), 0.0, new_highest
+        )  # -inf - -inf is not a number
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(highest - shift)
         total = total * decay + tl.sum(weights, 1)
@@ -291,7 +327,11 @@ def merge_kernel(
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program per token of a split row (axis 0: max_queries per row) and head (axis 1)."""
-    row, query, head = tl.program_id(0) // max_queries, tl.program_id(0) % max_queries, tl.program_id(1)
+    row, query, head = (
+        tl.program_id(0) // max_queries,
+        tl.program_id(0) % max_queries,
+        tl.program_id(1),
+    )
     start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
     first_key = _first_key(seq_len - query_len, WINDOW)
     _, _, num_splits = _splits(first_key, seq_len, TILE_KEYS, MIN_SPLIT, MAX_SPLITS)
@@ -300,7 +340,9 @@ def merge_kernel(
         at = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head) * max_splits + split
         lse = tl.load(lse_ptr + at, mask=split < num_splits, other=float("-inf"))
         partials = tl.load(
-            partial_ptr + at[:, None] * HEAD_DIM + dim[None, :], mask=(split < num_splits)[:, None], other=0.0
+            partial_ptr + at[:, None] * HEAD_DIM + dim[None, :],
+            mask=(split < num_splits)[:, None],
+            other=0.0,
         )
         weights = tl.exp2(lse - tl.max(lse, 0))  # a token sees itself: the highest is finite
         weights = tl.div_rn(weights, tl.sum(weights, 0))
@@ -314,9 +356,11 @@ def merge_kernel(
 
 @triton.jit
 def _row_of_tile(tile, starts_ptr, num_rows, QUERIES: tl.constexpr):
-    """Row of tile number `tile`, and the first of its query tokens, which may be past the row's end.
+    """Row of tile number `tile`, and the first of its query tokens, which may be past the row's
+    end.
 
-    Row r has the tiles from `starts[r] // QUERIES + r` on: at least as many as it needs, whatever its neighbours are.
+    Row r has the tiles from `starts[r] // QUERIES + r` on: at least as many as it needs, whatever
+    its neighbours are.
     """
     low, high = 0, num_rows  # the row is in [low, high)
     while high - low > 1:
@@ -341,26 +385,40 @@ def _first_key(first_position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _splits(first_key, seq_len, TILE_KEYS: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Where the first split begins, keys per split, number of splits; borders are multiples of TILE_KEYS."""
+def _splits(
+    first_key, seq_len, TILE_KEYS: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
+):
+    """Where the first split begins, keys per split, number of splits; borders are multiples of
+    TILE_KEYS.
+    """
     begin = first_key // TILE_KEYS * TILE_KEYS
-    size = tl.maximum(tl.cdiv(tl.cdiv(seq_len - begin, MAX_SPLITS), TILE_KEYS) * TILE_KEYS, MIN_SPLIT)
+    size = tl.maximum(
+        tl.cdiv(tl.cdiv(seq_len - begin, MAX_SPLITS), TILE_KEYS) * TILE_KEYS, MIN_SPLIT
+    )
     return begin, size, tl.cdiv(seq_len - begin, size)
 
 
 @triton.jit
 def _lines(first_query, query_len, GROUP: tl.constexpr, LINES: tl.constexpr):
-    """Query token of the row and head of each line of a tile, and whether there is one; [LINES] each."""
+    """Query token of the row and head of each line of a tile, and whether there is one; [LINES]
+    each.
+    """
     line = tl.arange(0, LINES)
     query = first_query + line // GROUP
-    return query, tl.program_id(1) * GROUP + line % GROUP, (line < LINES // GROUP * GROUP) & (query < query_len)
+    return (
+        query,
+        tl.program_id(1) * GROUP + line % GROUP,
+        (line < LINES // GROUP * GROUP) & (query < query_len),
+    )
 
 
 @triton.jit
 def _load_queries(q_ptr, token, head, valid, q_stride, HEAD_DIM: tl.constexpr):
     """[LINES, HEAD_DIM], zeros where there is none."""
     at = token.to(tl.int64) * q_stride + head * HEAD_DIM
-    return tl.load(q_ptr + at[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0)
+    return tl.load(
+        q_ptr + at[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0
+    )
 
 
 @triton.jit

@@ -1,4 +1,6 @@
-"""Rotation of queries and keys fused with the cache write: every number of q, k and v is read and written once."""
+"""Rotation of queries and keys fused with the cache write: every number of q, k and v is read and
+written once.
+"""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ def rotate_and_store(
     """Turn q and k by their positions, and store k and v at their slots, in one kernel.
 
     Args:
-        q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart, as slices of qkv are.
+        q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart, as slices
+            of qkv are.
         k: [num_tokens, num_kv_heads, head_dim].
         v: like k.
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of any floating type; numbers beyond the range
-            of float8_e4m3fn become its largest.
-        slot_mapping: int64 [num_tokens]: block * block_size + offset; negative: the token is not stored.
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of any floating type; numbers
+            beyond the range of float8_e4m3fn become its largest.
+        slot_mapping: int64 [num_tokens]: block * block_size + offset; negative: the token is not
+            stored.
         rotation: cos and sin, [num_tokens, head_dim / 2] each, or None.
 
     Returns:
@@ -70,7 +74,10 @@ def rotate_and_store_kernel(
             _turn(from_ptr, value_ptr + to, None, None, token, slot >= 0, HEAD_DIM)
     else:
         token, head = _heads(HEADS, ROWS)
-        from_ptr, to_ptr = q_ptr + token * q_stride + head * HEAD_DIM, turned_ptr + (token * HEADS + head) * HEAD_DIM
+        from_ptr, to_ptr = (
+            q_ptr + token * q_stride + head * HEAD_DIM,
+            turned_ptr + (token * HEADS + head) * HEAD_DIM,
+        )
         _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, token < num_tokens, HEAD_DIM)
 
 

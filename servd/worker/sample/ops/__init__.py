@@ -1,4 +1,6 @@
-"""What the sampler does with a row of the vocabulary: `reference.py` in plain torch, and faster ones of the devices."""
+"""What the sampler does with a row of the vocabulary: `reference.py` in plain torch, and faster
+ones of the devices.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ from servd.worker.sample.penalties import Penalized
 
 
 class SamplingOps(Protocol):
-    """What each module of this package has; tests/worker/sample/test_ops.py runs its contract over all.
+    """What each module of this package has; tests/worker/sample/test_ops.py runs its contract over
+    all.
 
-    Logits are float32 [n, vocab], each row contiguous; weights are those of `weights.py`, contiguous. What comes after
-    `to_weights` is arithmetic on integers and gives equal results in all modules. Rows whose most probable token has no
-    finite logit have undefined weights, and any valid token is drawn from them.
+    Logits are float32 [n, vocab], each row contiguous; weights are those of `weights.py`,
+    contiguous. What comes after `to_weights` is arithmetic on integers and gives equal results in
+    all modules. Rows whose most probable token has no finite logit have undefined weights, and any
+    valid token is drawn from them.
     """
 
     def shift(
@@ -29,10 +33,12 @@ class SamplingOps(Protocol):
         bitmask: Tensor | None = None,
         penalized: Penalized | None = None,
     ) -> Tensor:
-        """Add biases, forbid what the bitmask [n, ceil(vocab / 32)] int32 does not allow, penalize; in place.
+        """Add biases, forbid what the bitmask [n, ceil(vocab / 32)] int32 does not allow, penalize;
+        in place.
 
         Returns:
-            [n] int64, the most probable token of each row: the first one that is NaN, or else the first maximum.
+            [n] int64, the most probable token of each row: the first one that is NaN, or else the
+            first maximum.
         """
         ...
 
@@ -41,10 +47,11 @@ class SamplingOps(Protocol):
         ...
 
     def narrow(self, weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-        """The smallest weight that top-k and then top-p keep of the weights that are at least `lowest`.
+        """The smallest weight that top-k and then top-p keep of the weights that are at least
+        `lowest`.
 
-        Tokens that tie with the last one kept are kept too, so the order in which equal values are looked at is of
-        no effect.
+        Tokens that tie with the last one kept are kept too, so the order in which equal values are
+        looked at is of no effect.
 
         Args:
             weights: [n, vocab].
@@ -58,7 +65,8 @@ class SamplingOps(Protocol):
         ...
 
     def draw(self, weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """One token per row, [n] int64, by inverse CDF over the weights that are at least `lowest` [n].
+        """One token per row, [n] int64, by inverse CDF over the weights that are at least `lowest`
+        [n].
 
         The random number is `uniform(seeds, positions)`; a token of weight zero is never drawn.
         """
@@ -73,10 +81,12 @@ class SamplingOps(Protocol):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """How many drafted tokens of each row are kept, and the weights to draw the next one from: see `rejection.py`.
+        """How many drafted tokens of each row are kept, and the weights to draw the next one from:
+        see `rejection.py`.
 
-        A draft is kept if `uniform(~seed, position) * q < p`, draft and target, or if less than 1 is left of every
-        weight. After the first that is not kept, what is left is max(0, p - q); after all, the target's own weights.
+        A draft is kept if `uniform(~seed, position) * q < p`, draft and target, or if less than 1
+        is left of every weight. After the first that is not kept, what is left is max(0, p - q);
+        after all, the target's own weights.
 
         Args:
             weights: [n, k + 1, vocab] of the target.
@@ -92,7 +102,9 @@ class SamplingOps(Protocol):
         ...
 
     def score(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Logarithm of each row's sum of exponentials, [n] float32, and the rank from 1 of its token [n], int64."""
+        """Logarithm of each row's sum of exponentials, [n] float32, and the rank from 1 of its
+        token [n], int64.
+        """
         ...
 
 

@@ -24,9 +24,23 @@ def shift(
     best = torch.empty(len(logits), dtype=torch.int64)
     slots = counts = factors = None
     if penalized is not None:
-        slots, counts, factors = penalized.slot_of_each(len(logits)), penalized.counts, penalized.factors
+        slots, counts, factors = (
+            penalized.slot_of_each(len(logits)),
+            penalized.counts,
+            penalized.factors,
+        )
     num_words = 0 if bitmask is None else bitmask.shape[1]
-    _call("servd_shift", *_rows(logits), bitmask, num_words, slots, counts, factors, *logits.shape, best)
+    _call(
+        "servd_shift",
+        *_rows(logits),
+        bitmask,
+        num_words,
+        slots,
+        counts,
+        factors,
+        *logits.shape,
+        best,
+    )
     return best
 
 
@@ -67,5 +81,10 @@ def _call(function: str, *arguments: Tensor | int | None) -> None:
     lib = library()
     assert lib is not None
     # Copies of what is not contiguous must live until the call is over.
-    kept = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
-    getattr(lib, function)(*[each.data_ptr() if isinstance(each, Tensor) else each for each in kept])
+    kept = [
+        argument.contiguous() if isinstance(argument, Tensor) else argument
+        for argument in arguments
+    ]
+    getattr(lib, function)(
+        *[each.data_ptr() if isinstance(each, Tensor) else each for each in kept]
+    )

@@ -1,4 +1,6 @@
-"""The sampler's operations in plain torch, for CPUs. They run elsewhere too, but then `narrow` waits for the device."""
+"""The sampler's operations in plain torch, for CPUs. They run elsewhere too, but then `narrow`
+waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from servd.worker.sample.uniform import uniform
 from servd.worker.sample.weights import WEIGHT_ONE
 
 MAX_SORTED = 256  # a top-k up to this size is found faster by torch.topk than by counting digits
-DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the 31 bits that a float32 without sign has
+DIGITS = (
+    (20, 11),
+    (10, 10),
+    (0, 10),
+)  # (shift, bits) of the 31 bits that a float32 without sign has
 
 
 def shift(
@@ -41,7 +47,9 @@ def add_biases(logits: Tensor, biased: Biased) -> None:
 
 def _penalize(logits: Tensor, penalized: Penalized) -> Tensor:
     counts = penalized.counts[penalized.slots]  # a copy
-    repetition, frequency, presence = penalized.factors[penalized.slots].unsqueeze(-1).unbind(1)  # each [rows, 1]
+    repetition, frequency, presence = (
+        penalized.factors[penalized.slots].unsqueeze(-1).unbind(1)
+    )  # each [rows, 1]
     factor = torch.where(logits > 0, 1 / repetition, repetition).masked_fill_(counts == 0, 1)
     num_outputs = counts.bitwise_and_(IN_PROMPT - 1)
     return (logits * factor).sub_(frequency * num_outputs).sub_(presence * (num_outputs > 0))
@@ -74,7 +82,9 @@ def _narrow_by_sorting(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     masses = candidates.to(torch.int64)
     more_probable = masses.cumsum(dim=-1) - masses  # mass of the tokens before this one
     num_kept = (more_probable < (top_p * masses.sum(dim=-1)).unsqueeze(1)).sum(dim=-1, keepdim=True)
-    return candidates.gather(1, (num_kept - 1).clamp_(min=0)).squeeze(1)  # none are kept only in undefined rows
+    return candidates.gather(1, (num_kept - 1).clamp_(min=0)).squeeze(
+        1
+    )  # none are kept only in undefined rows
 
 
 def _narrow_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -86,7 +96,9 @@ def _narrow_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         part, part_masses, k = weights[with_k], masses[with_k], top_k[with_k]
         smallest = smallest_keeping(part, torch.ones_like(part_masses), k)
         is_above = part > smallest.unsqueeze(1)
-        totals[with_k] = part_masses.masked_fill(~is_above, 0).sum(-1) + (k - is_above.sum(-1)) * smallest.long()
+        totals[with_k] = (
+            part_masses.masked_fill(~is_above, 0).sum(-1) + (k - is_above.sum(-1)) * smallest.long()
+        )
         kth[with_k] = smallest
     return torch.maximum(kth, smallest_keeping(weights, masses, top_p * totals))
 
@@ -94,9 +106,10 @@ def _narrow_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
     """The smallest number such that the weights above it have together less than a mass.
 
-    A radix search by the bits of the weights, which are ordered as the weights are: every digit is found by adding up
-    the masses that each of its values has, among the weights whose digits before are those found. That is exact, and
-    reads the row about once, where a sort of a large vocabulary takes ten times as long.
+    A radix search by the bits of the weights, which are ordered as the weights are: every digit is
+    found by adding up the masses that each of its values has, among the weights whose digits before
+    are those found. That is exact, and reads the row about once, where a sort of a large vocabulary
+    takes ten times as long.
 
     Args:
         weights: [n, vocab] float32, not negative.
@@ -114,8 +127,12 @@ def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
     for position, width in DIGITS:
         digits = (bits >> position) & ((1 << width) - 1)
         sums = masses.new_zeros(num_rows << width)
-        sums = sums.index_add_(0, ((rows << width) + digits).flatten(), masses.flatten()).view(num_rows, -1)
-        above = mass_above + sums.flip(1).cumsum(1).flip(1) - sums  # of the weights whose digit is greater
+        sums = sums.index_add_(0, ((rows << width) + digits).flatten(), masses.flatten()).view(
+            num_rows, -1
+        )
+        above = (
+            mass_above + sums.flip(1).cumsum(1).flip(1) - sums
+        )  # of the weights whose digit is greater
         digit = (above < limits.unsqueeze(1)).int().argmax(dim=1, keepdim=True)
         mass_above = above.gather(1, digit)
         digit = digit.squeeze(1).int()
@@ -130,13 +147,20 @@ def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> T
     """See `SamplingOps.draw`."""
     cumulative = _at_least(weights, lowest).to(torch.int64).cumsum_(dim=-1)
     total = cumulative[:, -1]
-    target = (uniform(seeds, positions) * total).to(torch.int64)  # < total: the largest u never rounds up to it
+    target = (uniform(seeds, positions) * total).to(
+        torch.int64
+    )  # < total: the largest u never rounds up to it
     token_ids = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
     return token_ids.clamp_(max=weights.shape[1] - 1)
 
 
 def verify(
-    weights: Tensor, lowest: Tensor, draft_ids: Tensor, draft_probs: Tensor | None, seeds: Tensor, positions: Tensor
+    weights: Tensor,
+    lowest: Tensor,
+    draft_ids: Tensor,
+    draft_probs: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See `SamplingOps.verify`."""
     num_drafts, at = draft_ids.shape[1], draft_ids.unsqueeze(-1)
@@ -144,13 +168,15 @@ def verify(
         draft_probs = torch.zeros_like(weights[:, :num_drafts]).scatter_(2, at, 1.0)
     target = weights.masked_fill(weights < lowest.unsqueeze(-1), 0).to(torch.int64)
     bonus, target = target[:, num_drafts:], target[:, :num_drafts]
-    claimed = draft_probs.double() * target.sum(dim=-1, keepdim=True)  # by the draft, in units of the target's weights
+    claimed = draft_probs.double() * target.sum(
+        dim=-1, keepdim=True
+    )  # by the draft, in units of the target's weights
     left = (target - claimed).clamp_(min=0)
     all_positions = positions.unsqueeze(1) + torch.arange(num_drafts, device=positions.device)
     # The draw at the same position uses the seed itself.
-    thresholds = uniform(~seeds.unsqueeze(1).expand_as(all_positions), all_positions) * claimed.gather(2, at).squeeze(
-        -1
-    )
+    thresholds = uniform(
+        ~seeds.unsqueeze(1).expand_as(all_positions), all_positions
+    ) * claimed.gather(2, at).squeeze(-1)
     kept = (thresholds < target.gather(2, at).squeeze(-1)) | (left < 1).all(dim=-1)
     num_kept = kept.long().cumprod(dim=1).sum(dim=1)
     rows = torch.cat([left, bonus], dim=1)

@@ -1,4 +1,6 @@
-"""Replies as models that think write them, and what they mean: one file per parser, `CASES` in each."""
+"""Replies as models that think write them, and what they mean: one file per parser, `CASES` in
+each.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,24 @@ class Case(NamedTuple):
 def between(start: str, end: str) -> dict[str, Case]:
     """Replies that differ only in the tags."""
     return {
-        "thoughts and answer": Case(f"{start}\nTwo and two.\n{end}\n\nFour.", "Two and two.", "Four."),
-        "opened by the prompt": Case(f"Hm, 2 < 3.\n\nYes.\n{end}\n\nOk.\n", "Hm, 2 < 3.\n\nYes.", "Ok.\n", True),
+        "thoughts and answer": Case(
+            f"{start}\nTwo and two.\n{end}\n\nFour.", "Two and two.", "Four."
+        ),
+        "opened by the prompt": Case(
+            f"Hm, 2 < 3.\n\nYes.\n{end}\n\nOk.\n", "Hm, 2 < 3.\n\nYes.", "Ok.\n", True
+        ),
         "opened by the prompt, and again": Case(f"{start}a{end}b", "a", "b", True),
         "no thoughts in the tags": Case(f"{start}\n\n{end}\n\nHello", "", "Hello"),
         "no answer": Case(f"{start}all of it{end}", "all of it", ""),
         "unicode": Case(f"{start}日本語 🤔{end}はい ✅", "日本語 🤔", "はい ✅"),
         "a call follows": Case(
-            f"{start}I need it.{end}\n<tool_call>\n{{}}</tool_call>", "I need it.", "<tool_call>\n{}</tool_call>"
+            f"{start}I need it.{end}\n<tool_call>\n{{}}</tool_call>",
+            "I need it.",
+            "<tool_call>\n{}</tool_call>",
         ),
-        "tags in the answer": Case(f"{start}x{end} say {start} or {end}", "x", f"say {start} or {end}"),
+        "tags in the answer": Case(
+            f"{start}x{end} say {start} or {end}", "x", f"say {start} or {end}"
+        ),
         "cut off in the thoughts": Case(f"{start}I wonder if ", "I wonder if", ""),
         "cut off in the end tag": Case(f"{start}so {end[:-2]}", f"so {end[:-2]}", ""),
         "white space before": Case(f"\n {start}a{end}b", "a", "b"),

@@ -1,4 +1,6 @@
-"""Replies as the families of models write them, and what they mean: one file per parser, `CASES` in each."""
+"""Replies as the families of models write them, and what they mean: one file per parser, `CASES` in
+each.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ class Case(NamedTuple):
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
     """A tool with these properties, each a JSON schema."""
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+    }
 
 
 TOOLS = [

@@ -19,13 +19,17 @@ NESTED = '{"options": {"a": [{"b": "```"}, "}"]}}'
 CASES = {
     "V3": Case(BEGIN + v3("get_weather", WEATHER) + END, [("get_weather", WEATHER)]),
     "V3, several": Case(
-        BEGIN + v3("get_weather", WEATHER) + "\n" + v3("now", "{}") + END, [("get_weather", WEATHER), ("now", "{}")]
+        BEGIN + v3("get_weather", WEATHER) + "\n" + v3("now", "{}") + END,
+        [("get_weather", WEATHER), ("now", "{}")],
     ),
-    "V3, text before": Case("Let me see.\n" + BEGIN + v3("now", "{}") + END, [("now", "{}")], "Let me see."),
+    "V3, text before": Case(
+        "Let me see.\n" + BEGIN + v3("now", "{}") + END, [("now", "{}")], "Let me see."
+    ),
     "V3, nested": Case(BEGIN + v3("write_file", NESTED) + END, [("write_file", NESTED)]),
     "V3.1": Case(BEGIN + v31("get_weather", WEATHER) + END, [("get_weather", WEATHER)]),
     "V3.1, several": Case(
-        BEGIN + v31("get_weather", WEATHER) + v31("now", "{}") + END, [("get_weather", WEATHER), ("now", "{}")]
+        BEGIN + v31("get_weather", WEATHER) + v31("now", "{}") + END,
+        [("get_weather", WEATHER), ("now", "{}")],
     ),
     "V3.1, nested": Case(BEGIN + v31("write_file", NESTED) + END, [("write_file", NESTED)]),
     "V3.1, a tool named function": Case(BEGIN + v31("function", "{}") + END, [("function", "{}")]),
@@ -37,7 +41,9 @@ CASES = {
         [],
         BEGIN + "<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>" + END,
     ),
-    "cut off in the name": Case(BEGIN + "<｜tool▁call▁begin｜>no", [], BEGIN + "<｜tool▁call▁begin｜>no"),
+    "cut off in the name": Case(
+        BEGIN + "<｜tool▁call▁begin｜>no", [], BEGIN + "<｜tool▁call▁begin｜>no"
+    ),
     "cut off in the arguments": Case(
         BEGIN + v31("now", '{"a": 1')[: -len("<｜tool▁call▁end｜>")], [("now", '{"a": 1')]
     ),

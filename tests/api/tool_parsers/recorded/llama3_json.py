@@ -21,18 +21,28 @@ CASES = {
         '{"name": "now", "parameters": {}}\n{"name": "get_weather", "parameters": {"city": "B"}}\n',
         [("now", "{}"), ("get_weather", '{"city": "B"}')],
     ),
-    "arguments for parameters": Case('{"name": "now", "arguments": {"a": null}}', [("now", '{"a": null}')]),
-    "text before the tag": Case('Sure.\n<|python_tag|>{"name": "now", "parameters": {}}', [("now", "{}")], "Sure."),
+    "arguments for parameters": Case(
+        '{"name": "now", "arguments": {"a": null}}', [("now", '{"a": null}')]
+    ),
+    "text before the tag": Case(
+        'Sure.\n<|python_tag|>{"name": "now", "parameters": {}}', [("now", "{}")], "Sure."
+    ),
     "text after": Case('{"name": "now", "parameters": {}}\nDone.', [("now", "{}")], "Done."),
     "unicode": Case(
-        '{"name": "get_weather", "parameters": {"city": "Kraków 🐉"}}', [("get_weather", '{"city": "Kraków 🐉"}')]
+        '{"name": "get_weather", "parameters": {"city": "Kraków 🐉"}}',
+        [("get_weather", '{"city": "Kraków 🐉"}')],
     ),
     "nested": Case(
-        '{"name": "write_file", "parameters": {"options": {"a": {"b": ["}", "\\"{"]}}, "text": "x;y"}}',
+        '{"name": "write_file", "parameters": {"options": {"a": {"b": ["}", "\\"{"]}}, "text": '
+        '"x;y"}}',
         [("write_file", '{"options": {"a": {"b": ["}", "\\"{"]}}, "text": "x;y"}')],
     ),
-    "JSON that is no call": Case('{"name": "Ada", "born": 1815}', [], '{"name": "Ada", "born": 1815}'),
-    "JSON with other values": Case('{"a": "b", "name": {"c": 1}}', [], '{"a": "b", "name": {"c": 1}}'),
+    "JSON that is no call": Case(
+        '{"name": "Ada", "born": 1815}', [], '{"name": "Ada", "born": 1815}'
+    ),
+    "JSON with other values": Case(
+        '{"a": "b", "name": {"c": 1}}', [], '{"a": "b", "name": {"c": 1}}'
+    ),
     "a program after the tag": Case("<|python_tag|>print(1)", [], "<|python_tag|>print(1)"),
     "malformed": Case('{name: "now"}', [], '{name: "now"}'),
     "cut off in the name": Case('  {"name": "no', [], '  {"name": "no'),

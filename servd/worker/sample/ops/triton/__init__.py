@@ -1,4 +1,6 @@
-"""The sampler's operations as Triton kernels, for CUDA; on a CPU they run in Triton's interpreter."""
+"""The sampler's operations as Triton kernels, for CUDA; on a CPU they run in Triton's
+interpreter.
+"""
 
 from servd.worker.sample.ops.triton.draw import draw
 from servd.worker.sample.ops.triton.narrow import narrow

@@ -1,4 +1,6 @@
-"""The draw: masses of blocks of the row, then the block that the random number falls into, then the token in it."""
+"""The draw: masses of blocks of the row, then the block that the random number falls into, then the
+token in it.
+"""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def draw_kernel(
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
     position = tl.load(positions_ptr + row).to(tl.uint64, bitcast=True)
-    random = (splitmix64(splitmix64(seed, 0), position) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
+    random = (splitmix64(splitmix64(seed, 0), position) >> 11).to(
+        tl.float64
+    ) * 1.1102230246251565e-16  # 2**-53
     block = tl.arange(0, BLOCKS)
     masses = tl.load(masses_ptr + row * num_blocks + block, mask=block < num_blocks, other=0)
     target = (random * tl.sum(masses, axis=0).to(tl.float64)).to(tl.int64)
@@ -53,7 +57,9 @@ def draw_kernel(
     chosen = tl.minimum(chosen, num_blocks - 1)
     before = tl.sum(tl.where(block < chosen, masses, 0), axis=0)
     inside = masses_of(weights_ptr, row, chosen, vocab, tl.load(lowest_ptr + row), BLOCK)
-    token = chosen * BLOCK + tl.sum((before + tl.cumsum(inside, axis=0) <= target).to(tl.int32), axis=0)
+    token = chosen * BLOCK + tl.sum(
+        (before + tl.cumsum(inside, axis=0) <= target).to(tl.int32), axis=0
+    )
     tl.store(out_ptr + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
 

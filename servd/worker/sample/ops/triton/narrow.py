@@ -1,5 +1,8 @@
-"""top-k and top-p without a sort: bisection by the bits of the weights, which are ordered as the weights are."""
-# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+"""top-k and top-p without a sort: bisection by the bits of the weights, which are ordered as the
+weights are.
+"""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false,
+# reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -49,12 +52,16 @@ def measure(row_ptr, vocab, low, BLOCK: tl.constexpr):
 
 @triton.jit
 def collect(row_ptr, vocab, low, high, found_ptr, BLOCK: tl.constexpr):
-    """Write the bits of a row that are in (low, high] one after another: one pass. Returns how many there are."""
+    """Write the bits of a row that are in (low, high] one after another: one pass. Returns how many
+    there are.
+    """
     num_found = tl.zeros([], dtype=tl.int32)
     for start in range(0, vocab, BLOCK):
         bits = load_bits(row_ptr, start, vocab, BLOCK)
         is_inside = ((bits > low) & (bits <= high)).to(tl.int32)
-        tl.store(found_ptr + num_found + tl.cumsum(is_inside, axis=0) - 1, bits, mask=is_inside != 0)
+        tl.store(
+            found_ptr + num_found + tl.cumsum(is_inside, axis=0) - 1, bits, mask=is_inside != 0
+        )
         num_found += tl.sum(is_inside, axis=0)
     tl.debug_barrier()  # what one thread wrote is read by others
     return num_found
@@ -65,9 +72,11 @@ def search(
     row_ptr, vocab, low, low_count, low_mass, limit, found_ptr,
     BY_COUNT: tl.constexpr, ONE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The smallest bits from `low` on such that what is above them has less than the limit, and what that has.
+    """The smallest bits from `low` on such that what is above them has less than the limit, and
+    what that has.
 
-    The answer is always in (low, high]. The row is read until few weights are in between; they are collected.
+    The answer is always in (low, high]. The row is read until few weights are in between; they are
+    collected.
     """
     high = tl.full([], ONE, dtype=tl.int32)  # no weight is above
     high_count = tl.zeros([], dtype=tl.int32)
@@ -117,13 +126,25 @@ def narrow_kernel(
         total = mass
         if k > 0:
             kth, count, mass = search(
-                row_ptr, vocab, low, count, mass, k.to(tl.float64), found_ptr, True, ONE, CAPACITY, BLOCK
+                row_ptr,
+                vocab,
+                low,
+                count,
+                mass,
+                k.to(tl.float64),
+                found_ptr,
+                True,
+                ONE,
+                CAPACITY,
+                BLOCK,
             )
             # As many of those that tie with the k-th as make k; none tie if there are fewer than k.
             total = mass + tl.where(kth > low, (k - count) * mass_of(kth), 0)
             low = kth
         limit = p * total.to(tl.float64)
-        smallest, count, mass = search(row_ptr, vocab, low, count, mass, limit, found_ptr, False, ONE, CAPACITY, BLOCK)
+        smallest, count, mass = search(
+            row_ptr, vocab, low, count, mass, limit, found_ptr, False, ONE, CAPACITY, BLOCK
+        )
         result = tl.maximum(lowest, smallest.to(tl.float32, bitcast=True))
     tl.store(out_ptr + row, result)
 

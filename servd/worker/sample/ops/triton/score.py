@@ -1,4 +1,6 @@
-"""Log-probability and rank of one token per row in one pass, without the log-probabilities of the others."""
+"""Log-probability and rank of one token per row in one pass, without the log-probabilities of the
+others.
+"""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ BLOCK = 4096
 
 
 @triton.jit
-def score_kernel(logits_ptr, token_ids_ptr, log_sums_ptr, counts_ptr, vocab, row_stride, BLOCK: tl.constexpr):
-    """One program per row and BLOCK tokens: logarithm of the sum of exponentials, and how many are above the token."""
+def score_kernel(
+    logits_ptr, token_ids_ptr, log_sums_ptr, counts_ptr, vocab, row_stride, BLOCK: tl.constexpr
+):
+    """One program per row and BLOCK tokens: logarithm of the sum of exponentials, and how many are
+    above the token.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=float("-inf"))
@@ -30,5 +36,7 @@ def score(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, vocab = logits.shape
     log_sums = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), device=logits.device)
     counts = torch.empty(log_sums.shape, dtype=torch.int32, device=logits.device)
-    score_kernel[log_sums.shape](logits, token_ids, log_sums, counts, vocab, logits.stride(0), BLOCK, num_warps=8)
+    score_kernel[log_sums.shape](
+        logits, token_ids, log_sums, counts, vocab, logits.stride(0), BLOCK, num_warps=8
+    )
     return log_sums.logsumexp(dim=-1), counts.sum(dim=-1) + 1

@@ -22,7 +22,9 @@ def shift_kernel(
     row_stride, words,
     COUNT_BITS: tl.constexpr, LAST: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and BLOCK tokens; finds the best of them. `slots` is negative in rows without penalties."""
+    """One program per row and BLOCK tokens; finds the best of them. `slots` is negative in rows
+    without penalties.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     valid = token < vocab
@@ -74,7 +76,11 @@ def shift(
     if biased is not None:
         starts, token_ids, biases = biased.starts, biased.token_ids, biased.biases
     if penalized is not None:
-        slots, counts, factors = penalized.slot_of_each(num_rows), penalized.counts, penalized.factors
+        slots, counts, factors = (
+            penalized.slot_of_each(num_rows),
+            penalized.counts,
+            penalized.factors,
+        )
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
     words = 0 if bitmask is None else bitmask.shape[1]
     shift_kernel[best.shape](

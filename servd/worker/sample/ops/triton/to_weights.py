@@ -23,7 +23,9 @@ def to_weights_kernel(
     # At most 0 before the division, so no temperature can overflow it.
     weight = tl.exp((x - tl.load(peaks_ptr + row)) / tl.load(temperatures_ptr + row)) * ONE
     # No NaN, which has no integer; the row's token is not drawn then.
-    tl.store(weights_ptr + row * vocab + token, tl.where(weight <= ONE, weight, 0.0), mask=token < vocab)
+    tl.store(
+        weights_ptr + row * vocab + token, tl.where(weight <= ONE, weight, 0.0), mask=token < vocab
+    )
 
 
 def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
@@ -31,6 +33,14 @@ def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
     num_rows, vocab = logits.shape
     weights = torch.empty(num_rows, vocab, device=logits.device)
     to_weights_kernel[(num_rows, triton.cdiv(vocab, BLOCK))](
-        logits, peaks, temperatures, weights, vocab, logits.stride(0), WEIGHT_ONE, BLOCK, num_warps=8
+        logits,
+        peaks,
+        temperatures,
+        weights,
+        vocab,
+        logits.stride(0),
+        WEIGHT_ONE,
+        BLOCK,
+        num_warps=8,
     )
     return weights

@@ -1,4 +1,5 @@
-"""Rejection of drafted tokens: one pass that adds up each target, one that compares, one that writes what is left.
+"""Rejection of drafted tokens: one pass that adds up each target, one that compares, one that
+writes what is left.
 
 Called by `verify_drafts` of sample/rejection.py, which has no caller in servd yet.
 """
@@ -22,7 +23,9 @@ def claimed_of(probs_ptr, at, draft_id, block, vocab, total, BLOCK: tl.constexpr
     """Mass of one block's tokens by the draft, float64; None: it is all the drafted token's."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     if probs_ptr is not None:
-        probs = tl.load(probs_ptr + at * vocab + token, mask=token < vocab, other=0.0).to(tl.float64)
+        probs = tl.load(probs_ptr + at * vocab + token, mask=token < vocab, other=0.0).to(
+            tl.float64
+        )
     else:
         probs = (token == draft_id).to(tl.float64)
     return probs * total.to(tl.float64)
@@ -58,7 +61,9 @@ def keep_kernel(
         most = tl.zeros([BLOCK], dtype=tl.float64)
         for block in range(num_blocks):
             masses = masses_of(weights_ptr, at_target, block, vocab, lowest, BLOCK).to(tl.float64)
-            most = tl.maximum(most, masses - claimed_of(probs_ptr, at, draft_id, block, vocab, total, BLOCK))
+            most = tl.maximum(
+                most, masses - claimed_of(probs_ptr, at, draft_id, block, vocab, total, BLOCK)
+            )
         kept = tl.max(most, axis=0) < 1.0
     tl.store(totals_ptr + at, total)
     tl.store(kept_ptr + at, kept.to(tl.int32))
@@ -75,10 +80,14 @@ def left_kernel(
     kept = tl.load(kept_ptr + row * num_drafts + draft, mask=draft < num_drafts, other=0)
     num_kept = tl.min(tl.where(kept == 0, tl.minimum(draft, num_drafts), num_drafts), axis=0)
     at_target = row * (num_drafts + 1) + num_kept
-    left = masses_of(weights_ptr, at_target, block, vocab, tl.load(lowest_ptr + at_target), BLOCK).to(tl.float64)
+    left = masses_of(
+        weights_ptr, at_target, block, vocab, tl.load(lowest_ptr + at_target), BLOCK
+    ).to(tl.float64)
     if num_kept < num_drafts:
         at = row * num_drafts + num_kept
-        claimed = claimed_of(probs_ptr, at, tl.load(ids_ptr + at), block, vocab, tl.load(totals_ptr + at), BLOCK)
+        claimed = claimed_of(
+            probs_ptr, at, tl.load(ids_ptr + at), block, vocab, tl.load(totals_ptr + at), BLOCK
+        )
         left = tl.maximum(left - claimed, 0.0)
     token = block * BLOCK + tl.arange(0, BLOCK)
     tl.store(left_ptr + row * vocab + token, left.to(tl.float32), mask=token < vocab)
@@ -87,7 +96,12 @@ def left_kernel(
 
 
 def verify(
-    weights: Tensor, lowest: Tensor, draft_ids: Tensor, draft_probs: Tensor | None, seeds: Tensor, positions: Tensor
+    weights: Tensor,
+    lowest: Tensor,
+    draft_ids: Tensor,
+    draft_probs: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See `SamplingOps.verify`."""
     (num_rows, num_drafts), vocab, device = draft_ids.shape, weights.shape[-1], weights.device
@@ -98,7 +112,17 @@ def verify(
     # A fused product and difference would round otherwise than torch does.
     options = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
     keep_kernel[num_rows, num_drafts](
-        weights, lowest, draft_ids, draft_probs, seeds, positions, totals, kept, vocab, num_drafts, **options
+        weights,
+        lowest,
+        draft_ids,
+        draft_probs,
+        seeds,
+        positions,
+        totals,
+        kept,
+        vocab,
+        num_drafts,
+        **options,
     )
     left_kernel[num_rows, triton.cdiv(vocab, BLOCK)](
         weights, lowest, draft_ids, draft_probs, totals, kept, num_kept, left, vocab, num_drafts,
