@@ -123,9 +123,8 @@ class LLM:
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
-        outputs = self._run(
-            [(prompt, True) for prompt in prompts], params or PoolingParams(), use_tqdm
-        )  # type: ignore[misc]
+        requests = [(prompt, True) for prompt in prompts]
+        outputs = self._run(requests, params or PoolingParams(), use_tqdm)  # type: ignore[misc]
         return [unpack_vector(output.outputs[0].pooled or b"") for output in outputs]
 
     def close(self) -> None:

@@ -35,9 +35,7 @@ async def test_echo_with_logprobs_scores_prompt_and_output(http, max_tokens):
     assert logprobs["top_logprobs"][0] is None
     assert all(
         len(top) == 2 and token in top
-        for token, top in
-        # fmt: skip
-        list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:]
+        for token, top in list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:]
     )
 
 

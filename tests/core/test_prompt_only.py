@@ -24,8 +24,11 @@ def scored(log, request_id: str) -> list[int]:
 @pytest.mark.parametrize("budget", [8, 13, 64])
 def test_every_prompt_token_but_the_first_is_scored_once(depth, budget):
     engine = make_engine(depth=depth, max_num_batched_tokens=budget)
-    requests = [make_request("a", PROMPT, 5, prompt_logprobs=2), make_request("b", PROMPT[:9], 5, prompt_logprobs=0),
-                make_request("c", PROMPT, 5)]  # fmt: skip
+    requests = [
+        make_request("a", PROMPT, 5, prompt_logprobs=2),
+        make_request("b", PROMPT[:9], 5, prompt_logprobs=0),
+        make_request("c", PROMPT, 5),
+    ]
     log = generate(engine, *requests)
     assert scored(log, "a") == PROMPT[1:] and scored(log, "b") == PROMPT[1:9]
     assert log.outputs["c"][0].prompt_logprobs is None
@@ -89,7 +92,6 @@ def test_vectors(depth, pooling):
     log = generate(
         engine,
         make_request("text", PROMPT[:30], 9),
-        # fmt: skip
         *(EngineCoreRequest(name, ids, params) for name, ids in texts.items()),
     )
     for name, ids in texts.items():

@@ -32,7 +32,6 @@ TINY = ModelConfig(
     intermediate_size=48,
     num_hidden_layers=2,
     head_dim=16,
-    # fmt: skip
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=256,

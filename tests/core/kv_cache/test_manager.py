@@ -19,9 +19,7 @@ def test_a_second_request_finds_the_blocks_of_the_first_but_computes_at_least_on
     engine = make_engine()
     first, second, longer = (
         make_request(name, prompt)
-        for name, prompt in
-        # fmt: skip
-        [("first", PROMPT), ("second", PROMPT), ("longer", [*PROMPT, 99])]
+        for name, prompt in [("first", PROMPT), ("second", PROMPT), ("longer", [*PROMPT, 99])]
     )
     assert cached_tokens(generate(engine, first), "first") == 0
     log = generate(engine, second)

@@ -1,8 +1,8 @@
 """top-k and top-p without a sort: bisection by the bits of the weights, which are ordered as the
 weights are.
 """
-# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false,
-# reportOperatorIssue=false
+# pyright: reportMissingParameterType=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
