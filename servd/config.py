@@ -288,6 +288,32 @@ class ServerConfig(Section, frozen=True):
             description="Folder of the sockets between the processes. Default: a new private one."
         ),
     ] = None
+    max_connections: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Open connections per API server process. Beyond them the longest idle one "
+            "is closed; if none is idle, requests of new ones get 503 with Retry-After.",
+        ),
+    ] = 4096
+    header_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86400,
+            description="Seconds from connecting to whole headers; then 408, or nothing to a "
+            "client that was silent.",
+        ),
+    ] = 20.0
+    body_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86400,
+            description="Seconds over which a body must come with at least 1024 bytes per second "
+            "on average; else 408.",
+        ),
+    ] = 30.0
     write_timeout: Annotated[
         float,
         Meta(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import resource
 import secrets
 import shutil
 import signal
@@ -42,6 +43,7 @@ def serve(config: Config) -> int:
     """
     started_at = time.monotonic()
     log.setup("servd", config.observability.log_level)
+    raise_file_limit()
     listener = None if config.server.headless else listen(config)
     try:
         config, spec = find_and_resolve(config)
@@ -55,6 +57,15 @@ def serve(config: Config) -> int:
     finally:
         if listener is not None and config.server.uds:
             Path(config.server.uds).unlink(missing_ok=True)
+
+
+def raise_file_limit() -> None:
+    """Let this process and its children open as many files as the system's administrator allows.
+
+    The default is often 1024 or fewer, and every connection is a file.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:

@@ -1,89 +1,219 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits: on a head without end, and on clients that stop
-reading.
-"""
+"""HTTP/1.1 as uvicorn speaks it, with limits on clients: how many, how long a head, how slow."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from servd.api.protocol.errors import ErrorBody, ErrorDetail
+from servd.config import ServerConfig
+from servd.errors import Overloaded
 
-log = logging.getLogger("servd.api")
+logger = logging.getLogger("servd.api")
 
-MAX_HEAD = (
-    64 * 1024
-)  # bytes of request line and headers; trailers and chunk extensions count the same
+MAX_HEAD = 64 * 1024  # bytes of request line and headers, of trailers, of chunk extensions
+MIN_BODY_RATE = 1024  # bytes per second, on average over --body-timeout
+
+
+class Connections:
+    """The limits of a server's connections, and which of them could be closed for a new one.
+
+    Args:
+        config: has the limits.
+        on_refused: called with the status of every answer that the application does not give.
+    """
+
+    def __init__(
+        self, config: ServerConfig, on_refused: Callable[[int], None] = lambda status: None
+    ) -> None:
+        self.config = config
+        self.on_refused = on_refused
+        self.idle: dict[HttpProtocol, None] = {}  # without an open request; idle for longest first
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Answers 431 to a head without end, which uvicorn would collect until the memory is full,
-    before any API key.
+    """One connection. Before any API key is asked for, it answers
 
-    Cuts the connection of a client that takes no byte of its answer for `write_timeout` to twice as
-    many seconds. Its request is aborted then, like that of any client that leaves.
+    - 408 to a head that is not whole after --header-timeout seconds, and to a body that comes
+      slower than MIN_BODY_RATE; a connection that sends nothing at all is closed in silence,
+    - 431 to a head without end, which uvicorn would collect until the memory is full.
+
+    Over --max-connections, whoever has been idle for longest is closed. If none is idle, the
+    application gets an Overloaded as `scope["state"]["refusal"]`.
+
+    The connection of a client that takes no byte of its answer for `write_timeout` to twice as many
+    seconds is cut. Its request is aborted then, like that of any client that leaves.
     """
 
-    write_timeout = 90.0  # seconds; for all connections of the process
-    num_unparsed = 0  # bytes since the parser last handed on a whole head or a part of a body
-    _timer: asyncio.TimerHandle | None = None  # runs while more waits for the client than may
+    def __init__(self, shared: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self.shared = shared
+        self.limits = shared.config
+        self.num_unparsed = 0  # bytes since the parser handed on a whole head or a part of a body
+        self.num_body_bytes = 0
+        self._is_in_body = False
+        self._is_surplus = False
+        self._read_timer: asyncio.TimerHandle | None = None  # runs while the client owes bytes
+        self._write_timer: asyncio.TimerHandle | None = None  # runs while it owes its attention
 
-    def pause_writing(self) -> None:
-        """The client takes less than it is sent."""
-        super().pause_writing()
-        self._watch()
-
-    def resume_writing(self) -> None:
-        """It has caught up."""
-        self._stop_watching()
-        super().resume_writing()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there; it owes a head."""
+        super().connection_made(transport)
+        self.shared.idle[self] = None
+        self._watch_reading()
+        if len(self.connections) > self.limits.max_connections:
+            self._is_surplus = True  # unless there is room when its head is whole
+            oldest = next(iter(self.shared.idle))
+            if oldest is not self:
+                del self.shared.idle[oldest]  # at once: several may come in one turn of the loop
+                oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
-        self._stop_watching()
+        self.shared.idle.pop(self, None)
+        self._stop_read_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
-    def _watch(self) -> None:
-        num_left = self.transport.get_write_buffer_size()  # nobody adds to it meanwhile
-        self._timer = self.loop.call_later(self.write_timeout, self._look, num_left)
-
-    def _look(self, num_left: int) -> None:
-        if self.transport.get_write_buffer_size() < num_left:
-            return self._watch()
-        log.warning(
-            "a client took nothing of its answer for %g s: its connection is cut",
-            self.write_timeout,
-        )
-        self.transport.abort()
-
-    def _stop_watching(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    # ---- clients that send slowly, or too much ----
 
     def data_received(self, data: bytes) -> None:
         """Bytes came from the client."""
         self.num_unparsed += len(data)
         super().data_received(data)
-        if self.num_unparsed > MAX_HEAD and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self.num_unparsed > MAX_HEAD:
             message = f"the request line and the headers may have at most {MAX_HEAD} bytes"
-            body = msgspec.json.encode(ErrorBody(ErrorDetail(message, "invalid_request_error")))
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: "
-                b"application/json\r\n"
-                b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-            )
-            self.transport.close()
+            return self._refuse(431, message)
+        self._watch_reading()
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self.num_unparsed = 0
+        self.num_unparsed = self.num_body_bytes = 0
+        self._is_in_body = True
+        self._stop_read_timer()
+        self.shared.idle.pop(self, None)
+        if not self.flow.write_paused:  # what was left of the answer before is no longer watched
+            self._stop_write_timer()
+        if self._is_surplus and len(self.connections) > self.limits.max_connections:
+            self.scope["state"]["refusal"] = Overloaded(
+                f"the server has {self.limits.max_connections} connections with open requests, its "
+                f"limit (--max-connections): retry later"
+            )
+        self._is_surplus = False
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body came."""
         self.num_unparsed = 0
+        self.num_body_bytes += len(body)
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The body is whole."""
+        self._is_in_body = False
+        self._stop_read_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is written, at least to the transport."""
+        super().on_response_complete()
+        if self.pipeline or self.transport.is_closing():
+            return
+        self.shared.idle[self] = None
+        if self._write_timer is None and self.transport.get_write_buffer_size():
+            self._watch_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP."""
+        self._refuse(400, msg)
+
+    def _watch_reading(self) -> None:
+        """Start the clock of the head or body that the client owes, unless it runs."""
+        if self._read_timer is not None:
+            return
+        if self._is_in_body:
+            self._read_timer = self.loop.call_later(
+                self.limits.body_timeout, self._look_at_body, self.num_body_bytes
+            )
+        elif self.cycle is None or self.cycle.response_complete:
+            self._read_timer = self.loop.call_later(self.limits.header_timeout, self._end_head)
+
+    def _end_head(self) -> None:
+        if not self.num_unparsed:
+            return self.transport.close()
+        seconds = self.limits.header_timeout
+        self._refuse(408, f"the headers have to be whole within {seconds:g} s (--header-timeout)")
+
+    def _look_at_body(self, num_before: int) -> None:
+        self._read_timer = None
+        seconds, num_bytes = self.limits.body_timeout, self.num_body_bytes - num_before
+        # A paused transport does not read what the client may well have sent.
+        if num_bytes >= seconds * MIN_BODY_RATE or self.flow.read_paused:
+            self._watch_reading()
+        else:
+            message = (
+                f"the body came slower than {MIN_BODY_RATE} bytes per second, over {seconds:g} s "
+                f"(--body-timeout)"
+            )
+            self._refuse(408, message)
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer in place of the application, unless it has begun to, and close."""
+        cycle = self.cycle
+        has_answer = cycle is not None and cycle.response_started
+        if has_answer and not self._is_in_body:
+            has_answer = not cycle.response_complete  # a complete one was for the request before
+        if not has_answer and not self.pipeline:
+            self.shared.on_refused(status)
+            body = msgspec.json.encode(ErrorBody(ErrorDetail(message, "invalid_request_error")))
+            self.transport.write(
+                b"%bcontent-type: application/json\r\nconnection: close\r\n"
+                b"content-length: %d\r\n\r\n%b" % (STATUS_LINE[status], len(body), body)
+            )
+        self.transport.close()
+
+    # ---- clients that do not read ----
+
+    def pause_writing(self) -> None:
+        """The client takes less than it is sent."""
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _watch_writing(self) -> None:
+        num_left = self.transport.get_write_buffer_size()  # nobody adds to it meanwhile
+        self._write_timer = self.loop.call_later(
+            self.limits.write_timeout, self._look_at_answer, num_left
+        )
+
+    def _look_at_answer(self, num_left: int) -> None:
+        self._write_timer = None
+        still_left = self.transport.get_write_buffer_size()
+        if still_left < num_left:
+            return self._watch_writing() if still_left else None
+        logger.warning(
+            "a client took nothing of its answer for %g s: its connection is cut",
+            self.limits.write_timeout,
+        )
+        self.transport.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None

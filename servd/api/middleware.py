@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from servd.api.auth import OPEN_PATHS
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
 from servd.tracing import Tracer
@@ -73,6 +74,8 @@ class RequestContext:
             )
 
         try:
+            if (refusal := state.get("refusal")) and scope["path"] not in OPEN_PATHS:
+                raise refusal
             await self.app(scope, receive, send_on)
         except ClientDisconnect:
             pass  # nobody is there to answer

@@ -6,23 +6,27 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import socket
 import sys
+from functools import partial
 from types import FrameType
 
+import msgspec
 import uvicorn
 import uvloop
 
 from servd import log
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
-from servd.api.http_protocol import HttpProtocol
+from servd.api.http_protocol import Connections, HttpProtocol
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.tokenizer import Tokenizer
 from servd.child import read_start
+from servd.config import ServerConfig
 from servd.core.client import EngineCoreClient
 from servd.errors import ConfigError
 from servd.messages import EngineDead
@@ -31,6 +35,7 @@ from servd.tracing import Tracer
 logger = logging.getLogger("servd.api")
 
 FORCED_EXIT = 1.0  # seconds between the error frames of cut streams and the end of the process
+OTHER_FILES = 128  # descriptors that are no connection, and room for those being closed
 LAST_FRAMES = 0.3  # the most, after a second signal
 
 
@@ -83,6 +88,19 @@ class Server(uvicorn.Server):
         self.async_llm.fail("the server is shutting down")
 
 
+def within_file_limit(config: ServerConfig) -> ServerConfig:
+    """`config` with no more connections than this process may open files.
+
+    `accept` would fail beyond, for every client alike.
+    """
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    possible = max(allowed - OTHER_FILES, 1)
+    if possible >= config.max_connections:
+        return config
+    logger.warning("at most %d connections: the limit of open files is %d", possible, allowed)
+    return msgspec.structs.replace(config, max_connections=possible)
+
+
 async def serve(start: Start) -> int:
     """Run the server; return the process's exit code."""
     config, spec = start.config, start.spec
@@ -102,10 +120,10 @@ async def serve(start: Start) -> int:
         Metrics(config.model.served_model_name[0]),
     )
     async_llm.start()
-    HttpProtocol.write_timeout = config.server.write_timeout
+    connections = Connections(within_file_limit(config.server))
     settings = uvicorn.Config(
         create_app(config, async_llm),
-        http=HttpProtocol,
+        http=partial(HttpProtocol, connections),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ import uvicorn
 
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
-from servd.api.http_protocol import HttpProtocol
+from servd.api.http_protocol import Connections, HttpProtocol
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
@@ -206,15 +207,26 @@ async def serve(
 
 
 @asynccontextmanager
-async def listening(app: Any, send_buffer: int | None = None) -> AsyncIterator[str]:
-    """Serve `app` with uvicorn on a free port; yields its URL. So many bytes may wait in the kernel
-    for a client.
+async def listening(
+    app: Any, send_buffer: int | None = None, **limits: float
+) -> AsyncIterator[str]:
+    """Serve `app` with uvicorn on a free port; yields its URL.
+
+    Args:
+        app: by `create_app`.
+        send_buffer: bytes that may wait in the kernel for a client.
+        limits: options of ServerConfig.
     """
+    connections = Connections(msgspec.structs.replace(Config().server, **limits))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         settings = uvicorn.Config(
-            app, http=HttpProtocol, ws="none", lifespan="off", log_config=None
+            app,
+            http=partial(HttpProtocol, connections),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            log_config=None,
         )
         server = uvicorn.Server(settings)
         task = asyncio.create_task(server.serve([listener]))

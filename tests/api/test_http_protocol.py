@@ -1,17 +1,149 @@
-"""Clients that stop reading: by the protocol alone, and with a real socket."""
+"""Clients that send slowly, stop reading or are too many: real sockets, except where noted."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import re
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import pytest
 
-from servd.api.http_protocol import HttpProtocol
+from servd.api.http_protocol import MIN_BODY_RATE, HttpProtocol
+from servd.config import ServerConfig
 from servd.messages import AbortRequests
 from tests.api.harness import Served, listening, until
+
+
+def completion(content_length: int) -> bytes:
+    """The head of a request."""
+    return (
+        "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        f"content-length: {content_length}\r\n\r\n"
+    ).encode()
+
+
+class Client:
+    """A connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def ask(self, path: str) -> int:
+        """The status of a GET; the connection stays open."""
+        self.writer.write(f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        [length] = re.findall(rb"content-length: (\d+)", head)
+        await self.reader.readexactly(int(length))
+        return int(head.split()[1])
+
+    async def send_slowly(self, pieces: Iterable[bytes], seconds: float) -> bytes:
+        """All that the server says until it closes, waited for after every piece."""
+        answer = asyncio.create_task(self.reader.read())
+        for piece in pieces:
+            if not answer.done():
+                self.writer.write(piece)
+                await asyncio.wait([answer], timeout=seconds)
+        return await asyncio.wait_for(answer, 5)
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[[str], Awaitable[Client]]]:
+    """Connects to a server, until the end of the test."""
+    clients: list[Client] = []
+
+    async def connect(url: str) -> Client:
+        port = int(url.rpartition(":")[2])
+        clients.append(Client(*await asyncio.open_connection("127.0.0.1", port)))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await client.writer.wait_closed()
+
+
+async def test_a_silent_client_is_closed_without_a_word(served: Served, connect):
+    async with listening(served.app, header_timeout=0.1) as url:
+        client = await connect(url)
+        assert await client.send_slowly([], 0) == b""
+
+
+async def test_headers_that_do_not_end_in_time_are_refused(served: Served, connect):
+    async with listening(served.app, header_timeout=0.2) as url:
+        for first in ([], ["/version"]):  # also on a connection that has had an answer
+            client = await connect(url)
+            assert [await client.ask(path) for path in first] == [200] * len(first)
+            trickle = [b"GET /version HTTP/1.1\r\n", *[b"x: y\r\n"] * 50]
+            answer = await client.send_slowly(trickle, 0.02)
+            assert answer.startswith(b"HTTP/1.1 408 ") and b"--header-timeout" in answer
+
+
+async def test_blank_lines_do_not_keep_a_connection_open(served: Served, connect):
+    async with listening(served.app, header_timeout=0.2) as url:
+        client = await connect(url)
+        assert await client.ask("/version") == 200
+        await client.send_slowly([b"\r\n"] * 50, 0.02)
+
+
+async def test_a_body_that_comes_too_slowly_is_refused(served: Served, connect):
+    async with listening(served.app, body_timeout=0.2) as url:
+        client = await connect(url)
+        answer = await client.send_slowly([completion(1000), *[b" "] * 100], 0.02)
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"--body-timeout" in answer
+    assert served.async_llm.tracer.marks == {}
+
+
+async def test_a_long_body_that_keeps_coming_is_read_to_its_end(served: Served, connect):
+    piece = b" " * (MIN_BODY_RATE // 10)
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    async with listening(served.app, body_timeout=0.1) as url:
+        client = await connect(url)
+        head = completion(len(body) + 40 * len(piece)).replace(
+            b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"
+        )
+        answer = await client.send_slowly([head, *[piece] * 40, body], 0.01)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_refused_request_cannot_trickle_its_body(served: Served, connect):
+    """The answer is out; what follows is owed all the same."""
+    async with listening(served.app, body_timeout=0.2) as url:
+        client = await connect(url)
+        head = completion(1000).replace(b"/v1/completions", b"/nothing")
+        answer = await client.send_slowly([head, *[b" "] * 100], 0.02)
+        assert answer.startswith(b"HTTP/1.1 404 ") and b"408" not in answer
+
+
+async def test_at_the_limit_of_connections_the_longest_idle_one_yields(served: Served, connect):
+    async with listening(served.app, max_connections=3) as url:
+        clients = [await connect(url) for _ in range(3)]
+        assert [await client.ask("/version") for client in clients[:2]] == [200, 200]
+        late = await connect(url)
+        assert await late.ask("/version") == 200
+        assert await clients[2].reader.read() == b""  # silent for longer than the others were idle
+        assert [await client.ask("/version") for client in clients[:2]] == [200, 200]
+
+
+async def test_more_connections_with_open_requests_than_allowed(served: Served, connect):
+    served.engine.may_step.clear()
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    async with listening(served.app, max_connections=2) as url:
+        busy = [await connect(url) for _ in range(2)]
+        for client in busy:
+            client.writer.write(completion(len(body)) + body)
+        await until(lambda: served.async_llm.num_unfinished == 2)
+        for _ in range(3):
+            late = await connect(url)
+            assert await late.ask("/v1/models") == 503
+            assert await late.ask("/health") == 200  # the server lives
+        served.engine.may_step.set()
+        for client in busy:
+            assert (await client.reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
 class Transport:
@@ -38,12 +170,13 @@ class Flow:
 
 
 @pytest.fixture
-async def protocol(monkeypatch) -> HttpProtocol:
+async def protocol() -> HttpProtocol:
     protocol = HttpProtocol.__new__(HttpProtocol)
     protocol.loop = asyncio.get_running_loop()
     protocol.transport = Transport()
     protocol.flow = Flow()
-    protocol.write_timeout = 0.01
+    protocol.limits = ServerConfig(write_timeout=0.01)
+    protocol._write_timer = None
     return protocol
 
 
@@ -65,26 +198,22 @@ async def test_a_client_that_takes_little_is_not(protocol):
     assert transport.num_looks >= 20
 
 
-@pytest.mark.parametrize("end", ["resume_writing", "_stop_watching"])
+@pytest.mark.parametrize("end", ["resume_writing", "_stop_write_timer"])
 async def test_a_client_that_has_caught_up_or_left_is_not_watched(protocol, end):
     protocol.pause_writing()
-    timer = protocol._timer
+    timer = protocol._write_timer
     getattr(protocol, end)()
-    assert timer.cancelled() and protocol._timer is None
+    assert timer.cancelled() and protocol._write_timer is None
 
 
-async def test_a_client_that_never_reads_is_cut_off_and_its_request_dropped(
-    served: Served, monkeypatch
-):
-    monkeypatch.setattr(HttpProtocol, "write_timeout", 0.05)
+async def test_a_client_that_never_reads_is_cut_off_and_its_request_dropped(served: Served):
     served.engine.step_seconds = 0.001
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True, "logprobs": 20})
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    async with listening(served.app, send_buffer=4096) as url:
+    async with listening(served.app, send_buffer=4096, write_timeout=0.05) as url:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-            client.sendall(f"{head}\r\n{body}".encode())
+            client.sendall(completion(len(body)) + body.encode())
             await until(lambda: served.async_llm.num_unfinished)
             await until(lambda: not served.async_llm.num_unfinished, 20)
             assert isinstance(served.engine.sent[-1], AbortRequests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,12 @@ import pytest
 class Server:
     """A `servd serve` that a test started. Its log is in `lines`."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, soft_file_limit: int | None = None) -> None:
+        def limit_files() -> None:
+            if soft_file_limit is not None:
+                most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft_file_limit, most))
+
         listen = () if "--uds" in args or "--headless" in args else ("--port", "0")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "servd", "serve", *args, *listen],
@@ -30,6 +36,7 @@ class Server:
             stdout=subprocess.DEVNULL,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=limit_files,
         )
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self.read_log, daemon=True)
@@ -97,8 +104,8 @@ def start() -> Iterator[Callable[..., Server]]:
     """Starts servers that are stopped at the end of the test."""
     servers: list[Server] = []
 
-    def start_server(*args: str, wait: bool = True) -> Server:
-        servers.append(Server(*args))
+    def start_server(*args: str, wait: bool = True, **options: int) -> Server:
+        servers.append(Server(*args, **options))
         if wait:
             servers[-1].wait_ready()
         return servers[-1]

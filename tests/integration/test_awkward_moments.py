@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import psutil
 import pytest
 
 from servd.config import Config
@@ -213,3 +214,15 @@ def test_second_sigterm_does_not_cut_short_the_stopping_of_workers(tmp_path: Pat
         engine.send_signal(signal.SIGTERM)
         assert engine.stdout.readline() == b"stopped\n"
         assert engine.wait(5) == 0
+
+
+def test_silent_connections_lock_nobody_out(start):
+    """300 of them, where the shell allows 256 open files and the server 100 connections."""
+    server = start("--executor", "fake", "--max-connections", "100", soft_file_limit=256)
+    assert psutil.Process(server.children()["api"].pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    silent = [socket.create_connection(address, timeout=10) for _ in range(300)]
+    for _ in range(3):
+        assert httpx.get(f"{server.url}/v1/models", timeout=5).status_code == 200
+    for client in silent:
+        client.close()
