@@ -66,7 +66,7 @@ def test_values_beyond_the_bound_fail_with_the_name_of_the_field(name, value):
 def test_every_field_with_a_bound_is_in_the_table():
     fields = {f.name for f in msgspec.structs.fields(SamplingParams)}
     free = {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}  # booleans
-    free |= {"thinking_tags"}  # made of the model's
+    free |= {"reasoning_tags"}  # made of the model's
     free |= {"structured_output"}  # compiled instead
     free |= {"bad_words_token_ids"}  # made of bad_words
     assert fields - free == {name for name, _, _ in BOUNDS}
@@ -85,7 +85,7 @@ def test_is_greedy(temperature, greedy):
 
 def test_a_bad_word_has_a_limited_number_of_tokens():
     SamplingParams(bad_words=["x"], bad_words_token_ids=[[1] * MAX_BAD_WORD_TOKENS]).verify(VOCAB)
-    with pytest.raises(InvalidRequest, match="tokens each"):
+    with pytest.raises(InvalidRequest, match="bad_words must be at most 32 tokens long"):
         SamplingParams(
             bad_words=["x"], bad_words_token_ids=[[1] * (MAX_BAD_WORD_TOKENS + 1)]
         ).verify(VOCAB)

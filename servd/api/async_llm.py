@@ -237,7 +237,7 @@ class AsyncLLM:
             tags = self.processor.thinking_tags(None if reply.is_thinking else [])
             budget = params.thinking_token_budget if reply.reasoning_parser else None
             params = msgspec.structs.replace(
-                params, thinking_token_budget=budget, thinking_tags=tags
+                params, thinking_token_budget=budget, reasoning_tags=tags
             )
         prepared = await self.prepare(
             request_id,

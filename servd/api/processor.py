@@ -18,7 +18,7 @@ from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest
-from servd.params import INT64_MAX, PoolingParams, SamplingParams, ThinkingTags
+from servd.params import INT64_MAX, PoolingParams, SamplingParams, ReasoningTags
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -127,9 +127,9 @@ class Processor:
         prompt_token_ids, was_cut = self._encode(
             prompt, add_special_tokens, truncate_prompt_tokens, room, param
         )
-        if params.thinking_token_budget is not None and params.thinking_tags is None:
+        if params.thinking_token_budget is not None and params.reasoning_tags is None:
             params = msgspec.structs.replace(
-                params, thinking_tags=self.thinking_tags(prompt_token_ids)
+                params, reasoning_tags=self.thinking_tags(prompt_token_ids)
             )
         params = self._fill(params, len(prompt_token_ids), param, client)
         return Prepared(
@@ -183,7 +183,7 @@ class Processor:
             ],
         )
 
-    def thinking_tags(self, prompt_token_ids: list[int] | None) -> ThinkingTags:
+    def thinking_tags(self, prompt_token_ids: list[int] | None) -> ReasoningTags:
         """How the engine follows the thoughts of a reply to a prompt; None for one that begins
         inside them.
 
@@ -211,7 +211,7 @@ class Processor:
                 (i for i in reversed(prompt_token_ids) if i in (start_id, end_id)), end_id
             )
             is_thinking = last_tag == start_id
-        return ThinkingTags(end_id, None if is_thinking else start_id)
+        return ReasoningTags(end_id, None if is_thinking else start_id)
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
         """Check that all ids are in the model's vocabulary.

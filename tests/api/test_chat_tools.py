@@ -457,7 +457,7 @@ async def test_a_thinking_budget_reaches_the_engine_with_the_tags(special_spec, 
         requests = [m for m in served.engine.sent if isinstance(m, EngineCoreRequest)]
         assert len(requests) == 2
         for params in (request.params for request in requests):
-            tags = params.thinking_tags
+            tags = params.reasoning_tags
             assert tags.end_id == tokenizer.token_id("</think>")
             start_ids = {True: None, False: tokenizer.token_id("<think>")}
             budget = params.thinking_token_budget
@@ -474,7 +474,7 @@ async def test_a_thinking_budget_reaches_the_engine_with_the_tags(special_spec, 
             assert (
                 await served.http.post("/v1/completions", json={"prompt": prompt, **text})
             ).status_code == 200
-            assert (served.engine.sent[-1].params.thinking_tags.start_id is None) is is_thinking
+            assert (served.engine.sent[-1].params.reasoning_tags.start_id is None) is is_thinking
 
 
 async def test_a_thinking_budget_of_a_model_that_does_not_think_is_refused(http):

@@ -20,6 +20,14 @@ from servd.messages import (
     EngineStatus,
     FinishReason,
 )
+from servd.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKEN_IDS,
+)
 from tests.api.harness import ALIAS, MODEL, Served, serve, until, user
 
 CHAT = "/v1/chat/completions"
@@ -209,6 +217,44 @@ async def test_every_bad_value_is_a_400_that_names_its_field(http, stream):
     assert (
         await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 1})
     ).status_code == 200
+
+
+NUMBERS = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "max_tokens", "min_tokens", "prompt_logprobs",
+    "thinking_token_budget",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [str(2**63), str(2**64), "1" + 400 * "0", "1e400", "-1e400"])
+async def test_huge_numbers_are_a_400_that_names_their_field(http, number):
+    bodies = {name: f'"{name}": {number}' for name in NUMBERS}
+    bodies |= {"logit_bias": f'"logit_bias": {{"5": {number}}}'}
+    bodies |= {"stop_token_ids": f'"stop_token_ids": [{number}]'}
+    bodies |= {
+        "repetition_detection": '"repetition_detection": '
+        f'{{"max_pattern_size": 2, "min_count": {number}}}'
+    }
+    for name, field in bodies.items():
+        body = f'{{"prompt": "a", {field}}}'
+        headers = {"content-type": "application/json"}
+        answer = await http.post(COMPLETIONS, content=body, headers=headers)
+        assert answer.status_code == 400, (name, answer.text)
+        assert answer.json()["error"]["param"].startswith(name)
+
+
+async def test_lists_beyond_their_limit_are_a_400_that_names_the_limit(http):
+    for name, value, limit in [
+        ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1), MAX_STOP_TOKEN_IDS),
+        ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1), MAX_ALLOWED_TOKEN_IDS),
+        ("logit_bias", {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}, MAX_LOGIT_BIAS),
+        ("bad_words", ["a"] * (MAX_BAD_WORDS + 1), MAX_BAD_WORDS),
+        ("bad_words", ["a" * (MAX_BAD_WORD_LENGTH + 1)], MAX_BAD_WORD_LENGTH),
+        ("stop", ["a" * (MAX_STOP_LENGTH + 1)], MAX_STOP_LENGTH),
+    ]:
+        answer = await http.post(COMPLETIONS, json={"prompt": "a", name: value})
+        check(answer, 400, name)
+        assert str(limit) in answer.json()["error"]["message"]
 
 
 async def test_null_and_empty_fields_are_as_good_as_absent(http):

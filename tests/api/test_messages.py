@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from servd.api.protocol.anthropic import MessagesRequest, chat_messages
 from servd.messages import AbortRequests, EngineDead, EngineStatus
-from servd.params import ThinkingTags
+from servd.params import ReasoningTags
 from tests.api.harness import (
     MODEL,
     Served,
@@ -522,7 +522,7 @@ async def test_what_has_no_effect_is_named(http):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", ["enabled", "disabled"])
 async def test_a_budget_for_thoughts_of_a_model_that_can_keep_it(monkeypatch, kind, strict):
-    tags = ThinkingTags(end_id=ord("e"), start_id=None)
+    tags = ReasoningTags(end_id=ord("e"), start_id=None)
     async with serve(reasoning_parser="qwen3", strict_fields=strict) as served:
         monkeypatch.setattr(
             served.async_llm.processor, "thinking_tags", lambda prompt_token_ids: tags

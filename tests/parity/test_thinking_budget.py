@@ -11,7 +11,7 @@ import pytest
 
 from servd import LLM, SamplingParams
 from servd.messages import FinishReason
-from servd.params import StructuredOutput, ThinkingTags
+from servd.params import StructuredOutput, ReasoningTags
 
 PROMPTS = ["The license", "A work of", "You may", "It is"]
 BUDGET = 5
@@ -37,7 +37,7 @@ def test_thoughts_end_where_the_budget_does_and_the_form_begins_there(llm: LLM):
     limited = msgspec.structs.replace(
         GREEDY,
         thinking_token_budget=BUDGET,
-        thinking_tags=ThinkingTags(end_id=end_id, start_id=None),
+        reasoning_tags=ReasoningTags(end_id=end_id, start_id=None),
     )
     form = StructuredOutput("regex", "[0-9]{3}-[a-f]{2}", starts_after=[end_id])
     bound = msgspec.structs.replace(limited, structured_output=form)

@@ -52,7 +52,10 @@ def _bias_by_id(value: Any) -> Any:
             raise PydanticCustomError("logit_bias", 'keys must be token ids, as in {"50256": -100}')
         if isinstance(amount, bool) or not isinstance(amount, int | float):
             raise PydanticCustomError("logit_bias", "values must be numbers")
-        bias[int(key)] = float(amount)
+        try:
+            bias[int(key)] = float(amount)
+        except OverflowError:  # an integer of more than 308 digits
+            raise PydanticCustomError("logit_bias", "values must be small numbers") from None
     return bias
 
 

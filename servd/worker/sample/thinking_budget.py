@@ -34,7 +34,7 @@ class ThinkingBudget(Step):
         )  # position of the end tag
 
     def add(self, request: SlotRequest) -> Feature:
-        budget, tags = request.params.thinking_token_budget, request.params.thinking_tags
+        budget, tags = request.params.thinking_token_budget, request.params.reasoning_tags
         if budget is None or tags is None or tags.end_id in request.output_token_ids:
             return Feature(0)
         begin = len(request.prompt_token_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from servd.params import SamplingParams, ThinkingTags
+from servd.params import SamplingParams, ReasoningTags
 from servd.worker.sample.sampler import Sampler
 from tests.worker.sample.test_sampler import CPU, EOS, VOCAB, logits_at
 
@@ -38,7 +38,7 @@ def run(
 
 def budget(num_tokens: int, start_id: int | None = None, **params) -> SamplingParams:
     return SamplingParams(
-        thinking_token_budget=num_tokens, thinking_tags=ThinkingTags(END, start_id), **params
+        thinking_token_budget=num_tokens, reasoning_tags=ReasoningTags(END, start_id), **params
     )
 
 
