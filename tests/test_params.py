@@ -33,8 +33,10 @@ BOUNDS = [
     ("min_tokens", [0, 16], [-1, 17]),
     ("logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
     ("prompt_logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
-    ("repetition_detection", [None, Repetition(0, 0, 0), Repetition(MAX_PATTERN_SIZE, MAX_PATTERN_SIZE, 2)],
-     [Repetition(MAX_PATTERN_SIZE + 1, 0, 2), Repetition(-1), Repetition(3, 4, 2), Repetition(3, -1, 2),
+    ("repetition_detection", [None, Repetition(0, 0, 0), Repetition(MAX_PATTERN_SIZE,
+        MAX_PATTERN_SIZE, 2)],
+     [Repetition(MAX_PATTERN_SIZE + 1, 0, 2), Repetition(-1), Repetition(3, 4, 2),
+         Repetition(3, -1, 2),
       Repetition(3, 3, 1)]),
     ("thinking_token_budget", [None, 0, 10**6], [-1]),
     ("logprob_token_ids", [[], [0, VOCAB - 1] * 64], [[-1], [VOCAB], [0] * 129]),
@@ -42,7 +44,8 @@ BOUNDS = [
     ("stop", [[], ["x"] * MAX_STOP], [[""], ["x"] * (MAX_STOP + 1)]),
     ("stop_token_ids", [[], [0, VOCAB - 1]], [[-1], [VOCAB]]),
     ("allowed_token_ids", [None, [0, VOCAB - 1]], [[], [VOCAB]]),
-    ("logit_bias", [{}, {0: -100.0, VOCAB - 1: 100.0}], [{VOCAB: 1.0}, {-1: 1.0}, {0: 100.5}, {0: float("nan")}]),
+    ("logit_bias", [{}, {0: -100.0, VOCAB - 1: 100.0}],
+        [{VOCAB: 1.0}, {-1: 1.0}, {0: 100.5}, {0: float("nan")}]),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest
-from servd.params import INT64_MAX, PoolingParams, SamplingParams, ReasoningTags
+from servd.params import INT64_MAX, PoolingParams, ReasoningTags, SamplingParams
 
 
 class Prepared(msgspec.Struct, kw_only=True):

@@ -46,7 +46,8 @@ TEMPLATE = """\
 {%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' }}
-{%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{%- if message.reasoning_content %}{{ '<think>' +
+    message.reasoning_content + '</think>' }}{% endif %}
 {{- message.content }}
 {%- for call in message.tool_calls or [] %}
 {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
@@ -57,7 +58,8 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\n' }}
 {%- if THINKING %}
-{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- if enable_thinking is defined and enable_thinking is false %}{{
+    '<think>\n\n</think>\n\n' }}{% endif %}
 {%- if open_thoughts %}{{ '<think>\n' }}{% endif %}
 {%- endif %}
 {%- endif %}"""
@@ -237,11 +239,14 @@ async def test_a_named_call():
 
 
 @pytest.mark.parametrize(("path", "body", "forced"), [
-    (CHAT, {"messages": user("?"), "tools": [{"type": "function", "function": {**NOW["function"], "strict": True}}]},
+    (CHAT, {"messages": user("?"), "tools": [{"type": "function", "function": {**NOW["function"],
+        "strict": True}}]},
      "required"),
-    ("/v1/responses", {"input": "?", "tools": [{"type": "function", **NOW["function"], "strict": True}]}, "required"),
+    ("/v1/responses", {"input": "?", "tools": [{"type": "function", **NOW["function"],
+        "strict": True}]}, "required"),
     ("/v1/messages", {"messages": user("?"), "max_tokens": 400,
-                      "tools": [{"name": "now", "input_schema": {"type": "object"}, "strict": True}]}, {"type": "any"}),
+                      "tools": [{"name": "now", "input_schema": {"type": "object"},
+                          "strict": True}]}, {"type": "any"}),
 ])  # fmt: skip
 async def test_strict_is_named_where_calls_are_free(path, body, forced):
     async with scripted(None) as served:

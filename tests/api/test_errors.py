@@ -259,8 +259,10 @@ async def test_lists_beyond_their_limit_are_a_400_that_names_the_limit(http):
 
 async def test_null_and_empty_fields_are_as_good_as_absent(http):
     names = [
-        "n", "temperature", "top_p", "seed", "stop", "logit_bias", "max_tokens", "max_completion_tokens", "logprobs",
-        "top_logprobs", "tools", "tool_choice", "response_format", "stream", "stream_options", "user", "model",
+        "n", "temperature", "top_p", "seed", "stop", "logit_bias", "max_tokens",
+        "max_completion_tokens", "logprobs",
+        "top_logprobs", "tools", "tool_choice", "response_format", "stream", "stream_options",
+        "user", "model",
         "functions", "prompt_logprobs",
     ]  # fmt: skip
     body = {
@@ -278,7 +280,8 @@ async def test_null_and_empty_fields_are_as_good_as_absent(http):
 
 
 async def test_scores_of_a_prompt_are_not_streamed(http):
-    check(await http.post(CHAT, json={"messages": user("hi"), "prompt_logprobs": 0, "stream": True}), 400,
+    check(await http.post(CHAT, json={"messages": user("hi"), "prompt_logprobs": 0,
+        "stream": True}), 400,
           "prompt_logprobs")  # fmt: skip
     body = {"prompt": "a", "echo": True, "logprobs": 0}
     check(await http.post(COMPLETIONS, json={**body, "stream": True}), 400, "echo")
@@ -431,7 +434,8 @@ async def test_strict_fields_refuse_what_has_no_effect():
 
 
 @pytest.mark.parametrize("kind", [
-    ChatCompletionRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, ResponsesRequest,
+    ChatCompletionRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
+    ResponsesRequest,
     MessagesRequest,
 ])  # fmt: skip
 def test_no_field_collects_an_error_per_entry(kind):

@@ -198,7 +198,8 @@ async def test_stop_sequences(http):
 
 
 @pytest.mark.parametrize(("stop", "reason", "inputs"), [
-    ("ln", ("stop_sequence", "ln"), [{}]), ('"arguments": {"city": "B', ("tool_use", None), [{"city": "Köln"}]),
+    ("ln", ("stop_sequence", "ln"), [{}]), ('"arguments": {"city": "B', ("tool_use", None),
+    [{"city": "Köln"}]),
 ])  # fmt: skip
 async def test_a_call_that_a_stop_sequence_cuts_off_is_not_to_be_run(
     scripted: Served, stop, reason, inputs

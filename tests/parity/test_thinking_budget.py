@@ -11,7 +11,7 @@ import pytest
 
 from servd import LLM, SamplingParams
 from servd.messages import FinishReason
-from servd.params import StructuredOutput, ReasoningTags
+from servd.params import ReasoningTags, StructuredOutput
 
 PROMPTS = ["The license", "A work of", "You may", "It is"]
 BUDGET = 5

@@ -20,11 +20,13 @@ from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParam
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one
 # must be told. All other unknown fields are accepted and named in the header X-Servd-Ignored.
 UNSUPPORTED = (
-    "audio", "chat_template", "function_call", "functions", "modalities", "prompt_embeds", "web_search_options",
+    "audio", "chat_template", "function_call", "functions", "modalities", "prompt_embeds",
+    "web_search_options",
 )  # fmt: skip
 # What beam search does not look at, though it would change the answer.
 NOT_WITH_BEAMS = (
-    "allowed_token_ids", "bad_words", "logit_bias", "logprobs", "min_tokens", "prompt_logprobs", "stop",
+    "allowed_token_ids", "bad_words", "logit_bias", "logprobs", "min_tokens", "prompt_logprobs",
+    "stop",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection",
     "thinking_token_budget", "logprob_token_ids",
 )  # fmt: skip

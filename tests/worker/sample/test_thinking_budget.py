@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from servd.params import SamplingParams, ReasoningTags
+from servd.params import ReasoningTags, SamplingParams
 from servd.worker.sample.sampler import Sampler
 from tests.worker.sample.test_sampler import CPU, EOS, VOCAB, logits_at
 
@@ -45,7 +45,8 @@ def budget(num_tokens: int, start_id: int | None = None, **params) -> SamplingPa
 @pytest.mark.parametrize("preempted_at", [None, 0, 1, 3, 4, 6])
 @pytest.mark.parametrize("params", [
     {"temperature": 0.0}, {"temperature": 1.0, "seed": 1, "top_p": 0.9},
-    {"temperature": 0.0, "logit_bias": {END: -100.0}, "allowed_token_ids": [4, 5, 6, 7, 8, 9, START]},
+    {"temperature": 0.0, "logit_bias": {END: -100.0},
+        "allowed_token_ids": [4, 5, 6, 7, 8, 9, START]},
 ])  # fmt: skip
 def test_the_end_tag_comes_after_so_many_tokens(params, preempted_at):
     wanted = [4, 5, 6, 7, 8, 9, 4]
