@@ -19,7 +19,7 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 
 # Beside each other: those of whole servers mostly wait. Two processes that compute are enough for two CPUs.
 SERVERS = tests/integration
-ROOMS = tests/api tests/core tests/demo tests/parity
+ROOMS = tests/api tests/core tests/demo_model tests/parity
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \
@@ -73,16 +73,17 @@ architecture: $(VENV)/.dev ## Check the import rules and the sizes
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 docs: $(VENV)/.dev ## Write the generated parts of docs/
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m tools.docs
+	$(BIN)/python -m tools.compatibility
 
-bench: $(VENV)/.dev ## Measure offline generation of MODEL
-	$(BIN)/python bench.py $(MODEL) $(ARGS)
+bench: $(VENV)/.dev ## Measure offline generation of MODEL beside transformers
+	$(BIN)/python -m benchmarks.peers $(MODEL) $(ARGS)
 
 bench-cpu: $(VENV)/.dev ## Measure this CPU and servd with MODEL, a folder; writes docs/benchmarks.md
-	$(BIN)/python bench_cpu.py $(MODEL) --out docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m benchmarks.cpu $(MODEL) --out docs/benchmarks.md $(ARGS)
 
 bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks-gpu.md
-	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m bench_gpu $(ARGS); \
+	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m benchmarks.gpu $(ARGS); \
 	else echo "no NVIDIA GPU here: nothing to measure"; fi
 
 docker: ## Build the images servd:cpu and servd:cuda

@@ -29,18 +29,18 @@ MAY_IMPORT = {
     "worker": {"leaf", "worker"},
     "top": {"leaf", "api", "core", "top"},
 }
-TOP = {"servd", "servd.__main__", "servd.cli", "servd.launch", "servd.llm"}
+TOP = {"servd", "servd.__main__", "servd.launch", "servd.llm"}
 
 # Library -> the files or folders that may import it. A library without a row may not be imported at
 # all.
 ONE_DOOR = {
-    "aiohttp": ["servd/bench/_load.py"],
+    "aiohttp": ["servd/cli/bench/_load.py"],
     "fastapi": ["servd/api/"],
     "huggingface_hub": ["servd/hf.py"],
     "jinja2": ["servd/api/chat_template.py"],
     "llguidance": ["servd/core/structured_output/"],
     "msgspec": ["servd/"],
-    "numpy": ["servd/worker/", "servd/bench/_report.py"],
+    "numpy": ["servd/worker/", "servd/cli/bench/_report.py"],
     "prometheus_client": ["servd/api/metrics.py"],
     "pydantic": ["servd/api/"],
     "pydantic_core": ["servd/api/"],
@@ -48,7 +48,7 @@ ONE_DOOR = {
     "starlette": ["servd/api/"],
     "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py"],
     "torch": ["servd/worker/"],
-    "tqdm": ["servd/llm.py", "servd/run_batch.py", "servd/bench/"],
+    "tqdm": ["servd/llm.py", "servd/cli/"],
     "transformers": ["servd/worker/"],
     "triton": ["servd/worker/"],
     "typing_extensions": ["servd/api/"],
@@ -67,7 +67,8 @@ PLUGINS = {
     "servd/api/reasoning_parsers": "Parser",
     "servd/api/routes": "router",
     "servd/api/tool_parsers": "Parser",
-    "servd/bench": "run",
+    "servd/cli": "run",
+    "servd/cli/bench": "run",
     "servd/core/executor": "Executor",
     "servd/worker/attention": "Backend",
     "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel)",
@@ -147,7 +148,7 @@ def room_of(name: str) -> str:
     """Room of a module, or of something imported from it."""
     while name not in MODULES and "." in name:
         name = name.rpartition(".")[0]
-    if name in TOP or name.startswith("servd.bench"):
+    if name in TOP or name.split(".")[:2] == ["servd", "cli"]:
         return "top"
     room = name.split(".")[1]
     return room if room in ("api", "core", "worker") else "leaf"

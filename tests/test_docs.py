@@ -24,11 +24,11 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative
 # Flags of other programs that the pages show.
 OTHER_FLAGS = {
     "--rm", "--gpus", "--user", "--build-arg", "--build",  # docker
-    "--check",  # docs/generate.py
+    "--check",  # tools.docs
     "--url", "--concurrency",  # servd run-batch
     "--num-prompts", "--input-len", "--output-len", "--out",  # servd bench
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
-    "--parts",  # bench_gpu
+    "--parts",  # benchmarks.gpu
 }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def test_generated_pages_are_current():
     result = subprocess.run(
-        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tools.docs", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

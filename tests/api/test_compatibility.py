@@ -12,7 +12,7 @@ from servd.api.protocol.pooling import PoolingRequest
 from servd.api.protocol.rerank import RerankRequest
 from servd.api.protocol.responses import ResponsesRequest
 from servd.api.protocol.score import ScoreRequest
-from tests.api import compatibility
+from tools import compatibility
 
 KINDS = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -30,7 +30,7 @@ KINDS = {
 async def test_the_page_is_current():
     page = await compatibility.page()
     assert compatibility.PAGE.read_text(encoding="utf8") == page, (
-        "run `python -m tests.api.compatibility`"
+        "run `python -m tools.compatibility`"
     )
 
 

@@ -18,9 +18,9 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp", reason="servd[bench] is not installed")
 from aiohttp import web  # noqa: E402
 
-import bench_cpu  # noqa: E402
+from benchmarks import cpu  # noqa: E402
 from servd import plugins  # noqa: E402
-from servd.bench import _data, _load, _report, serve  # noqa: E402
+from servd.cli.bench import _data, _load, _report, serve  # noqa: E402
 from servd.errors import ServdError  # noqa: E402
 from tests.parity.families import CASES, make_checkpoint  # noqa: E402
 
@@ -151,8 +151,11 @@ def commands() -> dict[str, list[str]]:
     serve = f"{sys.executable} -m servd serve --executor fake --port"
     engine = ["--executor", "fake", "--num-prompts", "3", "--output-len", "5"]
     return {
-        "compare": ["--a", f"{serve} {a}", "--a-url", f"http://127.0.0.1:{a}", "--b", f"{serve} {b}", "--b-url",
-                    f"http://127.0.0.1:{b}", "--concurrency", "2", "--num-prompts", "4"],
+        "compare": [
+            "--a", f"{serve} {a}", "--a-url", f"http://127.0.0.1:{a}",
+            "--b", f"{serve} {b}", "--b-url", f"http://127.0.0.1:{b}",
+            "--concurrency", "2", "--num-prompts", "4",
+        ],
         "engine_step": engine,
         "latency": [*engine, "--repeats", "2"],
         "serve": ["--num-prompts", "6", "--output-len", "5", "--concurrency", "3"],
@@ -161,14 +164,23 @@ def commands() -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", plugins.names("servd.bench"))
+@pytest.mark.parametrize("name", plugins.names("servd.cli.bench"))
 def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     options = commands()[name]
     if name == "serve":
         options += ["--url", request.getfixturevalue("fake_server").url]
     file = tmp_path / "figures.json"
     result = subprocess.run(
-        [sys.executable, "-m", "servd", "bench", name, *options, "--json", str(file)],
+        [
+            sys.executable,
+            "-m",
+            "servd",
+            "bench",
+            name.replace("_", "-"),
+            *options,
+            "--json",
+            str(file),
+        ],
         capture_output=True,
         text=True,
     )
@@ -200,7 +212,8 @@ def test_report_measures_the_parts_that_are_asked_for(tmp_path: Path):
     )
     command = [
         sys.executable,
-        ROOT / "bench_cpu.py",
+        "-m",
+        "benchmarks.cpu",
         "--out",
         str(out),
         "--parts",
@@ -241,7 +254,7 @@ def test_report_compares_with_what_the_machine_allows():
     summary = {"output_tokens_per_s": 30.0, "ttft_ms": {"mean": 50.0}}
     other = {"output_tokens_per_s": 20.0, "ttft_ms": {"mean": 200.0}}
     compared = {"a": {"8": summary}, "b": {"8": other}}
-    text = bench_cpu.page(
+    text = cpu.page(
         facts | times | {"peer_name": "x", "compared": compared, "failed": ["server: no port"]}
     )
     assert "| float32 | 16.0 | 50 % | 20.0 | 40.0 | 90 | 100 (50 %) |" in text

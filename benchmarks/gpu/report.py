@@ -1,0 +1,177 @@
+"""The table of figures against goals, made of the facts that were found, whichever those are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Facts = dict[str, Any]
+COMMAND = "make bench-gpu"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table. `value` raises KeyError for a fact that is missing, and may divide by
+    one that is 0.
+    """
+
+    name: str
+    part: str  # that measures it
+    value: Callable[[Facts], float]
+    unit: str
+    goal: float
+    is_lower_better: bool = False
+
+    def row(self, facts: Facts, missing: dict[str, str]) -> tuple[str, str, str, str]:
+        """Name, value, goal and whether it is reached."""
+        bound = f"{'<=' if self.is_lower_better else '>='} {show(self.goal)}{self.unit}"
+        try:
+            value = self.value(facts)
+        except (KeyError, ZeroDivisionError):
+            return self.name, f"missing: {missing.get(self.part, 'not measured')}", bound, "-"
+        reached = value <= self.goal if self.is_lower_better else value >= self.goal
+        return self.name, f"{show(value)}{self.unit}", bound, "yes" if reached else "NO"
+
+
+def show(value: float) -> str:
+    """Three digits, or all of a larger number."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+FIGURES = [
+    Figure(
+        "8B decode step, batch 1, over weights / bandwidth", "llama",
+        lambda f: f["llama_one_step"] / (f["llama_weight_bytes"] / f["bandwidth"]), "x", 1.25, True,
+    ),
+    Figure(
+        "8B decode step, batch 256 at 1k, over (weights + KV) / bandwidth", "llama",
+        lambda f: (
+            f["llama_all_step"] * f["bandwidth"] / (f["llama_weight_bytes"] + f["llama_kv_bytes"])
+        ),
+        "x", 1.3, True,
+    ),
+    Figure(
+        "8B prompt of 8k tokens, of the bf16 matrix rate", "llama",
+        lambda f: 100 * f["llama_prefill_operations"] / f["llama_prefill"] / f["matrix_rate"], " %",
+        60,
+    ),
+    Figure(
+        "GPT-2 124M step, batch 1", "gpt2",
+        lambda f: 1000 * f["gpt2_one_step"], " ms", 0.5, True,
+    ),
+    Figure(
+        "GPT-2 124M, 256 sequences of 100-1024 in and out", "gpt2",
+        lambda f: f["gpt2_rate"], " tok/s", 250_000,
+    ),
+    Figure("Qwen3-0.6B shapes, the same", "qwen3", lambda f: f["qwen3_rate"], " tok/s", 60_000),
+    Figure(
+        "... over transformers continuous batching", "rival",
+        lambda f: f["qwen3_rate"] / f["rival_rate"], "x", 5,
+    ),
+    Figure(
+        "device at work, 8B at batch 256: kernels of a step over its time", "llama",
+        lambda f: 100 * f["llama_kernel_step"] / f["llama_all_step"], " %", 95,
+    ),
+    Figure(
+        "the same as time of a step over its kernels: the host is hidden", "llama",
+        lambda f: f["llama_all_step"] / f["llama_kernel_step"], "x", 1.03, True,
+    ),
+]  # fmt: skip
+
+DETAILS: list[tuple[str, str, float, str]] = [  # fact, what it is, factor, unit
+    ("bandwidth", "copy, bytes read and written", 1e-12, "TB/s"),
+    ("matrix_rate", "bf16 matrix product, 8192 x 8192 x 8192", 1e-12, "TFLOP/s"),
+    ("llama_one_step", "8B decode step, batch 1", 1e3, "ms"),
+    ("llama_weight_bytes", "8B weights that a step reads", 1e-9, "GB"),
+    ("llama_all_step", "8B decode step, batch 256", 1e3, "ms"),
+    ("llama_kernel_step", "the sum of its kernels", 1e3, "ms"),
+    ("llama_host_step", "the host's time to prepare and launch it", 1e3, "ms"),
+    ("llama_kv_bytes", "keys and values that it reads", 1e-9, "GB"),
+    ("llama_prefill", "8B prompt of 8k tokens", 1e3, "ms"),
+    ("compiled_all_step", "8B decode step, batch 256, with `--compile`", 1e3, "ms"),
+    ("compiled_prefill", "8B prompt of 8k tokens, with `--compile`", 1e3, "ms"),
+    ("gpt2_one_step", "GPT-2 124M step, batch 1", 1e3, "ms"),
+    ("gpt2_rate", "GPT-2 124M, workload", 1, "output tok/s"),
+    ("gpt2_waiting", "share of that in which the host waits for the device", 100, "%"),
+    ("qwen3_rate", "Qwen3-0.6B shapes, workload", 1, "output tok/s"),
+    ("qwen3_waiting", "share of that in which the host waits for the device", 100, "%"),
+    ("rival_rate", "transformers continuous batching, workload", 1, "output tok/s"),
+    ("rival_done", "requests of the 256 that it finished in its time", 1, ""),
+]
+
+
+def table(facts: Facts, missing: dict[str, str]) -> str:
+    """The figures, as a Markdown table."""
+    rows = [("figure", "measured", "goal", "reached"), ("---",) * 4]
+    rows += [figure.row(facts, missing) for figure in FIGURES]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def document(facts: Facts, missing: dict[str, str]) -> str:
+    """docs/benchmarks-gpu.md."""
+    lines = [
+        "# Benchmarks on a GPU", "",
+        f"Written by `{COMMAND}` ([gpu.md](gpu.md)); how each figure is measured is in "
+        f"`benchmarks/gpu/`. Weights are",
+        "random, and tokens go in and come out as ids: neither tokenizer nor server is part of it.",
+        "",
+    ]  # fmt: skip
+    if facts:
+        lines += [f"On {facts.get('device', 'an unknown device')}, torch "
+                  f"{facts.get('torch', '?')}, attention backend "
+                  f"`{facts.get('attention', '?')}`.", ""]  # fmt: skip
+    else:
+        lines += [
+            f"**Not measured yet**: no GPU was at hand. `{COMMAND}` on a machine with one fills "
+            f"this page.",
+            "",
+        ]
+    lines += [
+        table(facts, missing),
+        "",
+        "## What the figures are made of",
+        "",
+        "| | | |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {what} | {show(facts[name] * factor) if name in facts else ''} | {unit} |"
+        for name, what, factor, unit in DETAILS
+    ]
+    lines += _attention(facts)
+    if "kernels" in facts:
+        lines += ["", "## Where a decode step's time goes", "",
+                  "8B shapes, batch 256, about 1k tokens of context:", "", "| kernel | share |",
+                  "|---|---|"]  # fmt: skip
+        lines += [f"| `{name}` | {100 * share:.1f} % |" for name, share in facts["kernels"]]
+    return "\n".join(lines) + "\n"
+
+
+def _attention(facts: Facts) -> list[str]:
+    """Time of each backend by workload, and which could not run."""
+    found = {
+        key.removeprefix("attention_"): value
+        for key, value in facts.items()
+        if key.startswith("attention_")
+    }
+    times = {name: value for name, value in found.items() if not isinstance(value, str)}
+    lines = []
+    if times:
+        workloads = next(iter(times.values()))
+        lines += ["", "## Attention backends", "",
+                  "One layer of 8B shapes, milliseconds on the device. The order in which `auto` "
+                  "tries them is",
+                  "to follow this table: `PREFERENCE` in `servd/worker/attention/__init__.py`.", "",
+                  f"| | {' | '.join(times)} |", "|---" * (len(times) + 1) + "|"]  # fmt: skip
+        for workload in workloads:
+            lines.append(
+                f"| {workload} | "
+                f"{' | '.join(show(1000 * each[workload]) for each in times.values())} |"
+            )
+    reasons = [
+        f"- `{name}` was not measured: {reason}."
+        for name, reason in found.items()
+        if name not in times
+    ]
+    return lines + ["", *reasons] if reasons else lines

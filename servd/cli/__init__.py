@@ -1,0 +1,114 @@
+"""The `servd` command: one file per subcommand, errors in one line, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from servd import __version__, plugins
+from servd.errors import ConfigError, ServdError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 after a clean stop, 1 when a process died, 2 for an error that
+    names its remedy.
+    """
+    try:
+        arguments = make_parser().parse_args(argv)
+        sys.exit(arguments.run(arguments))
+    except ServdError as error:
+        print(f"servd: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = Parser(prog="servd", description="An OpenAI-compatible serving daemon.")
+    parser.add_argument("--version", action="version", version=f"servd {__version__}")
+    add_commands(parser, __name__)
+    return parser
+
+
+def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
+    """Make each file of `package` a command: its docstring is the help, its `add_options(parser)`
+    adds the flags, and its `run(arguments)` does the work and returns the exit code.
+    """
+    commands = parser.add_subparsers(
+        title="commands", dest="command", required=True, prog=parser.prog, parser_class=Command
+    )
+    for name in plugins.names(package):
+        purpose = docstring(f"{package}.{name}")
+        commands.add_parser(
+            name.replace("_", "-"),
+            module=f"{package}.{name}",
+            help=purpose[0].lower() + purpose[1:].rstrip("."),
+            description=purpose,
+        )
+
+
+def docstring(module: str) -> str:
+    """First paragraph of a module's docstring, read without importing the module."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    text = Path(spec.origin).read_text(encoding="utf8").split('"""')[1]
+    return " ".join(text.split("\n\n")[0].split())
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what an unknown flag may have meant."""
+
+    def __init__(self, **options: Any) -> None:
+        # A flag that is cut short today would mean another one tomorrow.
+        super().__init__(formatter_class=wide, allow_abbrev=False, **options)
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave nothing over, so that the error comes from the command whose flags they would have
+        been.
+        """
+        parsed, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            near = difflib.get_close_matches(
+                unknown[0].partition("=")[0], self._option_string_actions, n=1
+            )
+            hint = (
+                f"did you mean {near[0]}?" if near else f"`{self.prog} --help` says what there is"
+            )
+            self.error(f"unknown argument {unknown[0]}; {hint}")
+        return parsed, unknown
+
+
+class Command(Parser):
+    """Parser of one command, which imports the command's module only when it is the one to run.
+
+    Raises:
+        ConfigError: a package that the module needs is not installed.
+    """
+
+    def __init__(self, module: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.module = module
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse with the options of the module."""
+        try:
+            module = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{self.prog} needs {error.name}: pip install 'servd[bench]'"
+            ) from None
+        module.add_options(self)
+        if run := getattr(module, "run", None):  # a package of commands has none of its own
+            self.set_defaults(run=run)
+        return super().parse_known_args(*args, **kwargs)
+
+
+def wide(prog: str) -> argparse.HelpFormatter:
+    """Help in two columns, with room for long flags."""
+    return argparse.HelpFormatter(prog, max_help_position=34, width=100)

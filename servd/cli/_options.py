@@ -1,0 +1,90 @@
+"""Flags of the commands that start an engine: derived from Config, with files and the environment
+behind them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import types
+import typing
+from typing import Any, Literal
+
+import msgspec
+
+from servd.config import Config, flag_of, options_by_name, read_config_file
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of Config, grouped by section, and the positional MODEL.
+
+    Values stay strings here; Config.load converts and checks them. Options not given are absent
+    from the result: what is added to the parser after this needs an explicit default.
+    """
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="options from a .toml, .yaml or .json file; flags win over it",
+    )
+    for section in msgspec.structs.fields(Config):
+        title = (section.type.__doc__ or "").splitlines()[0].rstrip(".")
+        group = parser.add_argument_group(title)
+        hints = typing.get_type_hints(section.type, include_extras=True)
+        for option in msgspec.structs.fields(section.type):
+            kind, description = describe(hints[option.name])
+            description = description.replace("%", "%%")
+            if option.name == "model":
+                group.add_argument("model", nargs="?", metavar="MODEL", help=description)
+                continue
+            if option.default not in (msgspec.NODEFAULT, None, False):
+                description += f" [{'on' if option.default is True else option.default}]"
+            group.add_argument(
+                flag_of(option.name), help=description, **argument_style(kind, option.name)
+            )
+
+
+def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of Config from parsed arguments: the command line wins over --config, which wins over
+    the environment.
+
+    Raises:
+        ConfigError: the file cannot be read or has an unknown key.
+    """
+    given = vars(arguments)
+    options = read_config_file(given["config"]) if "config" in given else {}
+    options |= {name: given[name] for name in options_by_name() if name in given}
+    if "api_key" not in options and (key := os.environ.get("SERVD_API_KEY")):
+        options["api_key"] = [key]
+    return options
+
+
+def describe(hint: Any) -> tuple[Any, str]:
+    """Plain type and description of an annotated field: `Annotated[Positive | None, Meta(...)]` ->
+    (int, text).
+    """
+    description = ""
+    while True:
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *metas = typing.get_args(hint)
+            description = description or next((m.description for m in metas if m.description), "")
+        elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        else:
+            return hint, description
+
+
+def argument_style(kind: Any, name: str) -> dict[str, Any]:
+    """argparse settings for a plain type."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is Literal:
+        return {"choices": typing.get_args(kind)}
+    metavar = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
+    if (
+        name == "api_key"
+    ):  # one at a time: "--api-key KEY MODEL" must not take MODEL for a second key
+        return {"action": "append", "metavar": metavar}
+    if typing.get_origin(kind) is list:
+        return {"nargs": "+", "action": "extend", "metavar": metavar}
+    return {"metavar": "SIZE" if name == "kv_cache_memory" else metavar}

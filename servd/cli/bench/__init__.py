@@ -1,0 +1,10 @@
+"""Measure a server or the engine."""
+
+import argparse
+
+from servd.cli import add_commands
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The measurements, one file each."""
+    add_commands(parser, __name__)

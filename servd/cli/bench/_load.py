@@ -1,0 +1,172 @@
+"""Load generator for OpenAI-compatible servers: sends completions, notes when every chunk
+arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from tqdm import tqdm
+
+from servd.cli.bench._data import Prompt
+from servd.errors import ServdError
+
+
+@dataclass
+class Record:
+    """What happened to one request. Times are seconds of the client's monotonic clock."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    started: float = 0.0
+    chunks: list[float] = field(default_factory=list)  # arrival of every chunk with text
+    ended: float = 0.0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token."""
+        return self.chunks[0] - self.started
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None with one token only."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.chunks[-1] - self.chunks[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def itl(self) -> list[float]:
+        """Times between chunks."""
+        return [
+            later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)
+        ]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests are sent."""
+
+    url: str  # of the server, without /v1
+    model: str
+    concurrency: int | None = None  # most requests at once; None: no limit
+    request_rate: float | None = (
+        None  # requests a second, Poisson arrivals; None: as fast as concurrency allows
+    )
+    api_key: str | None = None
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    seed: int = 0
+
+
+async def first_model(url: str, api_key: str | None) -> str:
+    """The model that the server lists first.
+
+    Raises:
+        ServdError: the server does not answer, or refuses to.
+    """
+    try:
+        async with (
+            aiohttp.ClientSession(headers=_headers(api_key)) as session,
+            session.get(f"{url}/v1/models") as reply,
+        ):
+            if reply.status != 200:
+                raise ServdError(
+                    f"{url}/v1/models: HTTP {reply.status}: {(await reply.text())[:200]}"
+                )
+            return (await reply.json())["data"][0]["id"]
+    except aiohttp.ClientError as error:
+        raise ServdError(f"no server answers at {url} ({error})") from None
+
+
+async def run(
+    load: Load, prompts: list[Prompt], show_progress: bool = True
+) -> tuple[list[Record], float]:
+    """Send all prompts; returns their records in order, and the seconds from the first to the last
+    byte.
+    """
+    limit = asyncio.Semaphore(load.concurrency or len(prompts))
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        headers=_headers(load.api_key), timeout=timeout, connector=connector
+    ) as session:
+        with tqdm(
+            total=len(prompts), desc="requests", disable=not show_progress, dynamic_ncols=True
+        ) as bar:
+
+            async def one(prompt: Prompt) -> Record:
+                async with limit:
+                    record = await _send(session, load, prompt)
+                bar.update()
+                return record
+
+            started = time.perf_counter()
+            tasks = [asyncio.create_task(one(prompt)) async for prompt in _arrivals(load, prompts)]
+            records = await asyncio.gather(*tasks)
+    return records, max(record.ended for record in records) - started
+
+
+async def _arrivals(load: Load, prompts: list[Prompt]) -> AsyncIterator[Prompt]:
+    rng = random.Random(load.seed)
+    for prompt in prompts:
+        yield prompt
+        if load.request_rate is not None:
+            await asyncio.sleep(rng.expovariate(load.request_rate))
+
+
+async def _send(session: aiohttp.ClientSession, load: Load, prompt: Prompt) -> Record:
+    body: dict[str, Any] = {
+        "model": load.model,
+        "prompt": prompt.content,
+        "max_tokens": prompt.output_len,
+        "temperature": load.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if load.ignore_eos:
+        body["ignore_eos"] = True
+    record = Record(started=time.perf_counter())
+    try:
+        async with session.post(f"{load.url}/v1/completions", json=body) as reply:
+            if reply.status != 200:
+                record.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
+            else:
+                await _read(reply, record)
+    except (
+        aiohttp.ClientError,
+        OSError,
+        ValueError,
+        KeyError,
+    ) as error:  # also an answer in another shape
+        record.error = str(error) or type(error).__name__
+    record.ended = time.perf_counter()
+    return record
+
+
+async def _read(reply: aiohttp.ClientResponse, record: Record) -> None:
+    async for line in reply.content:
+        if not line.startswith(b"data: {"):
+            continue
+        now = time.perf_counter()
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            record.error = chunk["error"]["message"]
+        elif chunk["choices"] and (chunk["choices"][0]["text"] or not record.chunks):
+            record.chunks.append(now)
+        if usage := chunk.get("usage"):
+            record.num_prompt_tokens = usage["prompt_tokens"]
+            record.num_output_tokens = usage["completion_tokens"]
+    if record.error is None and not record.num_output_tokens:
+        record.error = "the stream ended without usage"
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}

@@ -1,0 +1,71 @@
+"""Throughput and latency of a running server, any that speaks /v1/completions."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+from servd.cli.bench import _data, _load, _report
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="of the server [%(default)s]"
+    )
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--api-key", default=os.environ.get("SERVD_API_KEY"), metavar="KEY")
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help="most requests at once [no limit]"
+    )
+    parser.add_argument(
+        "--request-rate", type=float, metavar="X", help="requests a second, Poisson [all at once]"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=1, metavar="N", help="requests sent before, not counted [1]"
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="generate the full output length",
+    )
+    _report.add_options(parser)
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the distributions (.svg or .png; needs matplotlib)"
+    )
+    _data.add_options(parser, num_prompts=64, input_len=64, output_len=64)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print; 1 if any request failed."""
+    figure = _report.new_figure() if arguments.plot else None
+    url = arguments.url.rstrip("/").removesuffix("/v1")
+    prompts = _data.make_prompts(arguments, more=arguments.warmup)
+    records, seconds = asyncio.run(_measure(arguments, url, prompts))
+    summary = _report.summarise(records, seconds)
+    _report.show(summary, arguments.json)
+    if summary["failed"]:
+        print(f"\nfirst error: {summary['first_error']}")
+    if arguments.plot:
+        _report.plot(figure, arguments.plot, records)
+    return 1 if summary["failed"] else 0
+
+
+async def _measure(
+    arguments: argparse.Namespace, url: str, prompts: list[_data.Prompt]
+) -> tuple[list[_load.Record], float]:
+    load = _load.Load(
+        url=url,
+        model=arguments.model or await _load.first_model(url, arguments.api_key),
+        concurrency=arguments.concurrency,
+        request_rate=arguments.request_rate,
+        api_key=arguments.api_key,
+        ignore_eos=arguments.ignore_eos,
+        seed=arguments.data_seed,
+    )
+    warmup, measured = prompts[: arguments.warmup], prompts[arguments.warmup :]
+    if warmup:
+        await _load.run(load, warmup, show_progress=False)
+    return await _load.run(load, measured)

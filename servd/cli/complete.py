@@ -1,0 +1,26 @@
+"""Let a running server continue a text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from servd.cli import _client
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    _client.add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the continuation as it comes."""
+    client = _client.Client(arguments.url, arguments.api_key, arguments.model)
+    body = {"prompt": arguments.prompt, **_client.sampling(arguments)}
+    for chunk in client.stream("/v1/completions", body):
+        for choice in chunk["choices"]:
+            sys.stdout.write(choice["text"])
+            sys.stdout.flush()
+    print()
+    return 0

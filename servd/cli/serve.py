@@ -1,0 +1,21 @@
+"""Serve a model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+
+from servd.cli import _options
+from servd.config import Config
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for every option of Config."""
+    parser.usage = "%(prog)s [MODEL] [OPTION ...]"
+    _options.add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal or the death of a process ends it."""
+    import servd.launch  # --help needs none of it
+
+    return servd.launch.serve(Config.load(_options.load_options(arguments)))

@@ -1,0 +1,147 @@
+"""`make bench-gpu`: every measurement runs on a CPU with tiny models; what fails is named and loses
+nothing else.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import report
+from servd.resolve import Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks-gpu.md"
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict:
+    """What the parts find that need no other server."""
+    from benchmarks.gpu import parts
+
+    found: dict = {}
+    for name in ("ceilings", "attention", "gpt2", "qwen3", "llama", "compiled"):
+        parts.PARTS[name]("cpu", True, lambda **facts: found.update(facts))
+    return found
+
+
+def test_every_part_has_a_limit_and_every_figure_a_part():
+    from benchmarks.gpu import parts
+
+    assert parts.PARTS.keys() == command.LIMITS.keys()
+    assert {figure.part for figure in report.FIGURES} <= parts.PARTS.keys()
+
+
+def test_all_facts_but_those_of_a_gpu_are_found(facts: dict):
+    wanted = {name for name, *_ in report.DETAILS}
+    assert wanted - facts.keys() == {"llama_kernel_step", "rival_rate", "rival_done"}
+    # A tiny Llama: an embedding and a head of 128 x 32, and in its one layer 7,168 weights and
+    # three norms.
+    assert facts["llama_weight_bytes"] == 4 * (
+        128 * 32 + 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64 + 3 * 32
+    )
+
+
+def test_attention_backends_are_compared(facts: dict):
+    measured = {
+        "native": {"decode": 0.0015, "prompt": 2.0},
+        "torch_sdpa": {"decode": 0.003, "prompt": 1.0},
+    }
+    page = report.document({f"attention_{name}": value for name, value in measured.items()}
+                           | {"attention_varlen": "needs CUDA, not cpu"}, {})  # fmt: skip
+    assert (
+        "| | native | torch_sdpa |\n|---|---|---|\n| decode | 1.5 | 3 |\n| prompt | 2,000 | 1,000 "
+        "|\n" in page
+    )
+    assert "- `varlen` was not measured: needs CUDA, not cpu." in page
+    assert all(seconds > 0 for seconds in facts["attention_torch_sdpa"].values())
+    assert len(facts["attention_torch_sdpa"]) == 4
+
+
+def test_ratios_are_taken_against_the_ceilings():
+    facts = {
+        "bandwidth": 4e12, "matrix_rate": 8e14, "llama_one_step": 0.005, "llama_weight_bytes": 16e9,
+        "llama_all_step": 0.015, "llama_kv_bytes": 34e9, "llama_prefill_operations": 1.2e14,
+        "llama_prefill": 0.2, "gpt2_one_step": 0.0004, "gpt2_rate": 300_000, "qwen3_rate": 50_000,
+        "rival_rate": 5000, "llama_kernel_step": 0.0144,
+    }  # fmt: skip
+    rows = [figure.row(facts, {})[1:] for figure in report.FIGURES]
+    assert rows == [
+        ("1.25x", "<= 1.25x", "yes"), ("1.2x", "<= 1.3x", "yes"), ("75 %", ">= 60 %", "yes"),
+        ("0.4 ms", "<= 0.5 ms", "yes"), ("300,000 tok/s", ">= 250,000 tok/s", "yes"),
+        ("50,000 tok/s", ">= 60,000 tok/s", "NO"), ("10x", ">= 5x", "yes"),
+        ("96 %", ">= 95 %", "yes"), ("1.04x", "<= 1.03x", "NO"),
+    ]  # fmt: skip
+
+
+def test_what_is_missing_is_named_and_the_rest_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd
+):
+    scripts = {
+        "ceilings": 'print(\'FACTS {"device": "a GPU", "bandwidth": 2e12}\')',
+        "gpt2": "print('FACTS {\"gpt2_rate\": 260000}', flush=True); raise SystemExit(3)",
+        "qwen3": "import os; print('FACTS {\"qwen3_rate\": 70000}', flush=True); os.system('sleep "
+        "600')",
+    }
+    monkeypatch.setattr(
+        command, "command_of", lambda name, arguments: [sys.executable, "-c", scripts[name]]
+    )
+    monkeypatch.setattr(
+        command, "look_at_machine", lambda: Machine(num_gpus=1, torch_has_cuda=True)
+    )
+    monkeypatch.setitem(command.LIMITS, "qwen3", 3)
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks.gpu", "--output", str(tmp_path / "page.md"), "--parts", *scripts]
+    )
+    assert command.main() == 0
+    table = capfd.readouterr().out.split("== qwen3")[1]
+    assert "gpt2: exit code 3" in table and "qwen3: took more than 3 s" in table
+    assert "| 260,000 tok/s |" in table and "| 70,000 tok/s |" in table, "found before it failed"
+    assert "| GPT-2 124M step, batch 1 | missing: exit code 3 |" in table
+    page = (tmp_path / "page.md").read_text()
+    assert "On a GPU, torch" in page and table.strip().endswith(page.split("\n\n")[3].strip())
+
+
+def test_all_parts_together_keep_to_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd
+):
+    slow = [sys.executable, "-c", "import time; time.sleep(99)"]
+    monkeypatch.setattr(command, "command_of", lambda name, arguments: slow)
+    monkeypatch.setattr(
+        command, "look_at_machine", lambda: Machine(num_gpus=1, torch_has_cuda=True)
+    )
+    page = ["--output", str(tmp_path / "page.md")]
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks.gpu", *page, "--limit", "1", "--parts", "llama", "gpt2"]
+    )
+    assert command.main() == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "llama: took more than 1 s" in lines and "gpt2: no time was left" in lines
+
+
+def test_the_page_has_no_figure_that_was_not_measured():
+    text = PAGE.read_text(encoding="utf8")
+    assert report.COMMAND in text
+    if "Not measured yet" in text:
+        assert text == report.document({}, {})
+
+
+@pytest.mark.skipif(bool(shutil.which("nvidia-smi")), reason="there is a GPU")
+@pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
+def test_without_a_gpu_it_says_so(target: str):
+    if not shutil.which("make"):
+        pytest.skip("no make")
+    result = subprocess.run(["make", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "no NVIDIA GPU here" in result.stdout
+
+
+def test_the_command_itself_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(command, "look_at_machine", Machine)
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
+    assert command.main() == 0
+    assert "no NVIDIA GPU" in capsys.readouterr().out

@@ -1,0 +1,122 @@
+"""The command line: flags become options, files and environment come after them, errors are one
+line and code 2.
+"""
+
+import pytest
+
+from servd import cli
+from servd.cli import _options
+from servd.config import Config
+from servd.errors import ConfigError
+
+
+def load(*args: str) -> Config:
+    return Config.load(_options.load_options(cli.make_parser().parse_args(["serve", *args])))
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_the_environment(monkeypatch):
+    monkeypatch.delenv("SERVD_API_KEY", raising=False)
+
+
+def test_nothing_given_is_all_defaults():
+    assert load() == Config()
+
+
+def test_flags_of_every_kind():
+    config = load(
+        "org/model", "--port", "9", "--gpu-memory-utilization", "0.5", "--dtype", "float16",
+        "--enforce-eager", "--no-enable-prefix-caching", "--served-model-name", "a", "b",
+        "--kv-cache-memory", "2GiB",
+    )  # fmt: skip
+    assert config == Config.load(
+        {
+            "model": "org/model", "port": 9, "gpu_memory_utilization": 0.5, "dtype": "float16",
+            "enforce_eager": True, "enable_prefix_caching": False, "served_model_name": ["a", "b"],
+            "kv_cache_memory": 2 << 30,
+        }
+    )  # fmt: skip
+
+
+def test_a_repeated_list_flag_adds_to_the_list():
+    assert load("--api-key", "a", "--api-key", "b").server.api_key == ["a", "b"]
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
+    file = tmp_path / "servd.toml"
+    file.write_text('model = "from-file"\nport = 1\nseed = 7\n')
+    config = load("--config", str(file), "--port", "2")
+    assert (config.model.model, config.server.port, config.model.seed) == ("from-file", 2, 7)
+
+
+def test_the_api_key_of_the_environment_is_used_when_no_other_is_given(monkeypatch, tmp_path):
+    monkeypatch.setenv("SERVD_API_KEY", "secret")
+    assert load().server.api_key == ["secret"]
+    assert load("--api-key", "other").server.api_key == ["other"]
+    file = tmp_path / "servd.toml"
+    file.write_text('api-key = ["of the file"]\n')
+    assert load("--config", str(file)).server.api_key == ["of the file"]
+
+
+def test_an_empty_key_in_the_environment_is_none(monkeypatch):
+    monkeypatch.setenv("SERVD_API_KEY", "")
+    assert load().server.api_key == []
+
+
+def test_an_unknown_key_in_the_file_is_named(tmp_path):
+    file = tmp_path / "servd.toml"
+    file.write_text("max-num-sequences = 1\n")
+    with pytest.raises(ConfigError, match="--max-num-sequences; did you mean --max-num-seqs"):
+        load("--config", str(file))
+
+
+def test_a_configuration_error_is_one_line_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "--block-size", "0"])
+    assert end.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "servd: error: --block-size 0: must be a whole number >= 1\n"
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["serve", "--no-such-flag"], ["serve", "--dtype", "int8"], ["no-such-command"]]
+)
+def test_a_wrong_command_line_is_exit_code_2(args, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(args)
+    assert end.value.code == 2
+    assert "usage: servd" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "remedy"),
+    [
+        (["serve", "--prot", "8001"], "unknown argument --prot; did you mean --port?"),
+        (
+            ["serve", "--max-num-sequences=3"],
+            "unknown argument --max-num-sequences=3; did you mean --max-num-seqs?",
+        ),
+        (["chat", "--sytem", "x"], "unknown argument --sytem; did you mean --system?"),
+        (
+            ["bench", "throughput", "--num-promts", "3"],
+            "unknown argument --num-promts; did you mean --num-prompts?",
+        ),
+        (["serve", "a", "b"], "unknown argument b; `servd serve --help` says what there is"),
+    ],
+)
+def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, remedy, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(args)
+    assert end.value.code == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1].endswith(remedy) and len(shown) < 8
+
+
+def test_version(capsys):
+    import servd
+
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"servd {servd.__version__}\n"

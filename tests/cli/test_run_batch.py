@@ -1,0 +1,95 @@
+"""`servd run-batch` against a server of a few lines: connections that die, waits, and ids that
+occur twice.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from servd.cli import main, run_batch
+from servd.cli.run_batch import Batch, Target, seconds_of
+from servd.errors import ConfigError
+
+COMPLETIONS = "/v1/completions"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Closes every connection after its first answer, without having said so. The first request has
+    to wait.
+    """
+
+    protocol_version = "HTTP/1.1"
+    num_requests = 0
+
+    def do_POST(self) -> None:
+        Handler.num_requests += 1
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if Handler.num_requests == 1:
+            self.send_response(503)
+            self.send_header("retry-after", formatdate(time.time() - 5, usegmt=True))
+        else:
+            self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def line(custom_id: str) -> str:
+    return json.dumps({"custom_id": custom_id, "url": COMPLETIONS, "body": {"prompt": custom_id}})
+
+
+def test_connections_that_died_are_opened_again(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(line, "abcd")), encoding="utf8")
+    try:
+        assert Batch(source, results).run(Target(f"http://127.0.0.1:{server.server_port}"), 1) == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+    answers = [json.loads(text) for text in results.read_text(encoding="utf8").splitlines()]
+    assert [answer["response"]["body"]["prompt"] for answer in answers] == [*"abcd"]
+
+
+def test_a_server_that_is_not_there_is_an_error_of_the_line(tmp_path):
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(line("a"), encoding="utf8")
+    assert Batch(source, results).run(Target("http://127.0.0.1:1"), 1) == 1
+    assert json.loads(results.read_text(encoding="utf8"))["error"]["code"] == "connection"
+
+
+def test_how_long_to_wait(monkeypatch):
+    monkeypatch.setattr(run_batch.time, "time", lambda: 1_000_000_000.0)
+    assert seconds_of("2") == 2 and seconds_of("0.5") == 0.5 and seconds_of("-1") == 0
+    assert seconds_of("Sun, 09 Sep 2001 01:46:50 GMT") == 10
+    assert seconds_of("Sun, 09 Sep 2001 01:46:30 GMT") == 0
+    assert seconds_of("86400") == run_batch.LONGEST_WAIT
+    assert seconds_of(None) is seconds_of("soon") is seconds_of("nan") is None
+
+
+def test_ids_that_occur_twice_are_refused_with_their_lines(tmp_path):
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(["{", line("a"), "", line("b"), "[]", line("a")]), encoding="utf8")
+    with pytest.raises(ConfigError, match="lines 2 and 6 have the same custom_id 'a'"):
+        Batch(source, results)
+    assert not results.exists()
+
+
+def test_the_files_are_looked_at_before_a_server_is_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        run_batch, "own_server", lambda options: pytest.fail("a server was started")
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main(["run-batch", "-i", str(tmp_path / "none"), "-o", str(tmp_path / "out")])
+    assert "No such file" in capsys.readouterr().err

@@ -1,0 +1,175 @@
+"""Write the pages of docs/ that the code already says: `python -m tools.docs`, or with --check only
+compare.
+
+config.md from servd.config, modules.md from the first line of every module, processes.svg from the
+drawing in picture.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import types
+import typing
+from pathlib import Path
+
+import msgspec
+
+from servd.config import Config
+from tools import picture
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+MODULES_HEAD = """\
+# Every module
+
+<!-- Generated from the docstrings in servd/ by `make docs`; changes here are lost. -->
+
+What each file is for, in its own words. How they work together: [architecture.md](architecture.md).
+
+"""
+
+CONFIG_HEAD = """\
+# Configuration
+
+<!-- Generated from servd/config.py by `make docs`; changes here are lost. -->
+
+Every option is a flag of `servd serve`, a key of a `--config` file (`.toml`, `.yaml` or `.json`;
+with dashes or underscores) and a keyword of `servd.LLM`. A flag wins over the file, the file over
+the default. A switch that is on is turned off with `--no-...`. `servd serve --help` says the same.
+
+```toml
+# servd.toml: servd serve --config servd.toml
+model = "Qwen/Qwen3-0.6B"
+host = "0.0.0.0"
+max-num-seqs = 32
+kv-cache-memory = "2GiB"
+```
+
+"Default: ..." in a description is decided when the server starts, from the model and the machine,
+and logged.
+"""
+
+
+def config_page() -> str:
+    """docs/config.md."""
+    parts = [CONFIG_HEAD]
+    for section in msgspec.structs.fields(Config):
+        parts.append(f"\n## {(section.type.__doc__ or '').splitlines()[0].rstrip('.')}\n\n")
+        parts.append("| flag | values | default | |\n|---|---|---|---|\n")
+        hints = typing.get_type_hints(section.type, include_extras=True)
+        for option in msgspec.structs.fields(section.type):
+            parts.append(config_row(option, hints[option.name]))
+    return "".join(parts)
+
+
+def config_row(option: msgspec.structs.FieldInfo, hint: object) -> str:
+    """One line of a table."""
+    kind, metas = plain(hint)
+    default = (
+        option.default if option.default is not msgspec.NODEFAULT else option.default_factory()
+    )
+    flag = option.name.replace("_", "-")
+    match option.name, default:
+        case "model", _:
+            flag = "MODEL"
+        case _, True:
+            flag = f"--no-{flag}"
+        case _:
+            flag = f"--{flag}"
+    match default:
+        case None | []:
+            shown = ""
+        case True | False:
+            shown = "on" if default else "off"
+        case _:
+            shown = f"`{default}`"
+    description = next(m.description for m in metas if m.description).replace("|", "\\|")
+    return f"| `{flag}` | {values(kind, metas)} | {shown} | {description} |\n"
+
+
+def plain(hint: object) -> tuple[object, list[msgspec.Meta]]:
+    """The type without Annotated and None, and all Meta on the way, outermost first."""
+    metas: list[msgspec.Meta] = []
+    while True:
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *more = typing.get_args(hint)
+            metas += more
+        elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+        else:
+            return hint, metas
+
+
+def values(kind: object, metas: list[msgspec.Meta]) -> str:
+    """What may be given, in words: `integer, 1 to 256`."""
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return "one or more texts"
+    words = {bool: "switch", int: "integer", float: "number", str: "text"}[kind]
+    bound = {
+        name: value
+        for m in metas
+        for name in ("ge", "gt", "le", "lt")
+        if (value := getattr(m, name)) is not None
+    }
+    low = (
+        f"from {bound['ge']}" if "ge" in bound else f"above {bound['gt']}" if "gt" in bound else ""
+    )
+    high = f"to {bound['le']}" if "le" in bound else f"below {bound['lt']}" if "lt" in bound else ""
+    return ", ".join(part for part in (words, f"{low} {high}".strip()) if part)
+
+
+def tree() -> str:
+    """Every module of servd with the first sentence of its docstring."""
+    lines = ["```text"]
+    previous: tuple[str, ...] = ()
+    for path in sorted(
+        ROOT.glob("servd/**/*.py"), key=lambda p: (p.parent.parts, p.name != "__init__.py", p.name)
+    ):
+        folder = path.relative_to(ROOT).parent.parts
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or ""
+        docstring = text.split("\n\n")[0].replace("\n", " ").rstrip(".")
+        if folder != previous:
+            lines.append(f"{'  ' * (len(folder) - 1) + folder[-1] + '/':<30} {docstring}".rstrip())
+            previous = folder
+        if path.name != "__init__.py":
+            lines.append(f"{'  ' * len(folder) + path.name:<30} {docstring}".rstrip())
+    return "\n".join([*lines, "```"])
+
+
+def pages() -> dict[Path, str]:
+    """Path -> what it should hold."""
+    return {
+        DOCS / "config.md": config_page(),
+        DOCS / "modules.md": f"{MODULES_HEAD}{tree()}\n",
+        DOCS / "processes.svg": picture.draw(),
+    }
+
+
+def main() -> int:
+    """Write or compare; 1 if --check found a page that is not current."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a page is not current"
+    )
+    check = parser.parse_args().check
+    stale = [
+        path
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf8") != text
+    ]
+    for path in stale:
+        print(f"{'not current' if check else 'written'}: {path.relative_to(ROOT)}")
+        if not check:
+            path.write_text(pages()[path], encoding="utf8")
+    if check and stale:
+        print("run `make docs`")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
