@@ -128,7 +128,8 @@ class EngineCoreOutput(Message):
     request_id: str
     new_token_ids: list[int] = []
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop_token_ids entry that ended it
+    # The stop_token_ids entry that ended it; with finish_reason length, why its grammar cut it off.
+    stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, at first scheduling
     marks: list[Mark] = []  # on the first and on the last output
@@ -137,9 +138,8 @@ class EngineCoreOutput(Message):
         None  # on the first output; one per prompt token but the first
     )
     pooled: bytes | None = None  # float32, little-endian: what PoolingParams ask for
-    is_complete: bool = (
-        False  # it stops because nothing may follow: its last token is text, not a stop token
-    )
+    # It stops because nothing may follow: its last token is text, not a stop token.
+    ended_by_grammar: bool = False
 
 
 class SchedulerStats(Message):
@@ -184,6 +184,8 @@ class StartGrammarChecker(msgspec.Struct):
     config: Config  # resolved
     spec: ModelSpec
     channel: int  # descriptor of a stream socket, inherited
+    memory_limit: int  # bytes, beside the vocabulary
+    stack_size: int  # bytes
 
 
 class GrammarVerdict(Message):

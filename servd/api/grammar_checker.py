@@ -8,7 +8,9 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import msgspec
 
@@ -24,8 +26,13 @@ log = logging.getLogger("servd.grammar")
 MODULE = "servd.core.structured_output.checker"
 MAX_BYTES = 65536  # of a value
 TIME_LIMIT = 2.0  # seconds for one grammar
+MEMORY_LIMIT = 256 << 20  # bytes for one grammar; large schemas take 20 MB
+# Bytes; the engine has four times as much. The library follows rules within rules by recursion,
+# about 2 kB each.
+STACK_SIZE = 2 << 20
 START_LIMIT = 60.0  # seconds for the process to be ready
 QUEUE_LIMIT = 10.0  # seconds that a grammar waits for others to be checked
+SHARE = 4.0  # seconds of checks after which a client, while others wait, may wait with one grammar
 STOP_TIMEOUT = 0.5
 MAX_VERDICTS = 1024  # remembered
 ATTEMPTS = 2
@@ -48,7 +55,7 @@ class GrammarChecker:
     def __init__(self, config: Config, spec: ModelSpec) -> None:
         self.config = config
         self.spec = spec
-        self._lock = threading.Lock()  # one grammar at a time
+        self._turns = Turns()  # one grammar at a time
         self._process: tuple[Child, socket.socket] | None = None
         self._is_ready = False
         self._is_closed = False
@@ -58,26 +65,29 @@ class GrammarChecker:
         """Start the process, so that the first request need not wait for it. It comes up by
         itself.
         """
-        with self._lock, contextlib.suppress(OSError):  # then the first request starts it
+        with self._turns.take(), contextlib.suppress(OSError):  # then the first request starts it
             self._connect()
 
     def knows(self, output: StructuredOutput) -> bool:
         """Whether `check` would answer at once."""
         return _key(output) in self._verdicts
 
-    def check(self, output: StructuredOutput) -> None:
+    def check(self, output: StructuredOutput, client: str = "") -> None:
         """Block until it is known that an output of this form can be generated.
+
+        Args:
+            output: what a request asks for.
+            client: whose request it is, by any name: clients take turns.
 
         Raises:
             InvalidRequest: it cannot: malformed, not supported, too large or too complex.
-            Overloaded: too many others are being checked, or the process has died and is started by
-                the next call.
+            Overloaded: too many others are being checked, this client's take too long, or the
+                process has died and is started by the next call.
         """
-        error = self._verdicts.get(
-            _key(output), UNKNOWN
-        )  # another thread may drop it after any look
+        # Another thread may drop the verdict after any look.
+        error = self._verdicts.get(_key(output), UNKNOWN)
         if error is UNKNOWN:
-            error = self._try(output)
+            error = self._try(output, client)
         if error is not None:
             raise InvalidRequest(f"{output.param}: {error}", param=output.param)
 
@@ -85,28 +95,23 @@ class GrammarChecker:
         """End the process, also in the middle of a check. May be called more than once."""
         self._is_closed = True
         if (process := self._process) is not None:
-            process[
-                0
-            ].terminate()  # whoever waits for it learns so at once, and lets go of the lock
-        with self._lock:
+            child, _ = process
+            child.terminate()  # whoever waits for it learns so at once, and ends its turn
+        with self._turns.take():
             self._disconnect()
 
-    def _try(self, output: StructuredOutput) -> str | None:
+    def _try(self, output: StructuredOutput, client: str) -> str | None:
         """What is wrong with a grammar; None if nothing."""
         size = len(output.value.encode())
         if size > MAX_BYTES:
             return f"the {output.kind} has {size} bytes, at most {MAX_BYTES} are accepted"
-        if not self._lock.acquire(timeout=QUEUE_LIMIT):
-            raise Overloaded("too many structured outputs are being compiled: retry later")
-        try:
+        with self._turns.take(client, QUEUE_LIMIT):
             if self.knows(output):  # others have asked the same
                 return self._verdicts[_key(output)]
             error = self._verdicts[_key(output)] = self._ask(output)
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
             return error
-        finally:
-            self._lock.release()
 
     def _ask(self, output: StructuredOutput) -> str | None:
         """As `_try`, of the process. One that dies gets a second chance: it may have died before,
@@ -143,7 +148,11 @@ class GrammarChecker:
             raise Overloaded("the server is stopping")
         with contextlib.suppress(OSError):  # then the next call starts it
             self._connect()
-        return f"the {output.kind} is too complex: it cannot be compiled within {TIME_LIMIT:.0f} s"
+        return (
+            f"the {output.kind} is too complex or too deeply nested: it cannot be compiled within "
+            f"{TIME_LIMIT:.0f} s, {MEMORY_LIMIT >> 20} MB of memory and {STACK_SIZE >> 20} MB of "
+            "stack"
+        )
 
     def _start_up(self) -> str | None:
         """Wait until the process is ready; returns why it can never be.
@@ -185,7 +194,9 @@ class GrammarChecker:
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    start = StartGrammarChecker(self.config, self.spec, theirs.fileno())
+                    start = StartGrammarChecker(
+                        self.config, self.spec, theirs.fileno(), MEMORY_LIMIT, STACK_SIZE
+                    )
                     self._process = (
                         Child("grammar", MODULE, start, pass_fds=[theirs.fileno()]),
                         ours,
@@ -202,6 +213,58 @@ class GrammarChecker:
             self._process = None
             channel.close()
             child.stop(STOP_TIMEOUT)
+
+
+class Turns:
+    """A lock for which clients wait in fair order: first the one that has held it the shortest.
+
+    So somebody who keeps it busy delays others by one turn, not by all that are queued.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_taken = False
+        self._waiting: dict[int, str] = {}  # client by number of arrival
+        self._num_arrived = 0
+        self._seconds: dict[str, float] = {}  # that clients have held it, since it was last idle
+
+    @contextlib.contextmanager
+    def take(self, client: str = "", timeout: float | None = None) -> Iterator[None]:
+        """Hold it.
+
+        Raises:
+            Overloaded: it was not this client's turn within `timeout` seconds, or the client has
+                used its SHARE and waits already.
+        """
+        with self._changed:
+            if self._seconds.get(client, 0.0) > SHARE and client in self._waiting.values():
+                raise Overloaded("your structured outputs take long to compile: retry later")
+            self._num_arrived += 1
+            number = self._num_arrived
+            self._waiting[number] = client
+            try:
+                is_turn = self._changed.wait_for(lambda: self._is_next(number), timeout)
+            finally:
+                del self._waiting[number]
+                self._changed.notify_all()
+            if not is_turn:
+                raise Overloaded("too many structured outputs are being compiled: retry later")
+            self._is_taken = True
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_taken = False
+                held = self._seconds.get(client, 0.0) + time.monotonic() - start
+                self._seconds = {**self._seconds, client: held} if self._waiting else {}
+                self._changed.notify_all()
+
+    def _is_next(self, number: int) -> bool:
+        def rank(item: tuple[int, str]) -> tuple[float, int]:
+            return self._seconds.get(item[1], 0.0), item[0]
+
+        return not self._is_taken and number == min(self._waiting.items(), key=rank)[0]
 
 
 def _key(output: StructuredOutput) -> tuple[str, str]:

@@ -116,7 +116,7 @@ def _delta(choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
     )
     ended_by_token = (
         output.finish_reason is FinishReason.STOP
-        and not output.is_complete
+        and not output.ended_by_grammar
         and not choice.include_stop
     )
     num_before = detokenizer.num_tokens

@@ -76,7 +76,7 @@ class EngineCore:
         The scheduler counts optimistically and the workers keep the truth, so synchronous serving
         is the same loop with depth 1.
         """
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(self.grammars.choose_idle())
         if scheduled is not None:
             self.executor.execute_model(scheduled)
             self.grammars.begin_step(scheduled)

@@ -19,6 +19,13 @@ class RequestStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, frozen=True)
+class GrammarEnd:
+    """The grammar of an output lets it end, or fails, with the token just sampled."""
+
+    error: str | None = None  # None: the output is complete; else the token is not part of it
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The engine's view of one request.

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from servd.config import CacheConfig, SchedulerConfig
 from servd.core.kv_cache.manager import KVCacheManager
-from servd.core.request import Request, RequestStatus
+from servd.core.request import GrammarEnd, Request, RequestStatus
 from servd.core.waiting_queue import WaitingQueue, by_order
 from servd.messages import (
     EngineCoreOutput,
@@ -124,14 +124,17 @@ class Scheduler:
 
     # ---- schedule ----
 
-    def schedule(self) -> SchedulerOutput | None:
+    def schedule(self, idle_slots: Set[int] = frozenset()) -> SchedulerOutput | None:
         """Choose the work of the next step; None if there is nothing that could be computed now.
 
         Running requests come first, in order, so that nobody's decoding waits for another's prompt.
         Then waiting requests join while tokens, slots and blocks last.
+
+        Args:
+            idle_slots: of running requests that sit this step out.
         """
         step = Step(self._num_steps)
-        budget = self._schedule_running(step, self.max_num_batched_tokens)
+        budget = self._schedule_running(step, self.max_num_batched_tokens, idle_slots)
         budget = self._schedule_waiting(step, budget)
         if not step.scheduled:
             return None
@@ -141,15 +144,15 @@ class Scheduler:
         self._stats.num_scheduled_tokens = self.max_num_batched_tokens - budget
         return SchedulerOutput(step.number, step.scheduled, step.new_requests, freed_slots)
 
-    def _schedule_running(self, step: Step, budget: int) -> int:
+    def _schedule_running(self, step: Step, budget: int, idle_slots: Set[int]) -> int:
         """Give every running request its next tokens; returns the budget that is left."""
         running = self.running
         i = 0
         while i < len(running):
             request = running[i]
             i += 1
-            if request.num_tokens >= request.max_num_tokens:
-                continue  # its last token is in flight
+            if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
+                continue  # its last token is in flight, or it pauses
             # One token is set aside for each request behind it: a long prompt does not stop their
             # decoding.
             num_tokens = min(
@@ -243,13 +246,12 @@ class Scheduler:
 
     # ---- harvest ----
 
-    def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, str]) -> None:
+    def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]) -> None:
         """Take in the sampled tokens of the oldest step in flight.
 
         Args:
             result: of that step.
-            ends: index in the step -> "" where the output is complete with this token, or why it
-                cannot go on.
+            ends: index in the step -> how its grammar ends an output with this token.
         """
         step = self._in_flight.popleft()
         now = now_ns()
@@ -269,14 +271,20 @@ class Scheduler:
                 self._harvest(request, output, ends.get(i), now, step.number)
 
     def _harvest(
-        self, request: Request, output: EngineCoreOutput, end: str | None, now: int, step: int
+        self,
+        request: Request,
+        output: EngineCoreOutput,
+        end: GrammarEnd | None,
+        now: int,
+        step: int,
     ) -> None:
         [token_id] = output.new_token_ids
         finish_reason = request.append(token_id)
-        if end == "" and finish_reason is not FinishReason.STOP:
-            finish_reason, output.is_complete = FinishReason.STOP, True
-        elif end and finish_reason is None:
-            finish_reason, output.error = FinishReason.ERROR, end
+        if end is not None and end.error is not None:
+            finish_reason, output.stop_reason = FinishReason.LENGTH, end.error
+            output.new_token_ids, output.logprobs = [], None
+        elif end is not None and finish_reason is not FinishReason.STOP:
+            finish_reason, output.ended_by_grammar = FinishReason.STOP, True
         output.finish_reason = finish_reason
         if request.num_output_tokens == 1:
             output.num_cached_tokens = request.num_cached_tokens
@@ -286,7 +294,7 @@ class Scheduler:
         if request.is_prompt_only:
             output.new_token_ids, output.logprobs = [], None
         if finish_reason is not None:
-            is_stop_token = finish_reason is FinishReason.STOP and not output.is_complete
+            is_stop_token = finish_reason is FinishReason.STOP and not output.ended_by_grammar
             if is_stop_token and token_id not in request.eos_token_ids:
                 output.stop_reason = token_id
             output.marks += [*request.marks, Mark("finished", now, step)]

@@ -38,7 +38,10 @@ def calls_schema(tools: Sequence[dict[str, Any]], parallel: bool) -> str:
         definitions[place] = moved(parameters_of(function), f"#/$defs/{place}")
         calls.append({
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{place}"}},
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": {"$ref": f"#/$defs/{place}"},
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         })  # fmt: skip

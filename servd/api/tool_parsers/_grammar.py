@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-# Models that may write any white space in JSON can go on with it for ever.
-JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
 ANNOTATIONS = {
     "title",
     "description",
@@ -122,12 +120,20 @@ def quoted(text: str) -> str:
 
 def json_rule(schema: Any) -> str:
     """JSON that obeys a schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS} if isinstance(schema, dict) else schema)}"
+    return f"%json {json.dumps(schema)}"
 
 
 def parameters_of(function: dict[str, Any]) -> Any:
-    """The JSON schema of a function's arguments."""
-    return function.get("parameters") or {"type": "object", "properties": {}}
+    """The JSON schema of a function's arguments. One that names no arguments allows none."""
+    schema = function.get("parameters") or {"type": "object"}
+    if (
+        isinstance(schema, dict)
+        and schema.get("type", "object") == "object"
+        and not (schema.get("properties") or schema.get("required"))
+        and schema.keys() <= ANNOTATIONS | OBJECT_KEYWORDS - {"additionalProperties"}
+    ):
+        return {**schema, "properties": {}, "additionalProperties": False}
+    return schema
 
 
 def properties_of(function: dict[str, Any]) -> list[Property]:

@@ -6,16 +6,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
+import resource
 import socket
+import threading
 import time
+from collections.abc import Sequence
 from io import BufferedRWPair
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from servd import log
 from servd.child import read_start
-from servd.core.structured_output.grammar import Grammar, GrammarError, load_vocabulary
+from servd.core.structured_output.grammar import Grammar, GrammarError
+from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.errors import ConfigError
 from servd.messages import GrammarVerdict, StartGrammarChecker
 from servd.params import StructuredOutput
@@ -23,6 +29,10 @@ from servd.params import StructuredOutput
 logger = logging.getLogger("servd.grammar")
 
 MASK_LIMIT = 0.05  # seconds; the engine's step waits for masks
+# Random beginnings of outputs that are tried, in CPU seconds all together.
+NUM_TRIALS = 4
+TRIAL_TOKENS = 24
+TRIAL_SECONDS = 0.02
 
 
 def main() -> None:
@@ -32,10 +42,10 @@ def main() -> None:
     start = read_start(StartGrammarChecker)
     log.setup("grammar", start.config.observability.log_level)
     channel = socket.socket(fileno=start.channel).makefile("rwb")
-    with contextlib.suppress(
-        ConnectionError
-    ):  # the API server has ended: nobody waits for an answer
-        serve(start, channel)
+    threading.stack_size(start.stack_size)
+    thread = threading.Thread(target=serve, args=[start, channel], name="check")
+    thread.start()
+    thread.join()
 
 
 def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
@@ -43,44 +53,83 @@ def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
     closed.
     """
 
-    def answer(verdict: GrammarVerdict) -> None:
-        channel.write(msgspec.json.encode(verdict) + b"\n")
+    def answer(error: str | None = None) -> None:
+        channel.write(msgspec.json.encode(GrammarVerdict(error)) + b"\n")
         channel.flush()
 
-    try:
-        vocabulary = load_vocabulary(start.config, start.spec)
-    except (
-        ConfigError,
-        ValueError,
-    ) as error:  # the library knows only byte-level and byte-fallback tokenizers
-        logger.warning("structured outputs are not available: %s", error)
-        answer(
-            GrammarVerdict(
-                f"structured outputs are not available with this model's tokenizer: {error}"
-            )
-        )
-        return
-    answer(GrammarVerdict())
-    for line in channel:
-        answer(
-            GrammarVerdict(
-                try_grammar(msgspec.json.decode(line, type=StructuredOutput), vocabulary)
-            )
-        )
+    # A broken channel means that the API server has ended: nobody waits for an answer.
+    with contextlib.suppress(ConnectionError):
+        try:
+            vocabulary = load_vocabulary(start.config, start.spec)
+        except (ConfigError, ValueError) as error:
+            # The library knows only byte-level and byte-fallback tokenizers.
+            logger.warning("structured outputs are not available: %s", error)
+            answer(f"structured outputs are not available with this model's tokenizer: {error}")
+            return
+        limit_memory(start.memory_limit)
+        answer()
+        for line in channel:
+            answer(try_grammar(msgspec.json.decode(line, type=StructuredOutput), vocabulary))
+
+
+def limit_memory(num_bytes: int) -> None:
+    """From now on the process dies where it needs so much more. Linux only."""
+    with contextlib.suppress(FileNotFoundError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = pages * resource.getpagesize() + num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def try_grammar(output: StructuredOutput, vocabulary: Any) -> str | None:
     """Why the engine should not follow a grammar; None if it can."""
     try:
-        matcher = Grammar(output, vocabulary).matcher()
-        start = time.thread_time()
-        matcher.bitmask()
+        seconds = slowest_mask(Grammar(output, vocabulary), vocabulary)
     except GrammarError as error:
         return str(error)
-    seconds = time.thread_time() - start
     if seconds > MASK_LIMIT:
-        return f"it is too complex: finding the first allowed tokens takes {seconds:.2f} s, the limit is {MASK_LIMIT} s"
+        return (
+            "it is too complex: finding the tokens that may come next takes "
+            f"{seconds:.2f} s, the limit is {MASK_LIMIT} s"
+        )
     return None
+
+
+def slowest_mask(grammar: Grammar, vocabulary: Any) -> float:
+    """CPU seconds of the slowest mask at the beginning of a few random outputs.
+
+    Raises:
+        GrammarError: one of them reaches a limit of the library, as most outputs might.
+    """
+    draw = random.Random(0)  # the same grammar gets the same verdict
+    closing = [token_id for text in '"}]' for token_id in vocabulary.tokenize_str(text)]
+    slowest = grammar.mask_seconds
+    deadline = time.thread_time() + TRIAL_SECONDS
+    for _ in range(NUM_TRIALS):
+        matcher = grammar.matcher()
+        for _ in range(TRIAL_TOKENS):
+            start = time.thread_time()
+            if matcher.is_complete or start > deadline:
+                break
+            mask = matcher.bitmask()
+            slowest = max(slowest, time.thread_time() - start)
+            matcher.accept(random_token(mask, draw, closing))
+    return slowest
+
+
+def random_token(mask: bytes, draw: random.Random, closing: Sequence[int]) -> int:
+    """One of the tokens that a mask allows, often one that ends what is open."""
+    allowed = int.from_bytes(mask, "little")
+    if draw.random() < 0.3 and (ends := [i for i in closing if allowed >> i & 1]):
+        return draw.choice(ends)
+    start = draw.randrange(8 * len(mask))
+    if above := allowed >> start:
+        return start + _lowest_bit(above)
+    return _lowest_bit(allowed)
+
+
+def _lowest_bit(number: int) -> int:
+    return (number & -number).bit_length() - 1
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ Kinds of `StructuredOutput` and what their `value` holds:
 
 | kind | value |
 |---|---|
-| json | a JSON schema, draft 2020-12 without the keywords that a generator cannot obey; those are refused by name |
+| json | a JSON schema, draft 2020-12; keywords that a generator cannot obey are refused by name |
 | json_object | nothing: any JSON object |
-| regex | a regular expression in Rust's syntax (no look-around, no back-references) that the whole output matches |
+| regex | a regular expression in Rust's syntax (no look-around) that the whole output matches |
 | choice | a JSON list of strings |
 | grammar | GBNF (`root ::= ...`) or llguidance's Lark (`start: ...`) |
 
@@ -18,31 +18,35 @@ In Lark, `%json {...}` embeds a JSON schema, `<|name|>` and `<[id]>` stand for s
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
-from servd.config import Config
-from servd.hf import ModelSpec, find_model, find_tokenizer
 from servd.params import StructuredOutput
 
 # Bounds on the work of one compilation and of one mask, and on the states that a grammar gathers
 # (0.4 to 0.7 kB each, so 14 MB in all). Most schemas have fewer than 500; texts with a maxLength
 # have seven for each of their characters. A mask of the most ambiguous grammar takes 60 ms with
-# these items; with the library's default, ten times as long.
+# these items; with the library's default, ten times as long. The items of a row are among those of
+# its mask, which is refused before any token leads there, so they have no smaller limit.
+MAX_ITEMS = 10_000
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,
-    step_max_items=10_000,
+    step_max_items=MAX_ITEMS,
+    max_items_in_row=MAX_ITEMS,
     max_lexer_states=20_000,
     verbose_errors=False,
 )
-# Models that may write any white space can go on with it for ever.
-JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
+# Between two tokens of JSON: blanks, or a new line and its indentation. Models that may write any
+# white space can go on with it until their tokens are gone.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t]{1,2}|[ \t]?\r?\n[ \t]{0,20}"}
 MAX_MESSAGE = 400  # characters of the library's messages
 NO_OUTPUT = "no output could satisfy it"
+DEAD_END = "it leads to a point where nothing may follow"
 
 
 class GrammarError(Exception):
@@ -50,7 +54,7 @@ class GrammarError(Exception):
 
 
 class UsedUp(GrammarError):
-    """A grammar has gathered all states that it may have; another one of the same value has none
+    """A grammar has gathered all states that it may have; a new one of the same value has none
     yet.
     """
 
@@ -59,7 +63,9 @@ class Grammar:
     """One compiled grammar. Its matchers share the lexer states that they discover.
 
     Attributes:
-        seconds: that it took to compile.
+        seconds: CPU time of its compilation.
+        first_mask: see `Matcher.bitmask`.
+        mask_seconds: CPU time of the first mask.
 
     Raises:
         GrammarError: the value is malformed, asks for what is not supported, or is beyond LIMITS.
@@ -71,19 +77,24 @@ class Grammar:
             self._origin = LLMatcher(vocabulary, _source(output), log_level=0, limits=LIMITS)
         except ValueError as error:
             raise GrammarError(_shorten(str(error))) from None
-        self.seconds = time.thread_time() - start
         _check(self._origin)
+        compiled = time.thread_time()
+        self.first_mask = self._origin.compute_bitmask()
+        _check(self._origin, dead_end=NO_OUTPUT)
+        self.seconds = compiled - start
+        self.mask_seconds = time.thread_time() - compiled
 
     def matcher(self) -> Matcher:
         """A follower of one output, at its beginning."""
-        return Matcher(self._origin.deep_copy())
+        return Matcher(self._origin.deep_copy(), self.first_mask)
 
 
 class Matcher:
     """Follows one output."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, first_mask: bytes) -> None:
         self._matcher = matcher
+        self._first_mask: bytes | None = first_mask  # None after the first token
 
     @property
     def is_complete(self) -> bool:
@@ -97,6 +108,8 @@ class Matcher:
             GrammarError: none may, or finding them goes beyond LIMITS.
             UsedUp: of states.
         """
+        if self._first_mask is not None:
+            return self._first_mask
         bitmask = self._matcher.compute_bitmask()
         _check(self._matcher)
         return bitmask
@@ -108,39 +121,9 @@ class Matcher:
             GrammarError: the grammar does not allow it.
             UsedUp: see `bitmask`.
         """
+        self._first_mask = None
         if not self._matcher.consume_token(token_id):
             _check(self._matcher)
-
-
-def load_vocabulary(config: Config, spec: ModelSpec) -> LLTokenizer:
-    """The bytes of every token, arranged for fast masks. Takes a fifth of a second for 50,000
-    tokens.
-    """
-    model = config.model
-    folder = (
-        str(find_model(model.tokenizer, download_dir=model.download_dir))
-        if model.tokenizer
-        else spec.folder
-    )
-    if not folder:
-        return LLTokenizer(llguidance.TokenizerWrapper(ByteVocabulary(spec.eos_token_ids[0])))
-    file = str(find_tokenizer(folder, config.model.trust_remote_code))
-    # The library guesses the end-of-sequence tokens where the model names none.
-    return LLTokenizer(file, n_vocab=spec.vocab_size, eos_token=spec.eos_token_ids or None)
-
-
-class ByteVocabulary:
-    """The fake model's: a token per byte, and the end of the sequence."""
-
-    bos_token_id = None
-
-    def __init__(self, eos_token_id: int) -> None:
-        self.eos_token_id = eos_token_id
-        self.special_token_ids = [eos_token_id]
-        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>"]
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
 
 
 def _source(output: StructuredOutput) -> str:
@@ -156,16 +139,52 @@ def _source(output: StructuredOutput) -> str:
             choices = " | ".join(
                 json.dumps(choice, ensure_ascii=False) for choice in json.loads(output.value)
             )
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            # A terminal: as alternatives of a rule, thousands would be beyond MAX_ITEMS.
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case "grammar":
-            return llguidance.grammar_from("grammar", output.value)
+            return _bound_white_space(llguidance.grammar_from("grammar", output.value))
 
 
-def _check(matcher: LLMatcher) -> None:
-    if matcher.is_error():
-        message = _shorten(matcher.get_error())
-        kind = UsedUp if "too many states" in message else GrammarError
-        raise kind(NO_OUTPUT if message.startswith("NoExtension") else message)
+def _bound_white_space(lark: str) -> str:
+    """The grammar with JSON_OPTIONS in each `%json` that has none."""
+    return re.sub(r"%json\s*\{\s*(\}?)", _add_options, lark)
+
+
+def _add_options(found: re.Match[str]) -> str:
+    brace = found.string.index("{", found.start())
+    try:
+        schema, _ = json.JSONDecoder().raw_decode(found.string, brace)
+    except (ValueError, RecursionError):  # the library says what is wrong with it
+        return found[0]
+    if "x-guidance" in schema:
+        return found[0]
+    options = f'"x-guidance": {json.dumps(JSON_OPTIONS)}'
+    # As text: numbers may not survive being read and written.
+    return f"%json {{{options}}}" if found[1] else f"%json {{{options}, "
+
+
+# What the library says of its limits, and how large they are.
+EXCEEDED = {
+    "too many states": f"it has too many states, more than {LIMITS.max_lexer_states}",
+    "Too many items": f"it allows too much at once: more than {MAX_ITEMS} parser items",
+    "Current row has": f"it allows too much at once: more than {MAX_ITEMS} parser items",
+    "too many expressions": (
+        "its regular expressions are too complex: a token takes more than "
+        f"{LIMITS.step_lexer_fuel} steps to follow; use fewer or smaller repetitions"
+    ),
+}
+
+
+def _check(matcher: LLMatcher, dead_end: str = DEAD_END) -> None:
+    if not matcher.is_error():
+        return
+    message = matcher.get_error()
+    if "too many states" in message:
+        raise UsedUp(EXCEEDED["too many states"])
+    for sign, reason in EXCEEDED.items():
+        if sign in message:
+            raise GrammarError(reason)
+    raise GrammarError(dead_end if message.startswith("NoExtension") else _shorten(message))
 
 
 def _shorten(message: str) -> str:

@@ -9,22 +9,25 @@ its slot is freed.
 from __future__ import annotations
 
 import logging
-import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from servd.config import Config
+from servd.core.request import GrammarEnd
+from servd.core.structured_output.cache import GrammarCache, Key, key_of
 from servd.core.structured_output.grammar import (
     Grammar,
     GrammarError,
     Matcher,
     UsedUp,
-    load_vocabulary,
 )
+from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
 from servd.messages import (
@@ -38,19 +41,20 @@ from servd.params import PoolingParams, SamplingParams, StructuredOutput
 
 logger = logging.getLogger("servd.structured_output")
 
-MAX_GRAMMARS = 32  # kept compiled, besides those in use
 NUM_COMPILERS = 2  # threads
+STACK_SIZE = 8 << 20  # bytes for each: four times what the checker has
+# What the masks of one step may take together, going by the last ones of each row. Rows for which
+# no time is left sit out the step, so that others wait for a few slow masks, not for all of them.
+STEP_BUDGET = 0.05  # seconds
 # A grammar whose states are used up is replaced in the engine's own thread, where all requests wait
-# for it. So an output gets another one only if that compiles fast, has not to take in too much
-# again, and not too often: twice, as the first one may be one that others are filling, and once
-# more for so many tokens.
-RENEWAL_LIMIT = 0.05  # seconds to compile it
+# for it. So an output gets another one only if it has not to take in too much again, and not too
+# often: twice, as the first one may be one that others are filling, and once more for so many
+# tokens.
 MAX_TOKENS_AGAIN = 2048
 MAX_RENEWALS = 2
 TOKENS_PER_RENEWAL = 64
 
 T = TypeVar("T")
-Key = tuple[str, str]  # kind and value
 
 
 @dataclass(slots=True)
@@ -69,14 +73,15 @@ class Row:
     grammar: Grammar | None
     matcher: Matcher | None  # None after an error
     starts_after: frozenset[int]  # not empty: the grammar has not begun
-    until_begun: (
-        bytes | None
-    )  # the tokens that may come before: all but those that would end the output
-    renew: Callable[[Grammar], Grammar]  # another one for one whose states are used up
+    # The tokens that may come before it begins: all but those that would end the output.
+    until_begun: bytes | None
+    replace: Callable[[Grammar], Grammar]  # see GrammarCache.replace
     token_ids: list[int] = field(default_factory=list)  # that the matcher has taken in
     num_renewals: int = 0  # of the grammar
     error: str | None = None
     num_awaited: int = 0  # tokens that steps in flight sample
+    mask_seconds: float = 0.0  # what the next mask may take: the slowest of late
+    last_turn: int = 0  # see GrammarManager.choose_idle
 
     def accept(self, token_id: int) -> None:
         """Take in a sampled token."""
@@ -91,7 +96,10 @@ class Row:
         """The tokens that may come next; None if all may."""
         if self.starts_after:
             return self.until_begun
-        return self._follow(lambda matcher: matcher.bitmask())
+        start = time.perf_counter()
+        mask = self._follow(lambda matcher: matcher.bitmask())
+        self.mask_seconds = max(time.perf_counter() - start, self.mask_seconds / 2)
+        return mask
 
     def _follow(self, work: Callable[[Matcher], T]) -> T | None:
         """`work` of the matcher, if need be in another grammar; None after an error."""
@@ -102,6 +110,10 @@ class Row:
                 self._begin_anew(error)
             except GrammarError as error:
                 self.fail(error)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # a panic of the library is no Exception
+                self.fail(GrammarError(f"the grammar library failed ({type(error).__name__})"))
         return None
 
     def _begin_anew(self, error: UsedUp) -> None:
@@ -117,7 +129,7 @@ class Row:
             return self.fail(error)
         try:
             assert self.grammar is not None
-            self.grammar = self.renew(self.grammar)
+            self.grammar = self.replace(self.grammar)
             self.matcher = self.grammar.matcher()
             for token_id in self.token_ids:
                 self.matcher.accept(token_id)
@@ -125,16 +137,16 @@ class Row:
             self.fail(new_error)
 
     def fail(self, error: GrammarError) -> None:
-        """The next token ends the request."""
+        """The next token is not the output's any more, but its end."""
         self.matcher = None
         self.error = f"the output cannot follow its structure any further: {error}"
 
     @property
-    def end(self) -> str | None:
-        """Why the output ends here: an error, or "" where it is complete. None if it goes on."""
+    def end(self) -> GrammarEnd | None:
+        """None if the output goes on."""
         if self.matcher is None:
-            return self.error
-        return "" if not self.starts_after and self.matcher.is_complete else None
+            return GrammarEnd(self.error)
+        return GrammarEnd() if not self.starts_after and self.matcher.is_complete else None
 
 
 class GrammarManager:
@@ -153,15 +165,11 @@ class GrammarManager:
         self.on_compiled: Callable[[Compiled], None] = lambda compiled: None
         self._threads = ThreadPoolExecutor(NUM_COMPILERS, "compile")
         self._vocabulary: Future[Any] | None = None
-        self._grammars: OrderedDict[Key, Grammar] = OrderedDict()  # the least recently used first
-        self._held: dict[
-            int, Grammar
-        ] = {}  # by id of a StructuredOutput, for as long as that is referred to
+        self._cache = GrammarCache(self._compile)
         self._compiling: dict[Key, list[EngineCoreRequest]] = {}
         self._rows: dict[int, Row] = {}  # by slot
-        self._step: list[
-            tuple[int, Row]
-        ] = []  # (index in `scheduled`, row) of the rows that sample
+        self._step: list[tuple[int, Row]] = []  # (index in `scheduled`, row): those that sample
+        self._turn = 0
         self._in_flight: deque[list[tuple[int, Row]]] = deque()
 
     # ---- before a request runs ----
@@ -174,31 +182,32 @@ class GrammarManager:
     def warm_up(self) -> None:
         """Begin to load what the first grammar needs."""
         if self._vocabulary is None:
-            self._vocabulary = self._threads.submit(load_vocabulary, self.config, self.spec)
+            self._vocabulary = self._submit(partial(load_vocabulary, self.config, self.spec))
 
     def admit(self, request: EngineCoreRequest) -> bool:
         """Whether a request can run now. If not, it is kept until its grammar is compiled."""
         output = _structured_output(request.params)
         if output is None:
             return True
-        key = (output.kind, output.value)
-        if grammar := self._find(key):
-            self._hold(output, grammar)
+        if grammar := self._cache.find(output):
+            self._cache.retain(output, grammar)
             return True
+        key = key_of(output)
         if key not in self._compiling:
             self.warm_up()
             self._compiling[key] = []
-            self._threads.submit(lambda: self.on_compiled(self._compile(output)))
+            self._submit(lambda: self.on_compiled(self._try_to_compile(output)))
         self._compiling[key].append(request)
         return False
 
     def take(self, compiled: Compiled) -> list[EngineCoreRequest]:
         """Keep a compiled grammar; returns the requests that waited for it."""
-        self._keep(compiled)
         requests = self._compiling.pop(compiled.key)
-        for request in requests:
-            if compiled.grammar and (output := _structured_output(request.params)):
-                self._hold(output, compiled.grammar)
+        if compiled.grammar is not None:
+            self._cache.add(compiled.key, compiled.grammar)
+            for request in requests:
+                if output := _structured_output(request.params):
+                    self._cache.retain(output, compiled.grammar)
         return requests
 
     def abort(self, request_ids: list[str]) -> None:
@@ -206,78 +215,30 @@ class GrammarManager:
         for requests in self._compiling.values():
             requests[:] = [request for request in requests if request.request_id not in request_ids]
 
-    def _keep(self, compiled: Compiled) -> None:
-        if compiled.grammar is not None:
-            self._grammars[compiled.key] = compiled.grammar
-            if len(self._grammars) > MAX_GRAMMARS:
-                self._grammars.popitem(last=False)
-
-    def _hold(self, output: StructuredOutput, grammar: Grammar) -> None:
-        """Keep a grammar until the requests with this object have ended, however many others are
-        compiled.
-        """
-        if id(output) not in self._held:
-            weakref.finalize(output, self._held.pop, id(output), None).atexit = False
-        self._held[id(output)] = grammar
-
-    def _forget(self, grammar: Grammar | None) -> None:
-        """New requests have it compiled anew; so do those that wait to run, if that does not stop
-        the step loop.
-        """
-        for key in [key for key, other in self._grammars.items() if other is grammar]:
-            del self._grammars[key]
-        if grammar is None or grammar.seconds > RENEWAL_LIMIT:
-            return
-        for output_id in [output_id for output_id, other in self._held.items() if other is grammar]:
-            del self._held[output_id]
-
-    def _renew(self, output: StructuredOutput, grammar: Grammar) -> Grammar:
-        """The grammar to go on with where another one's states are used up. Its outputs so far are
-        taken in again.
-
-        Raises:
-            GrammarError: it takes too long to compile.
-        """
-        if (other := self._grammar_of(output)) is not None and other is not grammar:
-            return other
-        if grammar.seconds > RENEWAL_LIMIT:
-            raise GrammarError("it has too many states")
-        compiled = self._compile(output)
-        if compiled.grammar is None:
-            raise GrammarError(compiled.error)
-        self._keep(compiled)
-        for output_id in [output_id for output_id, held in self._held.items() if held is grammar]:
-            self._held[output_id] = compiled.grammar
-        return compiled.grammar
-
-    def _grammar_of(self, output: StructuredOutput) -> Grammar | None:
-        """The newest one: others may have used up the states of the one that was held for the
-        output.
-        """
-        return self._find((output.kind, output.value)) or self._held.get(id(output))
-
-    def _find(self, key: Key) -> Grammar | None:
-        if key in self._grammars:
-            self._grammars.move_to_end(key)
-        return self._grammars.get(key)
-
-    def _compile(self, output: StructuredOutput) -> Compiled:
-        key = (output.kind, output.value)
-        assert self._vocabulary is not None
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have a thread with a stack of known size do some work."""
+        previous = threading.stack_size(STACK_SIZE)
         try:
-            return Compiled(key, Grammar(output, self._vocabulary.result()))
-        except (
-            BaseException
-        ) as error:  # whatever it is, a panic of the library too: its requests wait for the news
-            logger.warning(
-                "a %s grammar that the API accepted cannot be compiled: %r", output.kind, error
-            )
-            reason = (
-                error
-                if isinstance(error, GrammarError | ConfigError | ValueError)
-                else type(error).__name__
-            )
-            return Compiled(key, None, f"the {output.kind} grammar cannot be compiled: {reason}")
+            return self._threads.submit(work)
+        finally:
+            threading.stack_size(previous)
+
+    def _try_to_compile(self, output: StructuredOutput) -> Compiled:
+        try:
+            return Compiled(key_of(output), self._compile(output))
+        except (GrammarError, ConfigError, ValueError) as error:
+            reason = str(error)
+        except BaseException as error:  # a panic of the library, too: requests wait for the news
+            reason = type(error).__name__
+        logger.warning(
+            "a %s grammar that the API accepted cannot be compiled: %s", output.kind, reason
+        )
+        error = f"the {output.kind} grammar cannot be compiled: {reason}"
+        return Compiled(key_of(output), None, error)
+
+    def _compile(self, output: StructuredOutput) -> Grammar:
+        assert self._vocabulary is not None
+        return Grammar(output, self._vocabulary.result())
 
     # ---- steps ----
 
@@ -296,6 +257,27 @@ class GrammarManager:
                 if item.samples and item.slot in self._rows
             ]
 
+    def choose_idle(self) -> Set[int]:
+        """The slots that sit out the next step: see STEP_BUDGET.
+
+        Rows whose masks are fast always run. The others take turns: those that have waited longest
+        as far as the time goes, but at least one.
+        """
+        if sum(row.mask_seconds for row in self._rows.values()) <= STEP_BUDGET:
+            return frozenset()
+        self._turn += 1
+        share = STEP_BUDGET / len(self._rows)
+        slow = [(slot, row) for slot, row in self._rows.items() if row.mask_seconds > share]
+        idle: set[int] = set()
+        left = STEP_BUDGET
+        for slot, row in sorted(slow, key=lambda item: item[1].last_turn):
+            if row.mask_seconds <= left or left == STEP_BUDGET:
+                left -= row.mask_seconds
+                row.last_turn = self._turn
+            else:
+                idle.add(slot)
+        return idle
+
     @property
     def awaits_tokens(self) -> bool:
         """Whether this step's masks depend on tokens that are still in flight."""
@@ -313,40 +295,37 @@ class GrammarManager:
             return None
         return GrammarBitmask([index for index, _ in masks], b"".join([mask for _, mask in masks]))
 
-    def advance(self, output: ModelRunnerOutput) -> dict[int, str]:
+    def advance(self, output: ModelRunnerOutput) -> dict[int, GrammarEnd]:
         """Take in the tokens of the oldest step in flight.
 
         Returns:
-            The indices in `scheduled` of the outputs that end with this token: "" if complete, else
-            the error.
+            Index in `scheduled` -> end, of the outputs that end with this token.
         """
-        ends: dict[int, str] = {}
+        ends: dict[int, GrammarEnd] = {}
         for index, row in self._in_flight.popleft():
             for token_id in output.sampled_token_ids[index]:
                 row.num_awaited -= 1
                 row.accept(token_id)
             if (end := row.end) is not None:
                 ends[index] = end
-            # the states that it shares with its outputs may be at their limit: the next ones begin
-            # anew
-            if end:
-                self._forget(row.grammar)
+                if end.error is not None and row.grammar is not None:
+                    self._cache.discard(row.grammar)
         return ends
 
     def _row(self, request: NewRequest, output: StructuredOutput) -> Row:
-        grammar = self._grammar_of(output)
-        if grammar is None:  # another output has used up its grammar
-            self._keep(compiled := self._compile(output))
-            grammar = compiled.grammar
         row = Row(
-            grammar,
-            grammar.matcher() if grammar else None,
+            None,
+            None,
             frozenset(output.starts_after),
             all_but(request.eos_token_ids, self.spec.vocab_size) if request.eos_token_ids else None,
-            partial(self._renew, output),
+            partial(self._cache.replace, output),
         )
-        if grammar is None:
-            row.fail(GrammarError("the grammar cannot be compiled again"))
+        try:
+            row.grammar = self._cache.find_or_compile(output)
+            row.matcher = row.grammar.matcher()
+            row.mask_seconds = row.grammar.mask_seconds
+        except GrammarError as error:
+            row.fail(error)
         for token_id in request.token_ids[request.num_prompt_tokens :]:
             row.accept(token_id)
         return row

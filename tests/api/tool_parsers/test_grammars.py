@@ -17,9 +17,10 @@ from servd import plugins
 from servd.api.message_parser import MessageFormat, ReplyFormat, ToolUse
 from servd.api.tokenizer import Tokenizer
 from servd.api.tool_parsers._forced import ForcedCallsParser
-from servd.api.tool_parsers._grammar import calls_grammar
+from servd.api.tool_parsers._grammar import calls_grammar, parameters_of
 from servd.config import Config
-from servd.core.structured_output.grammar import Grammar, GrammarError, load_vocabulary
+from servd.core.structured_output.grammar import Grammar, GrammarError
+from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.hf import find_model, read_spec
 from tests.api.tool_parsers.test_parsers import PACKAGE, PARSERS, read
 from tests.core.structured_output.driver import EOS, compile_grammar
@@ -57,10 +58,11 @@ strings = st.one_of(
     st.just({"type": "string", "pattern": "^a+$"}),
 )
 scalars = st.sampled_from([
-    {}, True, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"}, {"enum": [1, "a", None]},
-    {"const": 5}, {"type": "integer", "minimum": 3, "maximum": 12}, {"type": ["string", "null"]},
-    {"type": ["integer", "string"]}, {"$ref": "#/$defs/City"}, {"allOf": [{"$ref": "#/$defs/City"}]},
-    {"$ref": "#/$defs/Size", "description": "a size"}, {"type": "string", "enum": ["a", "b"], "title": "x"},
+    {}, True, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"},
+    {"enum": [1, "a", None]}, {"const": 5}, {"type": "integer", "minimum": 3, "maximum": 12},
+    {"type": ["string", "null"]}, {"type": ["integer", "string"]}, {"$ref": "#/$defs/City"},
+    {"allOf": [{"$ref": "#/$defs/City"}]}, {"$ref": "#/$defs/Size", "description": "a size"},
+    {"type": "string", "enum": ["a", "b"], "title": "x"},
 ])  # fmt: skip
 values = st.recursive(
     strings | scalars,
@@ -209,6 +211,29 @@ def test_common_schemas_are_held_to_in_the_models_own_format(name, used):
     reply = forced(name, used)
     assert reply.tool_parser is plugins.load(PACKAGE, name, "Parser")
     assert check_outputs(reply, [used], range(12), max_tokens=2000) > 3
+
+
+NAMELESS = [None, {}, {"type": "object"}, {"type": "object", "properties": {}, "required": []}]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("parameters", NAMELESS, ids=json.dumps)
+def test_a_tool_without_parameters_takes_an_empty_object_only(name, parameters):
+    used = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    reply = forced(name, used, parallel=False)
+    assert reply.structured_output is not None and reply.tool_parser is not None
+    grammar = compile_grammar(reply.structured_output.kind, reply.structured_output.value)
+    outputs = [random_output(grammar, seed, max_tokens=200) for seed in range(8)]
+    for output in outputs:
+        assert output is not None
+        calls, _ = read(reply.tool_parser([used]), [output])
+        assert [json.loads(arguments) for _, arguments in calls] == [{}]
+
+
+def test_a_tool_may_be_open_to_any_argument():
+    used = tool("f", {}, additionalProperties={"type": "integer"})
+    assert check_outputs(forced("hermes", used), [used], range(8)) > 3
+    assert "additionalProperties" not in json.dumps(parameters_of(tool("f", {}, "x")["function"]))
 
 
 INEXPRESSIBLE = {

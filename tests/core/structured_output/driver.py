@@ -6,7 +6,8 @@ import random
 
 from servd.config import Config
 from servd.core.executor.fake import next_state, sample_allowed
-from servd.core.structured_output.grammar import Grammar, load_vocabulary
+from servd.core.structured_output.grammar import Grammar
+from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.hf import FAKE_SPEC
 from servd.params import StructuredOutput
 

@@ -10,7 +10,8 @@ import re
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from servd.core.structured_output.grammar import MAX_MESSAGE, ByteVocabulary, Grammar, GrammarError
+from servd.core.structured_output.grammar import MAX_MESSAGE, Grammar, GrammarError
+from servd.core.structured_output.vocabulary import ByteVocabulary
 from servd.params import StructuredOutput
 from tests.core.structured_output.driver import EOS, compile_grammar, random_output
 
@@ -68,13 +69,37 @@ def test_a_json_schema_inside_lark():
         assert json.loads(text.removeprefix("<call>").removesuffix("</call>"))["age"] >= 0
 
 
-def test_white_space_cannot_go_on_for_ever():
-    matcher = compile_grammar("json", json.dumps(PERSON)).matcher()
-    matcher.accept(ord("{"))
-    for _ in range(32):
-        matcher.accept(ord(" "))
-    with pytest.raises(GrammarError):
-        matcher.accept(ord(" "))
+def fits(kind: str, value: str, text: str) -> bool:
+    """Whether a text may be an output, or the beginning of one."""
+    matcher = compile_grammar(kind, value).matcher()
+    try:
+        for byte in text.encode():
+            matcher.accept(byte)
+    except GrammarError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json_object", ""),
+        ("json", json.dumps({"type": "object"})),
+        ("grammar", 'start: "<call>" %json {} "</call>"'),
+        ("grammar", 'start: "<call>" call\ncall: %json { "type": "object" } "</call>"'),
+    ],
+)
+def test_white_space_cannot_go_on_for_ever(kind, value):
+    begin = "<call>" if kind == "grammar" else ""
+    for indent in (None, 2, 4, "\t"):
+        assert fits(kind, value, begin + json.dumps({"a": {"b": [1, {}]}}, indent=indent))
+    for blanks in (3 * " ", 2 * "\n", "\n" + 21 * " ", 400 * " "):
+        assert not fits(kind, value, begin + "{" + blanks)
+
+
+def test_other_white_space_may_be_asked_for():
+    grammar = 'start: %json {"x-guidance": {"whitespace_flexible": false}, "type": "object"}'
+    assert fits("grammar", grammar, '{"a":1') and not fits("grammar", grammar, '{"a": 1')
 
 
 @pytest.mark.parametrize(
@@ -141,7 +166,7 @@ def test_a_mask_of_an_ambiguous_grammar_is_bounded():
         "grammar", 'start: "z" e\ne: e e e | "a" | "aa" | "b" e | e "c" | e e'
     )
     matcher = Grammar(ambiguous, LLTokenizer(TokenizerWrapper(Runs(EOS)))).matcher()
-    with pytest.raises(GrammarError, match="Too many items"):
+    with pytest.raises(GrammarError, match="more than 10000 parser items"):
         for token_id in b"z" + 300 * b"a":
             matcher.bitmask()
             matcher.accept(token_id)

@@ -15,7 +15,7 @@ import llguidance
 import pytest
 
 from servd.core.engine_core import EngineCore
-from servd.core.structured_output import grammar, manager
+from servd.core.structured_output import cache, grammar, manager
 from servd.core.structured_output.grammar import GrammarError
 from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
 from servd.params import StructuredOutput
@@ -123,7 +123,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request():
 
 def test_waiting_requests_keep_their_grammars(monkeypatch):
     """Compiled again, they would stop the step loop; and once nobody needs them, they are gone."""
-    monkeypatch.setattr(manager, "MAX_GRAMMARS", 1)
+    monkeypatch.setattr(cache, "MAX_GRAMMARS", 1)
     engine = make_engine(max_num_seqs=1)
     forms = [f"[a-z]{{{n}}}" for n in range(3, 9)]
     driver = Driver(
@@ -137,11 +137,11 @@ def test_waiting_requests_keep_their_grammars(monkeypatch):
     )
     while engine.grammars.is_compiling:
         driver.compiled()
-    monkeypatch.setattr(engine.grammars, "_compile", None)
+    monkeypatch.setattr(engine.grammars._cache, "_compile", None)
     driver.log.run(engine)
     assert all(re.fullmatch(form, text(driver.log, form)) for form in forms)
     engine.executor.steps.clear()  # the test's own record
-    assert len(engine.grammars._held) <= 1
+    assert len(engine.grammars._cache._in_use) <= 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -176,16 +176,16 @@ def test_a_complete_output_ends_without_an_end_token():
     log = Driver(make_engine(), request).run()
     assert len(log.token_ids("a")) == 6  # as long as max_tokens allows, and yet not cut off
     assert last(log, "a").finish_reason is FinishReason.STOP
-    assert last(log, "a").is_complete and last(log, "a").stop_reason is None
+    assert last(log, "a").ended_by_grammar and last(log, "a").stop_reason is None
 
 
 def test_max_tokens_cuts():
     log = Driver(make_engine(), make_request("a", [1], max_tokens=5, structured_output=REGEX)).run()
     assert last(log, "a").finish_reason is FinishReason.LENGTH
-    assert not last(log, "a").is_complete
+    assert not last(log, "a").ended_by_grammar
 
 
-def test_an_output_that_leaves_its_form_ends_with_an_error(monkeypatch):
+def test_an_output_that_leaves_its_form_is_cut_before_that_token(monkeypatch):
     """As when logit_bias or allowed_token_ids leave none of the tokens that the grammar allows."""
     engine = make_engine()
     sample = engine.executor.sample_tokens
@@ -194,20 +194,31 @@ def test_an_output_that_leaves_its_form_ends_with_an_error(monkeypatch):
     log = Driver(
         engine, make_request("a", [1], structured_output=digits), make_request("b", [1])
     ).run()
-    assert last(log, "a").finish_reason is FinishReason.ERROR
-    assert "structure" in (last(log, "a").error or "")
+    assert last(log, "a").finish_reason is FinishReason.LENGTH
+    assert "structure" in str(last(log, "a").stop_reason) and not log.token_ids("a")
     assert last(log, "b").finish_reason is FinishReason.LENGTH
 
 
-def test_a_mask_beyond_the_limits_ends_only_its_request(monkeypatch):
-    def fail(self):
-        raise GrammarError("too many states")
+@pytest.mark.parametrize("error", [GrammarError("too many items"), BaseException("panic")])
+@pytest.mark.parametrize("method", ["bitmask", "accept"])
+@pytest.mark.parametrize("eos_token_ids", [[256], [*range(257)]])
+def test_a_grammar_that_fails_while_decoding_ends_only_its_request(
+    monkeypatch, error, method, eos_token_ids
+):
+    """Even where the first token after the failure would have ended it: it is not complete."""
 
-    monkeypatch.setattr(manager.Matcher, "bitmask", fail)
-    log = Driver(
-        make_engine(), make_request("a", [1], structured_output=REGEX), make_request("b", [1])
-    ).run()
-    assert "too many states" in (last(log, "a").error or "")
+    def fail(self, *_):
+        raise error
+
+    engine = make_engine()
+    bound = make_request("a", [1], structured_output=REGEX, eos_token_ids=eos_token_ids)
+    driver = Driver(engine, bound, make_request("b", [1]))
+    driver.compiled()
+    monkeypatch.setattr(manager.Matcher, method, fail)
+    log = driver.run()
+    reason = "too many items" if isinstance(error, GrammarError) else "BaseException"
+    assert last(log, "a").finish_reason is FinishReason.LENGTH and last(log, "a").error is None
+    assert reason in str(last(log, "a").stop_reason) and not log.token_ids("a")
     assert last(log, "b").finish_reason is FinishReason.LENGTH
 
 
@@ -223,17 +234,16 @@ def test_a_grammar_whose_states_are_used_up_for_good_ends_its_request_and_is_not
         monkeypatch.setattr(manager, name, value)
     digits = StructuredOutput("regex", "[0-9]{200}")
     engine = make_engine()
-    for name, expected in {
-        "a": FinishReason.LENGTH,
-        "b": FinishReason.ERROR,
-        "c": FinishReason.LENGTH,
-    }.items():
-        max_tokens = 60 if name == "b" else 20
+    for name, max_tokens in {"a": 20, "b": 60, "c": 20}.items():
         log = Driver(
             engine, make_request(name, [1], max_tokens=max_tokens, structured_output=digits)
         ).run()
-        assert last(log, name).finish_reason is expected, last(log, name).error
-        assert expected is FinishReason.LENGTH or "too many states" in last(log, name).error
+        assert last(log, name).finish_reason is FinishReason.LENGTH
+        if name == "b":
+            assert "too many states" in str(last(log, name).stop_reason)
+            assert 20 < len(log.token_ids(name)) < 60
+        else:
+            assert last(log, name).stop_reason is None and len(log.token_ids(name)) == 20
 
 
 BRANCHES = "|".join(
@@ -267,10 +277,10 @@ def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(
     engine = make_engine(num_blocks, depth, max_num_seqs=3)
     log = Driver(engine, *branching(16)).run()
     for i in range(16):
-        assert re.fullmatch(BRANCHES, text(log, f"r{i}")), last(log, f"r{i}").error
+        assert re.fullmatch(BRANCHES, text(log, f"r{i}")), last(log, f"r{i}").stop_reason
         assert log.token_ids(f"r{i}") == reference.token_ids(f"r{i}")
     assert bool(log.total("num_preemptions")) is (num_blocks == 11)
-    assert len(compiled) > 2 and len(engine.grammars._grammars) == 1
+    assert len(compiled) > 2 and len(engine.grammars._cache._recent) == 1
 
 
 def test_a_grammar_that_compiles_for_long_is_not_compiled_again_while_all_wait(monkeypatch):
@@ -278,7 +288,7 @@ def test_a_grammar_that_compiles_for_long_is_not_compiled_again_while_all_wait(m
     thread.
     """
     monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=200))
-    monkeypatch.setattr(manager, "RENEWAL_LIMIT", 0.0)
+    monkeypatch.setattr(cache, "RECOMPILE_LIMIT", 0.0)
     compile_one, threads = manager.GrammarManager._compile, []
 
     def spy(self, output):
@@ -291,9 +301,59 @@ def test_a_grammar_that_compiles_for_long_is_not_compiled_again_while_all_wait(m
     assert re.fullmatch(BRANCHES, text(Driver(engine, *branching(1)).run(), "r0"))
     assert len(threads) == 2 and threading.main_thread() not in threads
     ends = [last(log, f"r{i}") for i in range(16)]
-    assert {end.finish_reason for end in ends} == {FinishReason.STOP, FinishReason.ERROR}
-    assert all("too many states" in end.error for end in ends if end.error)
+    assert {end.finish_reason for end in ends} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert all(
+        "too many states" in str(end.stop_reason)
+        for end in ends
+        if end.finish_reason is FinishReason.LENGTH
+    )
     assert last(log, "free").finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_slow_masks_take_turns(monkeypatch, depth):
+    """Twelve of a tenth of a second: a step waits for one of them, and all outputs are the same."""
+    slow = [
+        make_request(f"slow{i}", [i], max_tokens=9, structured_output=REGEX, eos_token_ids=[])
+        for i in range(6)
+    ]
+    fast = StructuredOutput("regex", "[a-z]{30}")
+    other = make_request("fast", [7], max_tokens=30, structured_output=fast, eos_token_ids=[])
+    free = make_request("free", [8], max_tokens=30)
+    reference = Driver(make_engine(depth=depth), *slow, other, free).run()
+
+    clock, masks = [0.0], []
+    bitmask = grammar.Matcher.bitmask
+
+    def tick(self):
+        mask = bitmask(self)
+        if mask is not self._first_mask:
+            is_slow = self in [
+                row.matcher for row in engine.grammars._rows.values() if row.grammar is regex
+            ]
+            clock[0] += 0.1 if is_slow else 0.001
+            masks.append(is_slow)
+        return mask
+
+    engine = make_engine(depth=depth)
+    driver = Driver(engine, *slow, other, free)
+    while engine.grammars.is_compiling:
+        driver.compiled()
+    regex = engine.grammars._cache.find(REGEX)
+    monkeypatch.setattr(manager.Matcher, "bitmask", tick)
+    monkeypatch.setattr(manager.time, "perf_counter", lambda: clock[0])
+    num_slow = []
+    while engine.has_work:
+        masks.clear()
+        driver.log.step(engine)
+        num_slow.append(sum(masks))
+    for request in (*slow, other, free):
+        name = request.request_id
+        assert driver.log.token_ids(name) == reference.token_ids(name)
+    # All of them once, before it is known how slow they are; and while they take turns, all others
+    # go on.
+    assert sorted(num_slow)[-2:] == [1, 6]
+    assert len(num_slow) < 6 * 6 + 8
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, BaseException])
