@@ -34,7 +34,12 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         async_llm: started by the caller.
         keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
     """
-    middleware = [Middleware(RequestContext, tracer=async_llm.tracer), Middleware(BodyLimit)]
+    routers = [plugins.load(ROUTES, name, "router") for name in plugins.names(ROUTES)]
+    paths = frozenset(route.path for router in routers for route in router.routes)
+    middleware = [
+        Middleware(RequestContext, async_llm.tracer, async_llm.metrics, paths),
+        Middleware(BodyLimit),
+    ]
     if config.server.api_key:
         middleware.insert(1, Middleware(ApiKeyAuth, keys=config.server.api_key))
     app = FastAPI(
@@ -47,8 +52,8 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         openapi_url=None,
         redirect_slashes=False,
     )
-    for name in plugins.names(ROUTES):
-        app.include_router(plugins.load(ROUTES, name, "router"))
+    for router in routers:
+        app.include_router(router)
     app.state.context = Context(
         config=config,
         async_llm=async_llm,

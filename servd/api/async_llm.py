@@ -439,6 +439,7 @@ class AsyncLLM:
                     self.fail(f"the engine is gone: {reason}")
                 case EngineReady():
                     self.status = message
+                    self.metrics.observe_ready(message, self.config.cache)
                     self.processor.max_model_len = message.max_model_len
                 case EngineStatus():
                     self.status = message
@@ -451,7 +452,7 @@ class AsyncLLM:
             if output.marks and (owner := self.output_processor.owner(output.request_id)):
                 request_id, index = owner
                 self.tracer.extend(request_id, output.marks)
-                self._streams[request_id].choices[index].add_marks(output.marks)
+                self._streams[request_id].choices[index].add(output)
         deltas, stopped = self.output_processor.process(message.outputs)
         if stopped:
             self.client.send(AbortRequests(stopped))

@@ -61,7 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None  # runs while the client owes bytes
         self._write_timer: asyncio.TimerHandle | None = None  # runs while it owes its attention
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """A client is there; it owes a head."""
         super().connection_made(transport)
         self.shared.idle[self] = None
@@ -102,7 +102,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self.flow.write_paused:  # what was left of the answer before is no longer watched
             self._stop_write_timer()
         if self._is_surplus and len(self.connections) > self.limits.max_connections:
-            self.scope["state"]["refusal"] = Overloaded(
+            self.scope.setdefault("state", {})["refusal"] = Overloaded(
                 f"the server has {self.limits.max_connections} connections with open requests, its "
                 f"limit (--max-connections): retry later"
             )

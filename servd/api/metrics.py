@@ -10,68 +10,83 @@ import os
 from collections.abc import Sequence
 
 import msgspec
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from servd.messages import FinishReason, SchedulerStats
+from servd.config import CacheConfig
+from servd.messages import EngineCoreOutput, EngineReady, FinishReason, SchedulerStats
 from servd.params import SamplingParams
-from servd.tracing import Mark
 
-TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
-                640, 2560)  # fmt: skip
-ITL_BUCKETS = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
+Buckets = tuple[float, ...]
+
+# fmt: off
+TTFT_BUCKETS: Buckets = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
 )
-LATENCY_BUCKETS = (
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-    1920,
-    7680,
+ITL_BUCKETS: Buckets = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )
-ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-N_BUCKETS = (1, 2, 5, 10, 20)
+LATENCY_BUCKETS: Buckets = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)
+HTTP_BUCKETS: Buckets = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+LAG_BUCKETS: Buckets = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+ITERATION_BUCKETS: Buckets = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# fmt: on
+N_BUCKETS: Buckets = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS: Buckets = (0, 1, 2, 5, 10, 20)
+
+GAUGES = {
+    "vllm:num_requests_running": "Requests in the current batch.",
+    "vllm:num_requests_waiting": "Requests that wait to be scheduled.",
+    "vllm:kv_cache_usage_perc": "Share of the KV cache in use; 1 is all of it.",
+}
+COUNTERS = {
+    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "vllm:num_preemptions": "Times a running request lost its KV blocks.",
+    "vllm:prompt_tokens": "Prompt tokens of requests that got a first token.",
+    "vllm:prompt_tokens_cached": "Those of them that were in the prefix cache.",
+    "vllm:generation_tokens": "Generated tokens.",
+}
+HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context's length
+    "vllm:time_to_first_token_seconds": ("Arrival to first token.", TTFT_BUCKETS),
+    "vllm:inter_token_latency_seconds": ("Time between tokens of a request.", ITL_BUCKETS),
+    "vllm:request_time_per_output_token_seconds": (
+        "A request's mean time per token after the first.", ITL_BUCKETS),
+    "vllm:e2e_request_latency_seconds": ("Arrival to last token.", LATENCY_BUCKETS),
+    "vllm:request_queue_time_seconds": ("In the engine's waiting queue.", LATENCY_BUCKETS),
+    "vllm:request_prefill_time_seconds": ("Scheduled to first token.", LATENCY_BUCKETS),
+    "vllm:request_decode_time_seconds": ("First to last token.", LATENCY_BUCKETS),
+    "vllm:request_inference_time_seconds": ("Scheduled to last token.", LATENCY_BUCKETS),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", None),
+    "vllm:request_prefill_kv_computed_tokens": (
+        "Prompt tokens of a request that were not in the prefix cache.", None),
+    "vllm:request_generation_tokens": ("Tokens generated for it.", None),
+    "vllm:request_max_num_generation_tokens": ("Tokens of the longest of its n choices.", None),
+    "vllm:request_num_preemptions": ("Times it lost its KV blocks.", PREEMPTION_BUCKETS),
+    "vllm:request_params_n": ("The parameter n.", N_BUCKETS),
+    "vllm:request_params_max_tokens": ("The parameter max_tokens.", None),
+    "vllm:iteration_tokens_total": ("Tokens computed in a step.", ITERATION_BUCKETS),
+    "servd:event_loop_lag_seconds": (
+        "How late an API server's event loop came to a timer, sampled ten times a second.",
+        LAG_BUCKETS),
+}  # fmt: skip
+CACHE_FACTS = (
+    "block_size",
+    "num_gpu_blocks",
+    "cache_dtype",
+    "enable_prefix_caching",
+    "gpu_memory_utilization",
+)
+STAGES = {  # histogram -> the marks that it lies between
+    "vllm:request_queue_time_seconds": ("queued", "scheduled"),
+    "vllm:request_prefill_time_seconds": ("scheduled", "first_token"),
+    "vllm:request_decode_time_seconds": ("first_token", "finished"),
+    "vllm:request_inference_time_seconds": ("scheduled", "finished"),
+}
 
 SECOND = 1e9  # nanoseconds
 
@@ -82,13 +97,18 @@ class ChoiceTimes(msgspec.Struct):
     arrival_ns: int
     num_prompt_tokens: int
     num_tokens: int = 0  # generated
+    num_cached_tokens: int = 0  # of the prompt, in the prefix cache
+    num_preemptions: int = 0
     last_ns: int = 0  # when the latest tokens came
     marks: dict[str, int] = {}  # the engine's stages of this choice
 
-    def add_marks(self, marks: Sequence[Mark]) -> None:
-        """Keep the first time of every stage: after a preemption a request is scheduled again."""
-        for mark in marks:
+    def add(self, output: EngineCoreOutput) -> None:
+        """Take what the engine tells of this choice beside its tokens."""
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        for mark in output.marks:
+            # The first time counts: after a preemption a request is scheduled again.
             self.marks.setdefault(mark.stage, mark.at_ns)
+            self.num_preemptions += mark.stage == "preempted"
 
 
 class Metrics:
@@ -101,161 +121,146 @@ class Metrics:
     """
 
     def __init__(self, model_name: str, max_model_len: int = 131072, engine: int = 0) -> None:
-        self.registry = CollectorRegistry()
-        labels = {"model_name": model_name, "engine": str(engine)}
+        registry = self.registry = CollectorRegistry()
+        labels = self.labels = {"model_name": model_name, "engine": str(engine)}
         token_buckets = _one_two_five(max_model_len)
-
         # The engine reports its state to one API server at a time: the newest report is right, a
         # sum is not.
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(
-                name, text, labels, registry=self.registry, multiprocess_mode="livemostrecent"
-            ).labels(**labels)  # fmt: skip
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, labels, registry=self.registry).labels(**labels)
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(name, text, labels, registry=self.registry, buckets=buckets).labels(
-                **labels
-            )
-
-        self.running = gauge("vllm:num_requests_running", "Requests in the current batch.")
-        self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.")
-        self.kv_cache_usage = gauge(
-            "vllm:kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it."
-        )
-        self.queries = counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
-        )
-        self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self.preemptions = counter(
-            "vllm:num_preemptions", "Times a running request lost its KV blocks."
-        )
-        self.prompt_tokens = counter(
-            "vllm:prompt_tokens", "Prompt tokens of requests that got a first token."
-        )
-        self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
+        self.gauges = {
+            name: Gauge(
+                name, text, labels, registry=registry, multiprocess_mode="livemostrecent"
+            ).labels(**labels)
+            for name, text in GAUGES.items()
+        }
+        self.counters = {
+            name: Counter(name, text, labels, registry=registry).labels(**labels)
+            for name, text in COUNTERS.items()
+        }
+        self.histograms = {
+            name: Histogram(
+                name, text, labels, registry=registry, buckets=buckets or token_buckets
+            ).labels(**labels)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
         success = Counter(
             "vllm:request_success",
             "Ended requests.",
             [*labels, "finished_reason"],
-            registry=self.registry,
+            registry=registry,
         )
         self.success = {
             reason: success.labels(**labels, finished_reason=str(reason)) for reason in FinishReason
         }
+        self.cache_config = Gauge(
+            "vllm:cache_config_info",
+            "The KV cache; always 1.",
+            [*labels, *CACHE_FACTS],
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        # Under the names of prometheus-fastapi-instrumentator, without the labels of a model.
+        self.http_requests = Counter(
+            "http_requests", "Answers.", ["handler", "method", "status"], registry=registry
+        )
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "From the head of a request to the last byte of its answer.",
+            ["handler", "method"],
+            registry=registry,
+            buckets=HTTP_BUCKETS,
+        )
 
-        self.ttft = histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
-        )
-        self.itl = histogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens of a request.", ITL_BUCKETS
-        )
-        self.tpot = histogram(
-            "vllm:request_time_per_output_token_seconds", "A request's mean time per token after "
-                                                          "the first.",
-            ITL_BUCKETS,
-        )  # fmt: skip
-        self.e2e = histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
-        )
-        self.queue = histogram(
-            "vllm:request_queue_time_seconds", "In the engine's waiting queue.", LATENCY_BUCKETS
-        )
-        self.prefill = histogram(
-            "vllm:request_prefill_time_seconds", "Scheduled to first token.", LATENCY_BUCKETS
-        )
-        self.decode = histogram(
-            "vllm:request_decode_time_seconds", "First to last token.", LATENCY_BUCKETS
-        )
-        self.inference = histogram(
-            "vllm:request_inference_time_seconds", "Scheduled to last token.", LATENCY_BUCKETS
-        )
-        self.num_prompt = histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a request.", token_buckets
-        )
-        self.num_generated = histogram(
-            "vllm:request_generation_tokens", "Tokens generated for it.", token_buckets
-        )
-        self.max_generated = histogram(
-            "vllm:request_max_num_generation_tokens",
-            "Tokens of the longest of its n choices.",
-            token_buckets,
-        )
-        self.n = histogram("vllm:request_params_n", "The parameter n.", N_BUCKETS)
-        self.max_tokens = histogram(
-            "vllm:request_params_max_tokens", "The parameter max_tokens.", token_buckets
-        )
-        self.iteration = histogram(
-            "vllm:iteration_tokens_total", "Tokens computed in a step.", ITERATION_BUCKETS
-        )
+    def observe_ready(self, ready: EngineReady, config: CacheConfig) -> None:
+        """Tell how the KV cache is set up."""
+        self.cache_config.labels(
+            **self.labels,
+            block_size=ready.block_size,
+            num_gpu_blocks=ready.worker.num_blocks,
+            cache_dtype=config.kv_cache_dtype,
+            enable_prefix_caching=config.enable_prefix_caching,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+        ).set(1)
+
+    def observe_answer(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered. `handler` is the template of its route."""
+        self.http_requests.labels(handler, method, str(status)).inc()
+        self.http_seconds.labels(handler, method).observe(seconds)
+
+    def observe_refusal(self, status: int) -> None:
+        """A client was refused before there was a whole request."""
+        self.http_requests.labels("none", "none", str(status)).inc()
+
+    def observe_lag(self, seconds: float) -> None:
+        """The event loop came to a timer so late."""
+        self.histograms["servd:event_loop_lag_seconds"].observe(seconds)
 
     def observe_step(self, stats: SchedulerStats) -> None:
         """Take the engine's state after a step; its counters are since the last report."""
-        self.running.set(stats.num_running)
-        self.waiting.set(stats.num_waiting)
-        self.kv_cache_usage.set(stats.kv_cache_usage)
-        self.queries.inc(stats.prefix_cache_queries)
-        self.hits.inc(stats.prefix_cache_hits)
-        self.preemptions.inc(stats.num_preemptions)
+        self.gauges["vllm:num_requests_running"].set(stats.num_running)
+        self.gauges["vllm:num_requests_waiting"].set(stats.num_waiting)
+        self.gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
+        self.counters["vllm:prefix_cache_queries"].inc(stats.prefix_cache_queries)
+        self.counters["vllm:prefix_cache_hits"].inc(stats.prefix_cache_hits)
+        self.counters["vllm:num_preemptions"].inc(stats.num_preemptions)
         if stats.num_scheduled_tokens:
-            self.iteration.observe(stats.num_scheduled_tokens)
+            self.histograms["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
 
     def observe_tokens(self, choice: ChoiceTimes, num_tokens: int, now_ns: int) -> None:
         """`num_tokens` new tokens of a choice came together at `now_ns`."""
         if not num_tokens:
             return
         if choice.num_tokens == 0:
-            self.ttft.observe((now_ns - choice.arrival_ns) / SECOND)
-            self.prompt_tokens.inc(choice.num_prompt_tokens)
+            seconds = (now_ns - choice.arrival_ns) / SECOND
+            self.histograms["vllm:time_to_first_token_seconds"].observe(seconds)
+            self.counters["vllm:prompt_tokens"].inc(choice.num_prompt_tokens)
+            self.counters["vllm:prompt_tokens_cached"].inc(choice.num_cached_tokens)
         else:
-            self.itl.observe((now_ns - choice.last_ns) / SECOND / num_tokens)
-        self.generation_tokens.inc(num_tokens)
+            seconds = (now_ns - choice.last_ns) / SECOND / num_tokens
+            self.histograms["vllm:inter_token_latency_seconds"].observe(seconds)
+        self.counters["vllm:generation_tokens"].inc(num_tokens)
         choice.num_tokens += num_tokens
         choice.last_ns = now_ns
 
     def observe_finished(self, choice: ChoiceTimes, reason: FinishReason, now_ns: int) -> None:
         """A choice ended."""
         self.success[reason].inc()
-        if reason in (
-            FinishReason.ABORT,
-            FinishReason.ERROR,
-        ):  # their times would say nothing of the engine
-            return
-        self.e2e.observe((now_ns - choice.arrival_ns) / SECOND)
-        self.num_prompt.observe(choice.num_prompt_tokens)
-        self.num_generated.observe(choice.num_tokens)
-        marks = choice.marks | {
-            "finished": choice.marks.get("finished", now_ns)
-        }  # a stop string ends it here
-        for histogram, begin, end in (
-            (self.queue, "queued", "scheduled"),
-            (self.prefill, "scheduled", "first_token"),
-            (self.decode, "first_token", "finished"),
-            (self.inference, "scheduled", "finished"),
-        ):
+        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return  # their times would say nothing of the engine
+        marks = {"finished": now_ns, **choice.marks}  # a stop string ends it here
+        values = {
+            "vllm:e2e_request_latency_seconds": (now_ns - choice.arrival_ns) / SECOND,
+            "vllm:request_prompt_tokens": choice.num_prompt_tokens,
+            "vllm:request_prefill_kv_computed_tokens": (
+                choice.num_prompt_tokens - choice.num_cached_tokens
+            ),
+            "vllm:request_generation_tokens": choice.num_tokens,
+            "vllm:request_num_preemptions": choice.num_preemptions,
+        }
+        for name, (begin, end) in STAGES.items():
             if begin in marks and end in marks:
-                histogram.observe((marks[end] - marks[begin]) / SECOND)
+                values[name] = (marks[end] - marks[begin]) / SECOND
         if "first_token" in marks and choice.num_tokens > 1:
-            self.tpot.observe(
-                (marks["finished"] - marks["first_token"]) / SECOND / (choice.num_tokens - 1)
-            )
+            seconds = (marks["finished"] - marks["first_token"]) / SECOND
+            values["vllm:request_time_per_output_token_seconds"] = seconds / (choice.num_tokens - 1)
+        for name, value in values.items():
+            self.histograms[name].observe(value)
 
     def observe_request(self, params: SamplingParams, choices: Sequence[ChoiceTimes]) -> None:
         """A request ended with all its choices."""
-        self.n.observe(params.n)
+        self.histograms["vllm:request_params_n"].observe(params.n)
         if params.max_tokens is not None:
-            self.max_tokens.observe(params.max_tokens)
-        self.max_generated.observe(max(choice.num_tokens for choice in choices))
+            self.histograms["vllm:request_params_max_tokens"].observe(params.max_tokens)
+        longest = max(choice.num_tokens for choice in choices)
+        self.histograms["vllm:request_max_num_generation_tokens"].observe(longest)
 
-    def render(self) -> tuple[bytes, str]:
-        """Body and content type of GET /metrics."""
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Body and content type of GET /metrics, in the format that an Accept header asks for."""
         registry = self.registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)
-        return generate_latest(registry), CONTENT_TYPE_LATEST
+        encode, content_type = choose_encoder(accept)
+        return encode(registry), content_type
 
 
 def _one_two_five(largest: int) -> list[int]:

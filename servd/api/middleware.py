@@ -5,7 +5,9 @@ body.
 from __future__ import annotations
 
 import re
+import time
 import uuid
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -13,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servd.api.auth import OPEN_PATHS
+from servd.api.metrics import Metrics
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
 from servd.tracing import Tracer
@@ -36,16 +39,26 @@ async def send_error(reply: ErrorReply, send: Send) -> None:
 
 class RequestContext:
     """Gives every request an id, returned as X-Request-Id; answers errors that nothing else did;
-    closes timelines.
+    closes timelines; counts answers.
 
     In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it,
     since clients may choose the same; `traced`, the ids under which the tracer knows what this
     request started.
+
+    Args:
+        app: what is surrounded.
+        tracer: has the timelines.
+        metrics: count.
+        paths: of all routes, templates or not.
     """
 
-    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+    def __init__(
+        self, app: ASGIApp, tracer: Tracer, metrics: Metrics, paths: Collection[str]
+    ) -> None:
         self.app = app
         self.tracer = tracer
+        self.metrics = metrics
+        self.paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -58,12 +71,13 @@ class RequestContext:
         traced: list[str] = []
         state = scope.setdefault("state", {})
         state.update(request_id=request_id, unique_id=unique_id, traced=traced)
-        started = written = False
+        status, written = 0, False
+        begin = time.perf_counter()
 
         async def send_on(message: Message) -> None:
-            nonlocal started, written
+            nonlocal status, written
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 message["headers"] = [
                     *message["headers"],
                     (b"x-request-id", state["request_id"].encode()),
@@ -81,16 +95,28 @@ class RequestContext:
             pass  # nobody is there to answer
         except Exception as error:
             reply = error_reply(error, state["request_id"], scope["path"])
-            if started:
+            if status:
                 # the server cuts the connection: the client sees that the answer is not whole
                 raise
             await send_error(reply, send_on)
         finally:
+            if status:  # else the client left before
+                seconds = time.perf_counter() - begin
+                self.metrics.observe_answer(self._handler(scope), scope["method"], status, seconds)
             for name in traced:
                 if written:
                     self.tracer.mark(name, "written")
                 self.tracer.mark(name, "done")
                 self.tracer.finish(name)
+
+    def _handler(self, scope: Scope) -> str:
+        """The template of the route, so that the metrics have no label per id.
+
+        What is refused before it reaches the router has none, but its path may be one.
+        """
+        if route := scope.get("route"):
+            return route.path
+        return scope["path"] if scope["path"] in self.paths else "none"
 
 
 class BodyLimit:

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import resource
 import socket
 import sys
+import time
 from functools import partial
 from types import FrameType
 
@@ -35,8 +37,35 @@ from servd.tracing import Tracer
 logger = logging.getLogger("servd.api")
 
 FORCED_EXIT = 1.0  # seconds between the error frames of cut streams and the end of the process
+TICK = 0.1  # seconds between two looks of uvicorn at its server
+LONG_LAG = 0.1  # seconds for which the event loop may be late without a warning
+LAG_WARNING_INTERVAL = 10.0  # seconds between two warnings
 OTHER_FILES = 128  # descriptors that are no connection, and room for those being closed
 LAST_FRAMES = 0.3  # the most, after a second signal
+
+
+class LoopLag:
+    """How late the event loop is, by a timer that runs anyway.
+
+    What holds up the loop holds up every request of this process: no work may take long on it.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.last = math.inf  # the first sample has none before it
+        self.worst = 0.0  # seconds, since the last warning
+        self.next_warning = 0.0
+
+    def sample(self) -> None:
+        """Called TICK seconds after the last time, plus the lag."""
+        now = time.monotonic()
+        lag = max(now - self.last - TICK, 0.0)
+        self.last = now
+        self.metrics.observe_lag(lag)
+        self.worst = max(self.worst, lag)
+        if self.worst >= LONG_LAG and now >= self.next_warning:
+            logger.warning("the event loop was held up for %.2f s", self.worst)
+            self.worst, self.next_warning = 0.0, now + LAG_WARNING_INTERVAL
 
 
 class Server(uvicorn.Server):
@@ -49,6 +78,7 @@ class Server(uvicorn.Server):
         self.async_llm = async_llm
         self.start_message = start
         self.has_announced = False
+        self.lag = LoopLag(async_llm.metrics)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: finish open requests. Second: end now."""
@@ -56,7 +86,8 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second by uvicorn; True ends the server."""
+        """Called by uvicorn every TICK; True ends the server."""
+        self.lag.sample()
         if self.async_llm.is_ready and not self.has_announced:
             self.has_announced = True
             gc.collect()
@@ -117,10 +148,10 @@ async def serve(start: Start) -> int:
         processor,
         OutputProcessor(tokenizer),
         Tracer(),
-        Metrics(config.model.served_model_name[0]),
+        Metrics(config.model.served_model_name[0], config.model.max_model_len),
     )
     async_llm.start()
-    connections = Connections(within_file_limit(config.server))
+    connections = Connections(within_file_limit(config.server), async_llm.metrics.observe_refusal)
     settings = uvicorn.Config(
         create_app(config, async_llm),
         http=partial(HttpProtocol, connections),  # type: ignore[arg-type]

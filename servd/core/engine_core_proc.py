@@ -283,8 +283,11 @@ class StatsLine:
         stats = outputs.stats
         logger.info(
             "running %d, waiting %d, KV cache %.0f %%, %.1f output tok/s",
-            stats.num_running, stats.num_waiting, 100 * stats.kv_cache_usage, self.num_tokens / elapsed,
-        )  # fmt: skip
+            stats.num_running,
+            stats.num_waiting,
+            100 * stats.kv_cache_usage,
+            self.num_tokens / elapsed,
+        )
         self.num_tokens = 0
 
 

@@ -208,16 +208,20 @@ async def serve(
 
 @asynccontextmanager
 async def listening(
-    app: Any, send_buffer: int | None = None, **limits: float
+    app: Any,
+    send_buffer: int | None = None,
+    on_refused: Callable[[int], None] = lambda status: None,
+    **limits: float,
 ) -> AsyncIterator[str]:
     """Serve `app` with uvicorn on a free port; yields its URL.
 
     Args:
         app: by `create_app`.
         send_buffer: bytes that may wait in the kernel for a client.
+        on_refused: see Connections.
         limits: options of ServerConfig.
     """
-    connections = Connections(msgspec.structs.replace(Config().server, **limits))
+    connections = Connections(msgspec.structs.replace(Config().server, **limits), on_refused)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

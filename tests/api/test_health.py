@@ -30,6 +30,8 @@ async def test_from_loading_to_ready_to_dead(path):
         ready = await served.http.get(path)
         assert (ready.status_code, ready.json()["status"]) == (200, "ready")
         assert (await served.http.head(path)).status_code == 200
+        posted = await served.http.post(path)  # SageMaker's ping may be one
+        assert posted.status_code == (200 if path == "/ping" else 405)
         served.engine.tell(EngineDead("killed"))
         await until(lambda: not served.async_llm.is_ready)
         dead = await served.http.get(path)

@@ -8,12 +8,49 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from servd.api.metrics import ChoiceTimes, Metrics
-from servd.messages import FinishReason, SchedulerStats
+from servd.config import CacheConfig
+from servd.messages import (
+    EngineCoreOutput,
+    EngineReady,
+    FinishReason,
+    SchedulerStats,
+    WorkerReady,
+)
 from servd.params import SamplingParams
 from servd.tracing import Mark
 
 SECOND = 10**9
 LABELS = {"model_name": "m", "engine": "0"}
+
+
+GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+COUNTERS = [
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "generation_tokens",
+    "request_success",
+]
+HISTOGRAMS = [
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_prefill_kv_computed_tokens",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_num_preemptions",
+    "request_params_n",
+    "request_params_max_tokens",
+    "iteration_tokens_total",
+]
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -25,7 +62,8 @@ def read(body: bytes) -> dict[str, float]:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
-            assert sample.labels["model_name"] == "m" and sample.labels["engine"] == "0"
+            if not sample.name.startswith("http_"):
+                assert sample.labels["model_name"] == "m" and sample.labels["engine"] == "0"
             values[sample.name] = values.get(sample.name, 0.0) + sample.value
     return values
 
@@ -34,18 +72,11 @@ def test_names_of_vllm():
     body, content_type = Metrics("m").render()
     assert content_type.startswith("text/plain")
     names = read(body)
-    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+    for gauge in GAUGES:
         assert f"vllm:{gauge}" in names
-    for counter in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens",
-                    "generation_tokens", "request_success"):  # fmt: skip
+    for counter in COUNTERS:
         assert f"vllm:{counter}_total" in names
-    for histogram in (
-        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
-        "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
-        "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
-        "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
-        "request_params_max_tokens", "iteration_tokens_total",
-    ):  # fmt: skip
+    for histogram in HISTOGRAMS:
         assert f"vllm:{histogram}_bucket" in names
 
 
@@ -73,11 +104,14 @@ def test_times_of_a_request():
     stages = [
         ("queued", 1),
         ("scheduled", 2),
+        ("preempted", 4),
         ("scheduled", 5),
         ("first_token", 3),
         ("finished", 7),
     ]
-    choice.add_marks([Mark(stage, at * SECOND) for stage, at in stages])
+    marks = [Mark(stage, at * SECOND) for stage, at in stages]
+    choice.add(EngineCoreOutput("r", num_cached_tokens=4, marks=marks[:4]))
+    choice.add(EngineCoreOutput("r", marks=marks[4:]))
     metrics.observe_finished(choice, FinishReason.STOP, 8 * SECOND)
     metrics.observe_request(SamplingParams(n=1, max_tokens=30), [choice])
     for name, seconds in {
@@ -90,6 +124,8 @@ def test_times_of_a_request():
         "request_decode_time_seconds": 4,
         "request_inference_time_seconds": 5,
         "request_prompt_tokens": 7,
+        "request_prefill_kv_computed_tokens": 3,
+        "request_num_preemptions": 1,
         "request_generation_tokens": 3,
         "request_max_num_generation_tokens": 3,
         "request_params_max_tokens": 30,
@@ -111,6 +147,29 @@ def test_requests_that_were_cut_count_but_are_not_timed(reason: FinishReason):
     metrics.observe_finished(ChoiceTimes(0, 7), reason, SECOND)
     assert value(metrics, "request_success_total", finished_reason=str(reason)) == 1
     assert value(metrics, "e2e_request_latency_seconds_count") == 0
+
+
+def test_cache_config():
+    metrics = Metrics("m")
+    worker = WorkerReady("cpu", "float32", "cpu", 77, 0, 0)
+    metrics.observe_ready(EngineReady(worker, 64, block_size=16), CacheConfig())
+    told = {
+        "block_size": "16",
+        "num_gpu_blocks": "77",
+        "cache_dtype": "auto",
+        "enable_prefix_caching": "True",
+        "gpu_memory_utilization": "0.9",
+    }
+    assert value(metrics, "cache_config_info", **told) == 1
+
+
+def test_cached_prompt_tokens_count_once():
+    metrics = Metrics("m")
+    choice = ChoiceTimes(arrival_ns=0, num_prompt_tokens=7)
+    choice.add(EngineCoreOutput("r", num_cached_tokens=4))
+    for second in (1, 2):
+        metrics.observe_tokens(choice, 1, second * SECOND)
+    assert value(metrics, "prompt_tokens_cached_total") == 4
 
 
 def test_two_instances_are_independent():
@@ -136,6 +195,7 @@ def test_every_api_server_answers_for_all(tmp_path):
         "metrics = Metrics('m')\n"
         "if running: metrics.observe_step(SchedulerStats(num_running=running, num_preemptions=1))\n"
         "metrics.observe_tokens(ChoiceTimes(0, 10), tokens, 10**9)\n"
+        "metrics.observe_answer('/health', 'GET', 200, 0.1)\n"
         "sys.stdout.buffer.write(metrics.render()[0])\n"
     )
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
@@ -150,4 +210,5 @@ def test_every_api_server_answers_for_all(tmp_path):
     assert values["vllm:num_requests_running"] == 2  # the newest report, not a sum
     assert values["vllm:num_preemptions_total"] == 2
     assert values["vllm:generation_tokens_total"] == 11
+    assert values["http_requests_total"] == 3
     assert values["vllm:time_to_first_token_seconds_count"] == 2

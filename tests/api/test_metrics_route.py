@@ -5,9 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import httpx
+import pytest
+from prometheus_client import parser as plain
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.api.harness import Served, until
+from servd.api.metrics import Metrics
+from servd.api.middleware import MAX_BODY
+from servd.api.server import LAG_WARNING_INTERVAL, TICK, LoopLag
+from servd.errors import Overloaded
+from tests.api.harness import Served, listening, serve, until
 
 
 async def values(http: httpx.AsyncClient) -> dict[str, float]:
@@ -45,3 +52,109 @@ async def test_gauges_return_to_zero_after_an_abort(served: Served):
     assert served.async_llm.num_unfinished == 0
     await served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
     assert (await values(served.http))["vllm:num_requests_running"] == 0
+
+
+async def answers(http: httpx.AsyncClient) -> dict[tuple[str, str, str], float]:
+    """(route, method, status) -> how many."""
+    counts = {}
+    for family in text_string_to_metric_families((await http.get("/metrics")).text):
+        for sample in family.samples:
+            if sample.name == "http_requests_total":
+                labels = sample.labels
+                counts[labels["handler"], labels["method"], labels["status"]] = sample.value
+    return counts
+
+
+async def test_answers_are_counted_by_route_and_status():
+    async with serve(api_key=["key"]) as served:
+        http = served.http
+        unsigned = [("GET", "/v1/models"), ("GET", "/nothing"), ("GET", "/health")]
+        for method, path in unsigned:
+            await http.request(method, path)
+        http.headers["authorization"] = "Bearer key"
+        await http.get("/v1/models/one")
+        await http.get("/v1/models/two")
+        await http.get("/nothing/else")
+        await http.get("/v1/completions")
+        await http.post("/v1/completions", json={"prompt": ""})
+        await http.post("/v1/completions", content=b" " * (MAX_BODY + 1))
+        body = {"prompt": "a", "max_tokens": 2, "stream": True}
+        for _ in range(2):
+            await http.post("/v1/completions", json=body)
+        served.async_llm.check_capacity = refuse
+        await http.post("/v1/completions", json=body)
+        expected = {
+            ("/v1/models", "GET", "401"): 1,
+            ("none", "GET", "401"): 1,
+            ("/health", "GET", "200"): 1,
+            ("/v1/models/{name:path}", "GET", "404"): 2,
+            ("none", "GET", "404"): 1,
+            ("/v1/completions", "GET", "405"): 1,
+            ("/v1/completions", "POST", "400"): 1,
+            ("/v1/completions", "POST", "413"): 1,
+            ("/v1/completions", "POST", "200"): 2,
+            ("/v1/completions", "POST", "503"): 1,
+        }
+        assert await answers(http) == expected
+        assert await answers(http) == {**expected, ("/metrics", "GET", "200"): 1}
+        seconds = await values(http)
+        assert seconds["http_request_duration_seconds_count"] == sum(expected.values()) + 2
+
+
+def refuse() -> None:
+    raise Overloaded("too many")
+
+
+async def test_what_never_became_a_request_is_counted_too(served: Served):
+    metrics = served.async_llm.metrics
+    async with listening(served.app, on_refused=metrics.observe_refusal) as url:
+        port = int(url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"this is not HTTP\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+    assert (await answers(served.http))["none", "none", "400"] == 1
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", "text/plain; version=0.0.4; charset=utf-8"),
+        ("*/*", "text/plain; version=0.0.4; charset=utf-8"),
+        ("text/plain;version=0.0.4;q=0.5,*/*;q=0.1", "text/plain; version=0.0.4; charset=utf-8"),
+        (  # what Prometheus 3 sends
+            "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+            "application/openmetrics-text;version=0.0.1;q=0.5,"
+            "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,"
+            "*/*;q=0.2",
+            "application/openmetrics-text; version=1.0.0; charset=utf-8; escaping=allow-utf-8",
+        ),
+    ],
+)
+async def test_the_format_that_is_asked_for(served: Served, accept: str, content_type: str):
+    await served.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+    answer = await served.http.get("/metrics", headers={"accept": accept})
+    assert answer.headers["content-type"] == content_type
+    parser = openmetrics if content_type.startswith("application/openmetrics") else plain
+    families = parser.text_string_to_metric_families(answer.text)
+    samples = {sample.name: sample.value for family in families for sample in family.samples}
+    assert samples["vllm:generation_tokens_total"] == 2
+
+
+def test_a_loop_that_is_held_up_is_measured_and_logged_now_and_then(monkeypatch, caplog):
+    metrics = Metrics("m")
+    lag = LoopLag(metrics)
+    now = 1000.0
+    monkeypatch.setattr("servd.api.server.time.monotonic", lambda: now)
+    for late in (0.0, 0.0, 0.001, 0.5, 0.3, 0.0):  # the first has no tick before it
+        now += TICK + late
+        lag.sample()
+    assert metrics.registry.get_sample_value(
+        "servd:event_loop_lag_seconds_sum", {"model_name": "m", "engine": "0"}
+    ) == pytest.approx(0.801)
+    assert [record.message for record in caplog.records] == [
+        "the event loop was held up for 0.50 s"
+    ]
+    now += LAG_WARNING_INTERVAL
+    lag.sample()
+    assert len(caplog.records) == 2

@@ -175,6 +175,9 @@ def test_two_api_servers_share_port_and_metrics(start):
         ).raise_for_status()
     assert server.metric("vllm:request_success_total") == 20
     assert server.metric("vllm:generation_tokens_total") == 80
+    text = httpx.get(f"{server.url}/metrics").text
+    answered = re.findall(r'^http_requests_total{handler="/v1/completions",.*} (\S+)$', text, re.M)
+    assert sum(map(float, answered)) == 20
     assert server.stop() == 0
 
 
@@ -253,8 +256,11 @@ def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_
         for pattern, args in cases.items():
             result = subprocess.run(
                 [sys.executable, "-m", "servd", "serve", *args],
-                capture_output=True, text=True, timeout=60, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                timeout=60,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            )
             errors = [
                 line for line in result.stderr.splitlines() if line.startswith("servd: error: ")
             ]

@@ -16,7 +16,7 @@ router = APIRouter()
 
 
 @router.api_route("/health", methods=["GET", "HEAD"])
-@router.api_route("/ping", methods=["GET", "HEAD"])
+@router.api_route("/ping", methods=["GET", "HEAD", "POST"])
 async def health(request: Request) -> Response:
     """200 when requests are served; 503 while the model loads, with how far it is, and when the
     engine is gone.

@@ -13,6 +13,7 @@ router = APIRouter()
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
-    body, content_type = context_of(request).async_llm.metrics.render()
+    """What Prometheus collects, as its text or as OpenMetrics."""
+    accept = request.headers.get("accept", "")
+    body, content_type = context_of(request).async_llm.metrics.render(accept)
     return Response(body, headers={"content-type": content_type})
