@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from servd.api import grammar_checker
-from servd.api.grammar_checker import GrammarChecker
+from servd.api.grammar_checker import GrammarChecker, Turns
 from servd.config import Config
+from servd.core.structured_output.manager import Compiled
 from servd.errors import InvalidRequest, Overloaded
 from servd.hf import FAKE_SPEC
 from servd.messages import GrammarVerdict, StartGrammarChecker
 from servd.params import StructuredOutput
+from tests.core.engines import Log, make_engine, make_request
 
 FORMS = [StructuredOutput("regex", letter) for letter in "abc"]
 
@@ -151,3 +158,98 @@ def test_closing_does_not_wait_for_a_check_and_nothing_starts_afterwards(make, m
     thread.join(30)
     assert not thread.is_alive() and len(errors) == 1
     assert FakeProcess.num_started == 1
+
+
+def test_clients_take_turns_whoever_came_first():
+    """Ten grammars of one client do not delay another one's by more than one of them."""
+    turns, order = Turns(), []
+
+    def wait(client: str) -> None:
+        with turns.take(client):
+            order.append(client)
+            time.sleep(0.01)
+
+    with turns.take("greedy"):
+        threads = [threading.Thread(target=wait, args=[name]) for name in [*10 * ["greedy"], "b"]]
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda number=number: len(turns._waiting) == number + 1)
+    for thread in threads:
+        thread.join(30)
+    assert order == ["b", *10 * ["greedy"]]
+
+
+def test_a_client_that_has_used_its_share_waits_with_one_grammar(monkeypatch):
+    monkeypatch.setattr(grammar_checker, "SHARE", 0.0)
+    turns, done = Turns(), threading.Event()
+
+    def hold(client: str) -> None:
+        with turns.take(client):
+            done.wait(30)
+
+    threads = [threading.Thread(target=hold, args=[name]) for name in ("greedy", "greedy", "b")]
+    for number, thread in enumerate(threads):
+        thread.start()
+        wait_until(lambda number=number: len(turns._waiting) == number)
+    turns._seconds["greedy"] = 1.0  # by earlier ones
+    with pytest.raises(Overloaded, match="your"), turns.take("greedy"):
+        pass
+    done.set()
+    with turns.take("c"):
+        pass
+    for thread in threads:
+        thread.join(30)
+
+
+def test_who_waits_too_long_is_told_and_forgotten():
+    turns = Turns()
+    with turns.take("a"):
+        with pytest.raises(Overloaded, match="retry"), turns.take("b", timeout=0.01):
+            pass
+        assert not turns._waiting
+    with turns.take("b", timeout=0.01):
+        pass
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def chain(num_rules: int) -> StructuredOutput:
+    """Rules within rules."""
+    rules = [f"r{i}: r{i + 1}" for i in range(num_rules)]
+    lark = "\n".join(["start: r0", *rules, f'r{num_rules}: "a"'])
+    return StructuredOutput("grammar", lark)
+
+
+def test_what_needs_too_much_stack_is_refused_and_what_passes_compiles_in_the_engine():
+    """A real process. A rule takes about 2 kB, so 3,500 of them would end an engine's thread."""
+    checker = GrammarChecker(Config(), FAKE_SPEC)
+    try:
+        with pytest.raises(InvalidRequest, match="2 MB of stack"):
+            checker.check(chain(3500))
+        checker.check(chain(500))
+    finally:
+        checker.close()
+    request = make_request("a", [1], structured_output=chain(1000))  # twice as deep
+    news: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
+    engine = make_engine()
+    engine.grammars.on_compiled = news.put
+    engine.handle(request)
+    engine.handle(news.get(timeout=30))
+    assert Log().run(engine).token_ids("a") == [ord("a")]
+
+
+def test_the_memory_of_the_process_is_limited():
+    code = (
+        "from servd.core.structured_output.checker import limit_memory\n"
+        "limit_memory({} << 20)\n"
+        "bytearray(64 << 20)"
+    )
+    for megabytes, fits in ((16, False), (128, True)):
+        command = [sys.executable, "-c", code.format(megabytes)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode == 0) is fits and ("MemoryError" in done.stderr) is not fits

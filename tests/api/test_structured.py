@@ -8,12 +8,14 @@ import re
 import time
 
 import jsonschema
+import llguidance
 import openai
 import pydantic
 import pytest
 
 from servd.api import grammar_checker
 from servd.api.protocol.structured import StructuredRequest
+from servd.core.structured_output import grammar
 from servd.errors import Overloaded
 from servd.params import StructuredOutput
 from tests.api.harness import MODEL, Served, events, serve, user
@@ -134,6 +136,44 @@ async def test_what_cannot_be_generated_is_refused_and_serving_goes_on(http, mon
             error = answer.json()["error"]
             assert error["param"].startswith(param) and reason in error["message"], error
     assert is_valid(await ask(http, response_format=json_schema(SCHEMA)))
+
+
+async def test_an_output_that_outgrows_its_grammar_is_cut_and_says_why(http, monkeypatch):
+    monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=40))
+    body = {"messages": user("hi"), "max_tokens": 150, "guided_regex": "[0-9]{200}"}
+    whole = await http.post(CHAT, json=body)
+    choice = whole.json()["choices"][0]
+    assert choice["finish_reason"] == "length" and "too many states" in choice["stop_reason"]
+    assert re.fullmatch("[0-9]{20,149}", choice["message"]["content"])
+    num_tokens = whole.json()["usage"]["completion_tokens"]
+    assert num_tokens == len(choice["message"]["content"])
+    chunks = events((await http.post(CHAT, json={**body, "stream": True})).text)
+    assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"]][-1] == "length"
+
+
+OUTGROWING = [
+    {"guided_json": {"type": "object", "properties": {f"p{i}": {} for i in range(n)}}}
+    for n in (900, 2000, 3500)
+] + [
+    {"guided_choice": [f"item {i}" for i in range(4000)]},
+    {"guided_choice": ["<eos>"]},
+    {"guided_json": {"const": "<eos>"}},
+    {"guided_regex": "(([a-z]{1,30} ){1,30}){1,30}"},
+    {"guided_grammar": 'start: "<eos>" /[a-z]{1,9}/ "<eos>"'},
+    {"guided_grammar": "start: " + " | ".join(f'"item {i}" A' for i in range(3000)) + "\nA: /a/"},
+]
+
+
+async def test_no_form_is_an_error_of_the_server(http):
+    for body in OUTGROWING:
+        answer = await http.post(CHAT, json={"messages": user("hi"), "max_tokens": 300, **body})
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert re.search(
+                "more than [0-9]|limit is [0-9]|within [0-9]", answer.json()["error"]["message"]
+            )
+        else:
+            assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
 
 
 async def test_an_explosive_schema_disturbs_nobody(served: Served, monkeypatch):
