@@ -13,17 +13,15 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 
 import servd
-from servd import plugins
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import ApiKeyAuth
 from servd.api.middleware import BodyLimit, RequestContext
 from servd.api.protocol.errors import error_reply
 from servd.api.response_store import ResponseStore
+from servd.api.routes import load_routers
 from servd.api.routes._context import Context
 from servd.config import Config
 from servd.errors import NotFound, ServdError
-
-ROUTES = "servd.api.routes"
 
 
 def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0) -> FastAPI:
@@ -34,7 +32,7 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         async_llm: started by the caller.
         keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
     """
-    routers = [plugins.load(ROUTES, name, "router") for name in plugins.names(ROUTES)]
+    routers = load_routers()
     paths = frozenset(route.path for router in routers for route in router.routes)
     middleware = [
         Middleware(RequestContext, async_llm.tracer, async_llm.metrics, paths),
@@ -47,9 +45,7 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         version=servd.__version__,
         middleware=middleware,
         exception_handlers={ServdError: _answer_error, HTTPException: _answer_error},
-        # The API is OpenAI's. The generated pages would load scripts from elsewhere and know no
-        # request body.
-        openapi_url=None,
+        openapi_url=None,  # FastAPI knows no bodies here, and its pages load scripts from elsewhere
         redirect_slashes=False,
     )
     for router in routers:

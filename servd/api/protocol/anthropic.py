@@ -406,3 +406,18 @@ class TokensCount(msgspec.Struct):
     """Answer of /v1/messages/count_tokens."""
 
     input_tokens: int
+
+
+class MessageEvent(msgspec.Struct):
+    """An event of a stream, with Anthropic's fields for its type."""
+
+    type: Literal[
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "error",
+    ]

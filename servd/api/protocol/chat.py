@@ -23,6 +23,20 @@ from servd.params import MAX_LOGPROBS, SamplingParams
 OPEN = ConfigDict(extra="allow", strict=True)  # templates may read more keys than OpenAI defines
 
 
+class TextPart(TypedDict):
+    """Text in the content of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(TypedDict):
+    """What the model declined to say in an earlier response."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 def _check_content(content: Any) -> Any:
     if content is None or isinstance(content, str):
         return content
@@ -41,6 +55,9 @@ def _check_content(content: Any) -> Any:
                 "content", "a {kind} part must have a string `{kind}`", {"kind": key}
             )
     return content
+
+
+ChatContent = str | list[TextPart | RefusalPart] | None
 
 
 class FunctionCall(TypedDict):
@@ -68,7 +85,7 @@ class ChatMessage(TypedDict):
     __pydantic_config__ = OPEN  # type: ignore[misc]
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: NotRequired[Annotated[Any, BeforeValidator(_check_content)]]
+    content: NotRequired[Annotated[Any, BeforeValidator(_check_content, ChatContent)]]
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
     tool_calls: NotRequired[Annotated[list[ToolCall], Field(fail_fast=True)] | None]
@@ -273,7 +290,8 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
 # ---- response ----
 
-ChatFinishReason = FinishReason | Literal["tool_calls"]
+FINISH_REASONS = [*FinishReason, "tool_calls"]
+ChatFinishReason = Annotated[str, msgspec.Meta(extra_json_schema={"enum": FINISH_REASONS})]
 
 
 class TopLogprob(msgspec.Struct):

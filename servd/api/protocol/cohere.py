@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from servd.api.protocol.embeddings import Priority
-from servd.api.protocol.score import list_of_texts
+from servd.api.protocol.score import Texts
 from servd.api.protocol.validation import RequestBody
 from servd.errors import InvalidRequest
 
@@ -19,7 +19,7 @@ class CohereEmbedRequest(RequestBody):
     into the texts.
     """
 
-    texts: Annotated[Any, BeforeValidator(list_of_texts)]  # read as list[str]
+    texts: Texts
     embedding_types: Annotated[
         list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)
     ] = ["float"]

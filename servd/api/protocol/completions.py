@@ -38,10 +38,20 @@ def list_of_prompts(value: Any) -> list[str] | list[list[int]]:
     raise PydanticCustomError("prompt", "must be all strings or all lists of token ids")
 
 
+# What a body may hold; the requests hold list[str] | list[list[int]].
+Prompts = (
+    str
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[str] | list[list[int]], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+
+
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(list_of_prompts)]  # read as list[str] | list[list[int]]
+    prompt: Annotated[
+        Any, BeforeValidator(list_of_prompts, Prompts)
+    ]  # read as list[str] | list[list[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None

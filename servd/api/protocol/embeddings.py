@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
 from servd.api.protocol.chat import Messages
-from servd.api.protocol.completions import list_of_prompts
+from servd.api.protocol.completions import Prompts, list_of_prompts
 from servd.api.protocol.validation import RequestBody
 from servd.errors import InvalidRequest
 from servd.params import PoolingParams
@@ -22,7 +22,7 @@ class VectorRequest(RequestBody):
     """
 
     # read as list[str] | list[list[int]] | None
-    input: Annotated[Any, BeforeValidator(list_of_prompts)] = None
+    input: Annotated[Any, BeforeValidator(list_of_prompts, Prompts)] = None
     messages: Messages | None = None
     add_generation_prompt: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

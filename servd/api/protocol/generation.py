@@ -99,7 +99,8 @@ class GenerationRequest(StructuredRequest):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop: Annotated[
-        Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_more)
+        Annotated[list[str], Field(fail_fast=True)] | None,
+        BeforeValidator(_one_or_more, str | list[str] | None),
     ] = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None

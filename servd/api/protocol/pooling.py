@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -44,7 +45,7 @@ class PooledInput(msgspec.Struct, tag_field="object", tag="pooling"):
     """One input's vector, or the vectors of its tokens."""
 
     index: int
-    data: list[float] | list[list[float]] | str  # a string is base64 of float32, little-endian
+    data: Sequence[float | list[float]] | str  # a string is base64 of float32, little-endian
 
 
 class Poolings(msgspec.Struct, tag_field="object", tag="list"):

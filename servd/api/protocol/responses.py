@@ -58,7 +58,23 @@ def _check_content(content: Any) -> Any:
     return content
 
 
-Content = Annotated[Any, BeforeValidator(_check_content)]  # read as str | list[dict[str, Any]]
+class TextPart(TypedDict):
+    """Text in the content of an item."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class RefusalPart(TypedDict):
+    """What the model declined to say in an earlier response."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Content = Annotated[
+    Any, BeforeValidator(_check_content, str | list[TextPart | RefusalPart])
+]  # read as str | list[dict[str, Any]]
 
 
 class InputMessage(TypedDict):
@@ -161,6 +177,9 @@ class NamedFunction(TypedDict):
     name: str
 
 
+ToolChoice = Literal["none", "auto", "required"] | NamedFunction | None
+
+
 class FunctionTool(Function):
     """A function that the model may call."""
 
@@ -190,7 +209,7 @@ class ResponsesRequest(TranslatedRequest):
     input: Annotated[
         list[Annotated[InputItem, BeforeValidator(_check_kind)]],
         Field(fail_fast=True, min_length=1),
-        BeforeValidator(_as_items),
+        BeforeValidator(_as_items, str | Annotated[list[InputItem], Field(min_length=1)]),
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -203,7 +222,9 @@ class ResponsesRequest(TranslatedRequest):
         ]
         | None
     ) = None
-    tool_choice: Annotated[str | NamedFunction | None, BeforeValidator(_check_tool_choice)] = None
+    tool_choice: Annotated[
+        str | NamedFunction | None, BeforeValidator(_check_tool_choice, ToolChoice)
+    ] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -500,3 +521,27 @@ class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens
     """Answer of /v1/responses/input_tokens."""
 
     input_tokens: int
+
+
+class ResponseEvent(msgspec.Struct):
+    """An event of a stream, with OpenAI's fields for its type."""
+
+    type: Literal[
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+        "error",
+    ]

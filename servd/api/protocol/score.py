@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from servd.api.protocol.completions import MAX_PROMPTS
 from servd.api.protocol.embeddings import EmbeddingUsage, Priority
@@ -31,7 +32,16 @@ def list_of_texts(value: Any) -> Any:
     return texts
 
 
-Texts = Annotated[Any, BeforeValidator(list_of_texts)]  # read as list[str]
+class Text(TypedDict):
+    """A text as an object."""
+
+    text: str
+
+
+OneOrMoreTexts = (
+    str | Text | Annotated[list[str | Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+Texts = Annotated[Any, BeforeValidator(list_of_texts, OneOrMoreTexts)]  # read as list[str]
 
 
 class SimilarityRequest(RequestBody):

@@ -1,3 +1,14 @@
 """The HTTP routes: one family per file, each with a `router`; files that start with an underscore
 are shared.
 """
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from servd import plugins
+
+
+def load_routers() -> list[APIRouter]:
+    """Those of all files."""
+    return [plugins.load(__name__, name, "router") for name in plugins.names(__name__)]

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from servd.api.async_llm import AsyncLLM
 from servd.api.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.incremental import Delta as Part
+from servd.api.openapi import describes
 from servd.api.processor import Prepared
 from servd.api.protocol.chat import (
     AssistantMessage,
@@ -42,6 +43,7 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
+@describes(ChatCompletion, body=ChatCompletionRequest, events=(ChatCompletionChunk,))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)

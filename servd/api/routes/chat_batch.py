@@ -8,7 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.processor import Prepared
+from servd.api.protocol.chat import ChatCompletion
 from servd.api.protocol.chat_batch import ChatBatchRequest
 from servd.api.routes._context import context_of, read_body, start_timeline
 from servd.api.routes.chat import ChatAnswer, prepare_chat
@@ -17,6 +19,7 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions/batch")
+@describes(ChatCompletion, body=ChatBatchRequest)
 async def create_chat_completions(request: Request) -> Response:
     """Answer conversations; choice i is the answer to conversation i."""
     context = context_of(request)

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.protocol.embeddings import VectorRequest
 from servd.api.protocol.pooling import CLASSIFY
 from servd.api.routes._context import context_of, read_body
@@ -15,6 +16,7 @@ router = APIRouter()
 
 
 @router.post("/classify")
+@describes(body=VectorRequest)
 async def classify(request: Request) -> Response:
     """Say what to use instead.
 

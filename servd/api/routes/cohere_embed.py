@@ -9,6 +9,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.protocol.cohere import (
     CohereEmbeddings,
     CohereEmbedRequest,
@@ -25,6 +26,7 @@ router = APIRouter()
 
 
 @router.post("/v2/embed")
+@describes(CohereEmbeddings, body=CohereEmbedRequest)
 async def create_cohere_embeddings(request: Request) -> Response:
     """A vector for each text, in every form asked for."""
     context = context_of(request)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.fill_in_middle import FillInMiddle
+from servd.api.openapi import describes
 from servd.api.processor import Prepared, Processor
 from servd.api.protocol.completions import (
     Completion,
@@ -31,6 +32,7 @@ router = APIRouter()
 
 
 @router.post("/v1/completions")
+@describes(Completion, body=CompletionRequest, events=(Completion,))
 async def create_completion(request: Request) -> Response:
     """Continue one or more prompts."""
     context = context_of(request)

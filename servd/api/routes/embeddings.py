@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.protocol.embeddings import (
     Embedding,
     EmbeddingRequest,
@@ -24,6 +25,7 @@ router = APIRouter()
 
 
 @router.post("/v1/embeddings")
+@describes(Embeddings, body=EmbeddingRequest)
 async def create_embeddings(request: Request) -> Response:
     """A vector for each input."""
     body = await read_body(request, EmbeddingRequest)

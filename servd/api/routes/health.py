@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import servd
+from servd.api.openapi import describes
 from servd.api.routes._context import context_of, json_response
 from servd.messages import EngineDead, EngineReady, EngineStatus
 
@@ -17,6 +18,10 @@ router = APIRouter()
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 @router.api_route("/ping", methods=["GET", "HEAD", "POST"])
+@describes(
+    dict[str, str],
+    statuses={503: ("The model is loading, or the engine is gone", dict[str, str | float])},
+)
 async def health(request: Request) -> Response:
     """200 when requests are served; 503 while the model loads, with how far it is, and when the
     engine is gone.
@@ -38,12 +43,14 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/version")
+@describes(dict[str, str])
 async def version() -> Response:
     """The version of servd."""
     return json_response({"version": servd.__version__})
 
 
 @router.get("/load")
+@describes(dict[str, int])
 async def load(request: Request) -> Response:
     """Requests that this server has accepted and not finished."""
     return json_response({"server_load": context_of(request).async_llm.num_unfinished})

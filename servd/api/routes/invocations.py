@@ -9,6 +9,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
+from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from servd.api.protocol.completions import Completion, CompletionRequest
+from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
+from servd.api.protocol.rerank import Ranking, RerankRequest
+from servd.api.protocol.score import ScoreRequest, Scores
 from servd.api.routes.chat import create_chat_completion
 from servd.api.routes.completions import create_completion
 from servd.api.routes.embeddings import create_embeddings
@@ -30,6 +36,19 @@ ROUTE_OF: dict[str, Callable[[Request], Awaitable[Response]]] = {
 
 
 @router.post("/invocations")
+@describes(
+    ChatCompletion,
+    Completion,
+    Embeddings,
+    Ranking,
+    Scores,
+    body=ChatCompletionRequest
+    | CompletionRequest
+    | RerankRequest
+    | ScoreRequest
+    | EmbeddingRequest,
+    events=(ChatCompletionChunk, Completion),
+)
 async def invoke(request: Request) -> Response:
     """Answer as the route for such a body does.
 

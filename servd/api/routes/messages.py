@@ -6,11 +6,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.processor import Processor
 from servd.api.protocol.anthropic import (
     CountTokensRequest,
     LimitedMessagesRequest,
     Message,
+    MessageEvent,
     MessagesRequest,
     MessageUsage,
     OutputTokensDetails,
@@ -34,6 +36,7 @@ router = APIRouter()
 
 
 @router.post("/v1/messages")
+@describes(Message, body=LimitedMessagesRequest, events=(MessageEvent,))
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
@@ -62,6 +65,7 @@ def _can_limit_thoughts(processor: Processor) -> bool:
 
 
 @router.post("/v1/messages/count_tokens")
+@describes(TokensCount, body=CountTokensRequest)
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     async_llm = context_of(request).async_llm

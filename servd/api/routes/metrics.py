@@ -6,12 +6,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.routes._context import context_of
 
 router = APIRouter()
 
 
 @router.get("/metrics")
+@describes(str, media_type="text/plain")
 async def metrics(request: Request) -> Response:
     """What Prometheus collects, as its text or as OpenMetrics."""
     accept = request.headers.get("accept", "")

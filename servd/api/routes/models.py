@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.protocol.models import ModelCard, ModelList
 from servd.api.routes._context import Context, context_of, json_response
 
@@ -13,6 +14,7 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
+@describes(ModelList)
 async def list_models(request: Request) -> Response:
     """All names of the model."""
     context = context_of(request)
@@ -20,6 +22,7 @@ async def list_models(request: Request) -> Response:
 
 
 @router.get("/v1/models/{name:path}")  # names contain slashes
+@describes(ModelCard)
 async def retrieve_model(request: Request, name: str) -> Response:
     """One name of the model."""
     context = context_of(request)

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body
@@ -23,6 +24,7 @@ MAX_NUMBERS = 2**22  # in one answer: 16 MiB of float32, and about 80 MB of JSON
 
 
 @router.post("/pooling")
+@describes(Poolings, body=PoolingRequest)
 async def pool(request: Request) -> Response:
     """A vector for each input, or for each token of it."""
     context = context_of(request)

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body
 from servd.api.routes.chat import prepare_chat
@@ -15,6 +16,7 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions/render")
+@describes(RenderedChat, body=ChatCompletionRequest)
 async def render_chat_completion(request: Request) -> Response:
     """Template, tokenise and check a chat request, and run nothing."""
     context = context_of(request)

@@ -9,6 +9,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.rerank import RankedDocument, RankedText, Ranking, RerankRequest
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body
@@ -21,6 +22,7 @@ router = APIRouter()
 @router.post("/rerank")
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
+@describes(Ranking, body=RerankRequest)
 async def rerank(request: Request) -> Response:
     """The most similar documents first."""
     body = await read_body(request, RerankRequest)

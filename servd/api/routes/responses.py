@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
 from servd.api.event_log import EventLog
+from servd.api.openapi import describes
 from servd.api.processor import Prepared
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.responses import (
@@ -21,6 +22,7 @@ from servd.api.protocol.responses import (
     InputItems,
     InputTokens,
     Response,
+    ResponseEvent,
     ResponsesRequest,
     listed,
 )
@@ -45,6 +47,7 @@ router = APIRouter()
 
 
 @router.post("/v1/responses")
+@describes(Response, body=ResponsesRequest, events=(ResponseEvent,))
 async def create_response(request: Request) -> HTTPResponse:
     """Answer a conversation, whose earlier turns may be stored here."""
     context = context_of(request)
@@ -88,6 +91,7 @@ async def create_response(request: Request) -> HTTPResponse:
 
 
 @router.post("/v1/responses/input_tokens")
+@describes(InputTokens, body=ResponsesRequest)
 async def count_input_tokens(request: Request) -> HTTPResponse:
     """How many tokens the prompt of a response would have."""
     context = context_of(request)
@@ -102,6 +106,14 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
 
 
 @router.get("/v1/responses/{response_id}")
+@describes(
+    Response,
+    events=(ResponseEvent,),
+    query={
+        "stream": {"enum": ["true", "false"], "default": "false"},
+        "starting_after": {"type": "integer", "minimum": 0, "maximum": 2**31},
+    },
+)
 async def get_response(request: Request, response_id: str) -> HTTPResponse:
     """A stored response, finished or not; with `stream` its events, if it is made in the
     background.
@@ -118,6 +130,14 @@ async def get_response(request: Request, response_id: str) -> HTTPResponse:
 
 
 @router.get("/v1/responses/{response_id}/input_items")
+@describes(
+    InputItems,
+    query={
+        "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+        "order": {"enum": ["asc", "desc"], "default": "desc"},
+        "after": {"type": "string"},
+    },
+)
 async def list_input_items(request: Request, response_id: str) -> HTTPResponse:
     """What a stored response answers: the items of all turns before it, and its own input."""
     stored = _stored(request, response_id)
@@ -143,6 +163,7 @@ async def list_input_items(request: Request, response_id: str) -> HTTPResponse:
 
 
 @router.delete("/v1/responses/{response_id}")
+@describes(DeletedResponse)
 async def delete_response(request: Request, response_id: str) -> HTTPResponse:
     """Forget a response; one that is being made is cancelled."""
     await _cancel(_stored(request, response_id))
@@ -151,6 +172,7 @@ async def delete_response(request: Request, response_id: str) -> HTTPResponse:
 
 
 @router.post("/v1/responses/{response_id}/cancel")
+@describes(Response)
 async def cancel_response(request: Request, response_id: str) -> HTTPResponse:
     """Stop making a response in the background."""
     stored = _stored(request, response_id)

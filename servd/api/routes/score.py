@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.openapi import describes
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import Score, ScoreRequest, Scores
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body
@@ -21,6 +22,7 @@ router = APIRouter()
 
 @router.post("/score")
 @router.post("/v1/score")
+@describes(Scores, body=ScoreRequest)
 async def create_scores(request: Request) -> Response:
     """A score for each pair."""
     body = await read_body(request, ScoreRequest)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
+from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from servd.api.routes._context import context_of, ignored_header, json_response, read_body
@@ -18,6 +19,7 @@ router = APIRouter()
 
 
 @router.post("/tokenize")
+@describes(Tokenized, body=TokenizeRequest)
 async def tokenize(request: Request) -> Response:
     """The token ids that a completion or a chat would compute."""
     context = context_of(request)
@@ -61,6 +63,7 @@ async def count_chat_tokens(async_llm: AsyncLLM, body: ChatCompletionRequest) ->
 
 
 @router.get("/tokenizer_info")
+@describes(dict[str, Any])
 async def tokenizer_info(request: Request) -> Response:
     """The model's tokenizer_config.json with the chat template that is in use."""
     processor = context_of(request).async_llm.processor
@@ -71,6 +74,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 @router.post("/detokenize")
+@describes(Detokenized, body=DetokenizeRequest)
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     context = context_of(request)

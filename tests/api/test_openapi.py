@@ -1,0 +1,196 @@
+"""/openapi.json is true: requests made from it and responses are what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import CHECKS, load_all_checks
+
+from servd.api.openapi import document
+from servd.api.routes import routers
+from tests.api import compatibility
+from tests.api.harness import Served, serve, user
+
+DOCUMENT = document(routers(), needs_key=False)
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
+OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
+DRIVEN = settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+# A body that is right, for generated fields to be added to: all fields at once are hardly ever right.
+BASES = {path: base for path, (base, _) in compatibility.ROUTES.items()}
+BASES |= {
+    "/tokenize": {"prompt": "hi"},
+    "/v1/chat/completions/batch": {"messages": [user("hi"), user("so")]},
+    "/v1/chat/completions/render": BASES["/v1/chat/completions"],
+    "/v1/messages/count_tokens": {"messages": user("hi")},
+    "/v1/rerank": BASES["/rerank"],
+    "/v1/responses/input_tokens": BASES["/v1/responses"],
+    "/v1/score": BASES["/score"],
+    "/v2/rerank": BASES["/rerank"],
+}
+load_all_checks()
+CHECKED = CHECKS.get_by_names(
+    [
+        "not_a_server_error",
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_headers_conformance",
+        "response_schema_conformance",
+    ]
+)
+
+
+def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema by itself, in which references into the document work."""
+    return {**schema, "components": DOCUMENT["components"]}
+
+
+def content(path: str, status: int, method: str = "post") -> dict[str, Any]:
+    """What the document says of a JSON response."""
+    response = DOCUMENT["paths"][path][method]["responses"][str(status)]
+    return resolved(response["content"]["application/json"]["schema"])
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server on a socket, in a thread of its own."""
+    address: Future[str] = Future()
+    end = threading.Event()
+
+    async def run() -> None:
+        async with serve(listen=True, max_model_len=64) as server:
+            chat = {"input": "hi"}
+            await server.http.post("/v1/responses", json=chat, headers={"x-request-id": "1"})
+            address.set_result(server.url)
+            await asyncio.to_thread(end.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    yield address.result(10)
+    end.set()
+    thread.join()
+
+
+def stored_response(url: str) -> str:
+    """The id of a new response that can be read, cancelled and deleted."""
+    body = {"input": "hi", "background": True}
+    return httpx.post(f"{url}/v1/responses", json=body).json()["id"]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_generated_requests_are_answered_as_described(name, url):
+    operation = OPERATIONS[name]
+    base = BASES.get(operation.path)
+    modes = [operation.as_strategy(mode) for mode in schemathesis.GenerationMode]
+    if not operation.body:
+        modes.pop()
+    answered = []
+
+    @settings(DRIVEN)
+    @given(st.one_of(modes), st.data())
+    def drive(case, data):
+        if isinstance(case.body, dict):
+            if base is not None:
+                names = sorted(case.body, key=str)
+                kept = data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
+                case.body = base | {name: case.body[name] for name in kept}
+            case.body["model"] = "fake"  # there are few others that exist
+        if "response_id" in case.path_parameters and data.draw(st.booleans()):
+            case.path_parameters["response_id"] = stored_response(url)
+        for parameter, there_is in (("name", "fake"), ("request_id", "resp_1")):
+            if parameter in case.path_parameters and data.draw(st.booleans()):
+                case.path_parameters[parameter] = there_is
+        response = case.call(base_url=url)
+        case.validate_response(response, checks=CHECKED)
+        answered.append(response.status_code)
+
+    drive()
+    assert 200 in answered or name == "POST /classify"  # which always refuses
+
+
+@pytest.mark.parametrize("path", compatibility.ROUTES)
+async def test_bodies_and_responses_have_their_schemas(path, http):
+    base, fields = compatibility.ROUTES[path]
+    body_schema = resolved(
+        DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    )
+    num_answered = 0
+    for field, value in fields.items():
+        body = {**base, **compatibility.BESIDE.get(field, {}), field: value}
+        response = await http.post(path, json=body)
+        if response.headers["content-type"].startswith("text/event-stream"):
+            continue
+        jsonschema.validate(response.json(), content(path, response.status_code))
+        if response.status_code == 200:
+            num_answered += 1
+            jsonschema.validate(body, body_schema)
+    assert num_answered > len(fields) / 2
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_events_have_their_schemas(path, http):
+    base, _ = compatibility.ROUTES[path]
+    response = await http.post(path, json={**base, "stream": True})
+    described = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    [text, _] = described["itemSchema"]["properties"]["data"]["anyOf"]
+    documents = re.findall(r"^data: ({.*})$", response.text, re.MULTILINE)
+    assert len(documents) > 3
+    for data in documents:
+        jsonschema.validate(httpx.Response(200, text=data).json(), resolved(text["contentSchema"]))
+
+
+async def test_every_route_is_described(served: Served):
+    told = (await served.http.get("/openapi.json")).json()
+    there_are = {
+        (route.path.replace(":path", ""), method.lower())
+        for router in routers()
+        for route in router.routes
+        for method in route.methods
+    }
+    assert {
+        (path, method) for path, methods in told["paths"].items() for method in methods
+    } == there_are
+    for path, methods in told["paths"].items():
+        for operation in methods.values():
+            assert operation["summary"], path
+            assert operation["responses"], path
+    ids = [o["operationId"] for methods in told["paths"].values() for o in methods.values()]
+    assert len(ids) == len(set(ids))
+
+
+async def test_keys_are_described_where_they_are_needed():
+    async with serve(api_key=["k"]) as served:
+        assert (await served.http.get("/openapi.json")).status_code == 401
+        key = {"authorization": "Bearer k"}
+        told = (await served.http.get("/openapi.json", headers=key)).json()
+        for path, methods in told["paths"].items():
+            for method, operation in methods.items():
+                if "{" in path:
+                    continue
+                response = await served.http.request(method, path)
+                assert (response.status_code == 401) == ("security" in operation), path
+                assert (response.status_code == 401) == ("401" in operation["responses"]), path
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+async def test_the_page_needs_nothing_from_elsewhere(path, http):
+    page = await http.get(path)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.findall(r"<script|<link|<img|@import|url\(|https?://", page.text)
+    links = set(re.findall(r'href="#([^"]+)"', page.text))
+    assert links <= set(re.findall(r'id="([^"]+)"', page.text))
+    for text in (*DOCUMENT["paths"], *DOCUMENT["components"]["schemas"], "max_completion_tokens"):
+        assert text in page.text
