@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from fastapi import APIRouter
@@ -21,6 +21,9 @@ import servd
 from servd.api.auth import OPEN_PATHS
 from servd.api.middleware import MAX_BODY
 from servd.api.protocol.errors import ANTHROPIC_ROUTES, AnthropicErrorBody, ErrorBody
+from servd.api.protocol.generation import GenerationRequest
+from servd.api.protocol.translation import TranslatedRequest
+from servd.params import RepetitionDetection, SamplingParams
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 Schema = dict[str, Any]
@@ -40,7 +43,7 @@ SECURITY_SCHEMES: Schema = {
 }
 HEADERS: Schema = {
     "X-Request-Id": {
-        "description": "The id of the request: the client's own, from the same header, or a new one.",
+        "description": "The id of the request: the client's, from the same header, or a new one.",
         "schema": {"type": "string"},
     },
     "X-Servd-Ignored": {
@@ -56,11 +59,14 @@ ERRORS = {
     400: "A field or a header is missing, malformed or out of bounds; `param` names the field.",
     401: "There is no API key, or a wrong one.",
     404: "There is no such model or object here.",
+    408: "The rest of the body did not come in time.",
     413: f"The body has more than {MAX_BODY} bytes.",
     500: "The server failed; its log has the details under the id of the request.",
     503: "The model is loading, too many requests are waiting, or the engine is gone.",
     529: "The model is loading, or too many requests are waiting.",
 }
+# Field of SamplingParams -> what else requests call it.
+ALIASES = {"stop": ("stop_sequences",)}
 SCHEMAS = "#/components/schemas/"
 # What pydantic and msgspec call classes of one name in two modules.
 LONG_NAME = re.compile(r"servd(__|[._])api\1protocol\1([a-z_]+)\1(?=[A-Z])")
@@ -72,7 +78,7 @@ class Operation(msgspec.Struct, frozen=True):
     answers: tuple[Any, ...]
     body: Any
     events: tuple[Any, ...]
-    media_type: str
+    media_types: tuple[str, ...]
     query: dict[str, Schema]
     statuses: dict[int, tuple[str, Any]]
 
@@ -81,7 +87,7 @@ def describes(
     *answers: Any,
     body: Any = None,
     events: tuple[Any, ...] = (),
-    media_type: str = "application/json",
+    media_types: tuple[str, ...] = ("application/json",),
     query: dict[str, Schema] | None = None,
     statuses: dict[int, tuple[str, Any]] | None = None,
 ) -> Callable[[Endpoint], Endpoint]:
@@ -91,14 +97,14 @@ def describes(
         answers: msgspec types, one of which a 200 has; none if the route always refuses.
         body: the `RequestBody` that it reads, or a union of them.
         events: msgspec types of the documents in a stream, if the client may ask for one.
-        media_type: of a 200.
+        media_types: of a 200; the client chooses.
         query: parameter name -> JSON schema.
         statuses: more that are no errors: what the status means, and the type of its body.
     """
 
     def declare(endpoint: Endpoint) -> Endpoint:
         endpoint.operation = Operation(  # type: ignore[attr-defined]
-            answers, body, events, media_type, query or {}, statuses or {}
+            answers, body, events, media_types, query or {}, statuses or {}
         )
         return endpoint
 
@@ -150,6 +156,11 @@ class _Schemas:
         )
         shared = definitions.get("$defs", {})
         assert not shared.keys() & components.keys(), shared.keys() & components.keys()
+        for body in bodies.values():
+            for kind in get_args(body) or (body,):  # of a union, each
+                if issubclass(kind, GenerationRequest | TranslatedRequest):
+                    _add_bounds(shared[kind.__name__]["properties"], SamplingParams)
+        _add_bounds(shared["RepetitionFields"]["properties"], RepetitionDetection)
         self.components: Schema = {**shared, **components}
         self._of = {key: schema for (key, _), schema in read.items()}
         self._of |= dict(zip(answers, written, strict=True))
@@ -158,6 +169,25 @@ class _Schemas:
         """The schema of a value of one of these types."""
         schemas = [self._of[id(kind)] for kind in kinds]
         return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _add_bounds(properties: dict[str, Schema], params: type[msgspec.Struct]) -> None:
+    """Give the fields that become fields of `params` the bounds that `verify` enforces there."""
+    for field in msgspec.structs.fields(params):
+        for name in (field.name, *ALIASES.get(field.name, ())):
+            if name in properties:
+                _tighten(properties[name], msgspec.json.schema(field.type))
+
+
+def _tighten(schema: Schema, bounded: Schema) -> None:
+    """Take over the bounds of the type that both schemas allow."""
+    by_type = {option.get("type"): option for option in bounded.get("anyOf", [bounded])}
+    for option in schema.get("anyOf", [schema]):
+        for key, bound in by_type.get(option.get("type"), {}).items():
+            if isinstance(bound, dict):
+                _tighten(option.setdefault(key, {}), bound)
+            else:
+                option.setdefault(key, bound)
 
 
 class _WithoutTitles(GenerateJsonSchema):
@@ -201,7 +231,8 @@ def _responses(
     headers = ["X-Request-Id"] if operation.body is None else ["X-Request-Id", "X-Servd-Ignored"]
     content: Schema = {}
     if operation.answers:
-        content[operation.media_type] = {"schema": schemas.of(*operation.answers)}
+        whole = {"schema": schemas.of(*operation.answers)}
+        content = dict.fromkeys(operation.media_types, whole)
     if operation.events:
         content["text/event-stream"] = {"itemSchema": _event(schemas.of(*operation.events))}
     if content:
@@ -223,7 +254,7 @@ def _errors(route: APIRoute, operation: Operation, needs_key: bool) -> list[int]
     if operation.query:
         statuses |= {400}
     if operation.body is not None:
-        statuses |= {400, 404, 413, 500, 503}
+        statuses |= {400, 404, 408, 413, 500, 503}
         if route.path.startswith(ANTHROPIC_ROUTES):
             statuses |= {529}
     return sorted(statuses)

@@ -15,7 +15,8 @@ summary { cursor: pointer; padding: .3em 0; }
 code { font-size: 13px; }
 details > div { margin: 0 0 1em 1.2em; }
 table { border-collapse: collapse; width: 100%; }
-td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884; padding: .2em .6em; }
+td, th { text-align: left; vertical-align: top; padding: .2em .6em; }
+td { border-bottom: 1px solid #8884; }
 """
 _HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 CONTENT_SECURITY_POLICY = (
@@ -78,8 +79,8 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
 
 def _contents(contents: Mapping[str, Any]) -> str:
     shown = (
-        f"<code>{escape(media_type)}</code>: {_type(content.get('schema') or content['itemSchema'])}"
-        for media_type, content in contents.items()
+        f"<code>{escape(name)}</code>: {_type(content.get('schema') or content['itemSchema'])}"
+        for name, content in contents.items()
     )
     return "; or ".join(shown)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -18,17 +19,17 @@ from hypothesis import strategies as st
 from schemathesis.checks import CHECKS, load_all_checks
 
 from servd.api.openapi import document
-from servd.api.routes import routers
-from tests.api import compatibility
+from servd.api.routes import load_routers
 from tests.api.harness import Served, serve, user
+from tools import compatibility
 
-DOCUMENT = document(routers(), needs_key=False)
+DOCUMENT = document(load_routers(), needs_key=False)
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
 DRIVEN = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-# A body that is right, for generated fields to be added to: all fields at once are hardly ever right.
+# A right body, to which generated fields are added: all at once are hardly ever right.
 BASES = {path: base for path, (base, _) in compatibility.ROUTES.items()}
 BASES |= {
     "/tokenize": {"prompt": "hi"},
@@ -57,6 +58,18 @@ def resolved(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "components": DOCUMENT["components"]}
 
 
+def check(value: Any, schema: dict[str, Any]) -> None:
+    """Whether a value has its schema; the document itself is checked once, by schemathesis."""
+    jsonschema.Draft202012Validator(schema).validate(value)
+
+
+def body_schema(path: str) -> dict[str, Any]:
+    """What the document says of the body of a request."""
+    body = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    name = body["schema"]["$ref"].rpartition("/")[2]
+    return resolved(DOCUMENT["components"]["schemas"][name])
+
+
 def content(path: str, status: int, method: str = "post") -> dict[str, Any]:
     """What the document says of a JSON response."""
     response = DOCUMENT["paths"][path][method]["responses"][str(status)]
@@ -71,8 +84,6 @@ def url() -> Iterator[str]:
 
     async def run() -> None:
         async with serve(listen=True, max_model_len=64) as server:
-            chat = {"input": "hi"}
-            await server.http.post("/v1/responses", json=chat, headers={"x-request-id": "1"})
             address.set_result(server.url)
             await asyncio.to_thread(end.wait)
 
@@ -107,10 +118,9 @@ def test_generated_requests_are_answered_as_described(name, url):
                 kept = data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
                 case.body = base | {name: case.body[name] for name in kept}
             case.body["model"] = "fake"  # there are few others that exist
-        if "response_id" in case.path_parameters and data.draw(st.booleans()):
-            case.path_parameters["response_id"] = stored_response(url)
-        for parameter, there_is in (("name", "fake"), ("request_id", "resp_1")):
-            if parameter in case.path_parameters and data.draw(st.booleans()):
+        for parameter in case.path_parameters:
+            if data.draw(st.booleans()):
+                there_is = "fake" if parameter == "name" else stored_response(url)
                 case.path_parameters[parameter] = there_is
         response = case.call(base_url=url)
         case.validate_response(response, checks=CHECKED)
@@ -123,19 +133,16 @@ def test_generated_requests_are_answered_as_described(name, url):
 @pytest.mark.parametrize("path", compatibility.ROUTES)
 async def test_bodies_and_responses_have_their_schemas(path, http):
     base, fields = compatibility.ROUTES[path]
-    body_schema = resolved(
-        DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    )
     num_answered = 0
     for field, value in fields.items():
         body = {**base, **compatibility.BESIDE.get(field, {}), field: value}
         response = await http.post(path, json=body)
         if response.headers["content-type"].startswith("text/event-stream"):
             continue
-        jsonschema.validate(response.json(), content(path, response.status_code))
+        check(response.json(), content(path, response.status_code))
         if response.status_code == 200:
             num_answered += 1
-            jsonschema.validate(body, body_schema)
+            check(body, body_schema(path))
     assert num_answered > len(fields) / 2
 
 
@@ -148,14 +155,74 @@ async def test_events_have_their_schemas(path, http):
     documents = re.findall(r"^data: ({.*})$", response.text, re.MULTILINE)
     assert len(documents) > 3
     for data in documents:
-        jsonschema.validate(httpx.Response(200, text=data).json(), resolved(text["contentSchema"]))
+        check(json.loads(data), resolved(text["contentSchema"]))
+
+
+def number_bounds(schema: dict[str, Any]) -> Iterator[tuple[float, float | None]]:
+    """A number at each end of what the schema allows, and one just beyond, if there is an end."""
+    for option in schema.get("anyOf", [schema]):
+        if option.get("type") not in ("integer", "number"):
+            continue
+        step = 1 if option["type"] == "integer" else 1e-9
+        for end, sign in (("inimum", -1), ("aximum", 1)):
+            if f"exclusiveM{end}" in option:
+                bound = option[f"exclusiveM{end}"]
+                yield bound - sign * step, bound
+            elif f"m{end}" in option:
+                yield option[f"m{end}"], option[f"m{end}"] + sign * step
+            else:
+                yield sign * 10**20, None
+
+
+def lengths(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Lists and texts of the largest length that the schema allows, and longer by one."""
+    for option in schema.get("anyOf", [schema]):
+        most = option.get("maxItems") or option.get("maxLength") or 0
+        if option.get("items", {}).get("type") == "integer" and most:
+            yield [65] * most, [65] * (most + 1)
+        elif (option.get("items", {}).get("type") or option.get("type")) == "string" and most:
+            is_list = option["type"] == "array"
+            yield (["x"] * most, ["x"] * (most + 1)) if is_list else ("x" * most, "x" * (most + 1))
+
+
+# By the size of the model, or by another field.
+RULED_OTHERWISE = {
+    "best_of",
+    "dimensions",
+    "min_tokens",
+    "output_dimension",
+    "thinking_token_budget",
+}
+BOUNDED = [
+    (path, field)
+    for path in compatibility.ROUTES
+    for field, schema in body_schema(path)["properties"].items()
+    if field not in RULED_OTHERWISE and [*number_bounds(schema), *lengths(schema)]
+]
+
+
+@pytest.mark.parametrize(("path", "field"), BOUNDED)
+async def test_bounds_are_those_that_hold(path, field, http):
+    base, fields = compatibility.ROUTES[path]
+    beside = compatibility.BESIDE.get(field, {})
+    if field == "logprob_token_ids":
+        beside = {"logprobs": fields["logprobs"]}
+    schema = body_schema(path)["properties"][field]
+    for within, beyond in [*number_bounds(schema), *lengths(schema)]:
+        if beyond is not None:
+            refused = await http.post(path, json={**base, **beside, field: beyond})
+            assert refused.status_code == 400, (field, beyond)
+            assert field.partition("_")[0] in refused.json()["error"]["message"]
+        accepted = await http.post(path, json={**base, **beside, field: within})
+        is_context_full = "maximum context length" in accepted.text
+        assert accepted.status_code == 200 or is_context_full, (field, within, accepted.text)
 
 
 async def test_every_route_is_described(served: Served):
     told = (await served.http.get("/openapi.json")).json()
     there_are = {
         (route.path.replace(":path", ""), method.lower())
-        for router in routers()
+        for router in load_routers()
         for route in router.routes
         for method in route.methods
     }

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import OPEN, idle_strict
 from servd.api.protocol.translation import TranslatedRequest
+from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
 
 # ---- request ----
@@ -120,7 +121,7 @@ class Thinking(TypedDict):
     __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: NotRequired[Annotated[int, Field(ge=1)] | None]
+    budget_tokens: NotRequired[Annotated[int, Field(ge=1, le=INT32_MAX)] | None]
 
 
 class OutputConfig(TypedDict, total=False):
@@ -209,7 +210,7 @@ class MessagesRequest(CountTokensRequest):
 
     keeps_budget = False
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -406,18 +407,3 @@ class TokensCount(msgspec.Struct):
     """Answer of /v1/messages/count_tokens."""
 
     input_tokens: int
-
-
-class MessageEvent(msgspec.Struct):
-    """An event of a stream, with Anthropic's fields for its type."""
-
-    type: Literal[
-        "message_start",
-        "ping",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-        "error",
-    ]

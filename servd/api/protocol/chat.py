@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from servd.api.message_parser import ToolUse
 from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Usage
 from servd.api.protocol.validation import RequestBody
+from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
 from servd.params import MAX_LOGPROBS, SamplingParams
@@ -234,7 +235,8 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include_reasoning: bool | None = None
@@ -244,10 +246,6 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest(
-                f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"
-            )
         return self
 
     def ignored(self) -> list[str]:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from servd.api.protocol.embeddings import Priority
+from servd.api.protocol.embeddings import Dimensions, Priority
 from servd.api.protocol.score import Texts
 from servd.api.protocol.validation import RequestBody
 from servd.errors import InvalidRequest
@@ -23,7 +23,7 @@ class CohereEmbedRequest(RequestBody):
     embedding_types: Annotated[
         list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)
     ] = ["float"]
-    output_dimension: int | None = None
+    output_dimension: Dimensions | None = None
     truncate: Literal["NONE", "START", "END"] = "END"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     priority: Priority | None = None

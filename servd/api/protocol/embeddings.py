@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from servd.api.protocol.chat import Messages
 from servd.api.protocol.completions import Prompts, list_of_prompts
-from servd.api.protocol.validation import RequestBody
+from servd.api.protocol.validation import KeptTokens, RequestBody
 from servd.errors import InvalidRequest
 from servd.params import PoolingParams
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+# The largest is the model's; `PoolingParams.verify` knows it.
+Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
 
 
 class VectorRequest(RequestBody):
@@ -28,9 +31,9 @@ class VectorRequest(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True  # of `input`; a chat template writes its own
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Dimensions | None = None
     normalize: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: KeptTokens | None = None
     priority: Priority | None = None
     user: str | None = None
 

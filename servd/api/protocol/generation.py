@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.structured import StructuredRequest
-from servd.api.protocol.validation import REQUEST_ID, FewKeys
+from servd.api.protocol.validation import REQUEST_ID, FewKeys, KeptTokens
 from servd.errors import InvalidRequest
 from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
 
@@ -112,9 +111,9 @@ class GenerationRequest(StructuredRequest):
     thinking_token_budget: int | None = None
     logprob_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: KeptTokens | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
 
     stream: bool | None = None
@@ -175,10 +174,6 @@ class GenerationRequest(StructuredRequest):
         if self.max_tokens == 0:
             raise InvalidRequest(
                 "`max_tokens` must be at least 1 with `use_beam_search`", param="max_tokens"
-            )
-        if not math.isfinite(self.length_penalty or 0) or abs(self.length_penalty or 0) > 10:
-            raise InvalidRequest(
-                "`length_penalty` must be between -10 and 10", param="length_penalty"
             )
         if (form := self.structured_output()) is not None:
             raise InvalidRequest(

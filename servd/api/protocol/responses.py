@@ -9,9 +9,10 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.chat import OPEN, Function, TokenLogprob, idle_strict
+from servd.api.protocol.chat import OPEN, Function, RefusalPart, TokenLogprob, idle_strict
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys
+from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
 from servd.params import MAX_LOGPROBS
 
@@ -63,13 +64,6 @@ class TextPart(TypedDict):
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
-
-
-class RefusalPart(TypedDict):
-    """What the model declined to say in an earlier response."""
-
-    type: Literal["refusal"]
-    refusal: str
 
 
 Content = Annotated[
@@ -213,7 +207,7 @@ class ResponsesRequest(TranslatedRequest):
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     tools: (
@@ -521,27 +515,3 @@ class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens
     """Answer of /v1/responses/input_tokens."""
 
     input_tokens: int
-
-
-class ResponseEvent(msgspec.Struct):
-    """An event of a stream, with OpenAI's fields for its type."""
-
-    type: Literal[
-        "response.created",
-        "response.queued",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.reasoning_text.delta",
-        "response.reasoning_text.done",
-        "response.function_call_arguments.delta",
-        "response.function_call_arguments.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
-        "error",
-    ]

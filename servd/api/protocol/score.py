@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.completions import MAX_PROMPTS
 from servd.api.protocol.embeddings import EmbeddingUsage, Priority
-from servd.api.protocol.validation import RequestBody
+from servd.api.protocol.validation import KeptTokens, RequestBody
 from servd.errors import InvalidRequest
 from servd.params import PoolingParams
 
@@ -48,7 +48,7 @@ class SimilarityRequest(RequestBody):
     """What requests that compare texts share."""
 
     pooling: Literal["last", "mean"] | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: KeptTokens | None = None
     priority: Priority | None = None
     user: str | None = None
 

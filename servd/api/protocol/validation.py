@@ -4,10 +4,10 @@ InvalidRequest.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from servd.errors import InvalidRequest
@@ -42,6 +42,11 @@ class RequestBody(BaseModel):
         """Fields of the body that have no effect here."""
         return sorted(self.model_extra or ())
 
+
+# How many tokens of a prompt are kept; -1: as many as fit. The processor checks it.
+KeptTokens = Annotated[
+    int, WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]})
+]
 
 Body = TypeVar("Body", bound=RequestBody)
 

@@ -12,12 +12,12 @@ from servd.api.protocol.anthropic import (
     CountTokensRequest,
     LimitedMessagesRequest,
     Message,
-    MessageEvent,
     MessagesRequest,
     MessageUsage,
     OutputTokensDetails,
     TokensCount,
 )
+from servd.api.protocol.events import MessageEvent
 from servd.api.protocol.translation import renamed
 from servd.api.routes._context import (
     context_of,

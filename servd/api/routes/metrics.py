@@ -13,7 +13,7 @@ router = APIRouter()
 
 
 @router.get("/metrics")
-@describes(str, media_type="text/plain")
+@describes(str, media_types=("text/plain", "application/openmetrics-text"))
 async def metrics(request: Request) -> Response:
     """What Prometheus collects, as its text or as OpenMetrics."""
     accept = request.headers.get("accept", "")

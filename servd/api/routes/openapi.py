@@ -29,7 +29,7 @@ async def openapi(request: Request) -> Response:
 
 @router.get("/docs")
 @router.get("/redoc")
-@describes(str, media_type="text/html")
+@describes(str, media_types=("text/html",))
 async def docs(request: Request) -> Response:
     """The description as a page."""
     _, content = await _described(request)

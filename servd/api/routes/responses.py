@@ -17,12 +17,12 @@ from servd.api.event_log import EventLog
 from servd.api.openapi import describes
 from servd.api.processor import Prepared
 from servd.api.protocol.errors import error_reply
+from servd.api.protocol.events import ResponseEvent
 from servd.api.protocol.responses import (
     DeletedResponse,
     InputItems,
     InputTokens,
     Response,
-    ResponseEvent,
     ResponsesRequest,
     listed,
 )
