@@ -296,6 +296,7 @@ class ModelRunnerOutput(Message, tag=True):
         int, PromptLogprobs
     ] = {}  # index in `scheduled` -> those of the tokens computed
     pooled: dict[int, bytes] = {}  # index in `scheduled` -> vector or vectors, float32
+    errors: dict[int, str] = {}  # index in `scheduled` -> why its request could not enter
 
 
 class WorkerFailed(Message, tag=True):

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from servd.core.repetition import RepetitionDetector
-from servd.messages import EngineCoreRequest, FinishReason, PromptLogprobs, TokenLogprobs
+from servd.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    TokenLogprobs,
+)
 from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Mark, now_ns
 
@@ -125,13 +131,14 @@ class Request:
         """Whether its terminal output is made, or it was aborted."""
         return self.status is RequestStatus.FINISHED
 
-    def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Add a harvested part of the prompt; what is known already was computed again after a
+    def read(self, result: ModelRunnerOutput, row: int) -> None:
+        """Take in what a step found of the prompt; what is known already was computed again after a
         preemption.
         """
-        known = len(self.prompt_logprobs) + 1 - part.start
-        assert known >= 0, "parts come in order"
-        self.prompt_logprobs += part.positions[known:]
+        if (part := result.prompt_logprobs.get(row)) is not None:
+            known = len(self.prompt_logprobs) + 1 - part.start
+            assert known >= 0, "parts come in order"
+            self.prompt_logprobs += part.positions[known:]
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a harvested token in place of its placeholder, and say whether and why it is the
@@ -145,3 +152,17 @@ class Request:
         if self.repetition and self.repetition.append(self.token_ids, self.num_prompt_tokens):
             return FinishReason.REPETITION if self.num_output_tokens >= self.min_tokens else None
         return None
+
+    def output_of(
+        self, result: ModelRunnerOutput, row: int, finish_reason: FinishReason | None
+    ) -> EngineCoreOutput:
+        """What a step's row says to the client, after its token was appended."""
+        output = EngineCoreOutput(self.request_id, finish_reason=finish_reason)
+        output.pooled = result.pooled.get(row)
+        if not self.is_prompt_only:
+            output.new_token_ids = result.sampled_token_ids[row]
+            output.logprobs = result.logprobs.get(row)
+        if self.num_output_tokens == 1:
+            output.num_cached_tokens = self.num_cached_tokens
+            output.prompt_logprobs = self.prompt_logprobs or None
+        return output

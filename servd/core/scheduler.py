@@ -120,7 +120,11 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is not None:
                 self._finish(request)
-                self._outputs[request.client]  # no output, but news for its client's statistics
+                self._report_to(request.client)
+
+    def _report_to(self, client: int) -> None:
+        """Let `take_outputs` give the client the engine's new state, with no output beside."""
+        self._outputs.setdefault(client, [])
 
     # ---- schedule ----
 
@@ -261,13 +265,13 @@ class Scheduler:
             # A finished request's token was sampled by a step launched before its end was known.
             if request.is_finished:
                 continue
-            if i in result.prompt_logprobs:
-                request.add_prompt_logprobs(result.prompt_logprobs[i])
+            if error := result.errors.get(i):
+                self._end_with_error(request, error, now, step.number)
+                continue
+            request.read(result, i)
             if token_ids:
-                output = EngineCoreOutput(
-                    request.request_id, token_ids, logprobs=result.logprobs.get(i)
-                )
-                output.pooled = result.pooled.get(i)
+                finish_reason = request.append(token_ids[0])
+                output = request.output_of(result, i, finish_reason)
                 self._harvest(request, output, ends.get(i), now, step.number)
 
     def _harvest(
@@ -278,8 +282,7 @@ class Scheduler:
         now: int,
         step: int,
     ) -> None:
-        [token_id] = output.new_token_ids
-        finish_reason = request.append(token_id)
+        finish_reason = output.finish_reason
         if end is not None and end.error is not None:
             finish_reason, output.stop_reason = FinishReason.LENGTH, end.error
             output.new_token_ids, output.logprobs = [], None
@@ -287,18 +290,22 @@ class Scheduler:
             finish_reason, output.ended_by_grammar = FinishReason.STOP, True
         output.finish_reason = finish_reason
         if request.num_output_tokens == 1:
-            output.num_cached_tokens = request.num_cached_tokens
-            output.prompt_logprobs = request.prompt_logprobs or None
             request.marks.append(Mark("first_token", now, step))
             output.marks, request.marks = request.marks, []
-        if request.is_prompt_only:
-            output.new_token_ids, output.logprobs = [], None
         if finish_reason is not None:
             is_stop_token = finish_reason is FinishReason.STOP and not output.ended_by_grammar
-            if is_stop_token and token_id not in request.eos_token_ids:
-                output.stop_reason = token_id
+            if is_stop_token and request.token_ids[-1] not in request.eos_token_ids:
+                output.stop_reason = request.token_ids[-1]
             output.marks += [*request.marks, Mark("finished", now, step)]
             self._finish(request)
+        self._outputs[request.client].append(output)
+
+    def _end_with_error(self, request: Request, error: str, now: int, step: int) -> None:
+        marks = [*request.marks, Mark("finished", now, step)]
+        output = EngineCoreOutput(
+            request.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error
+        )
+        self._finish(request)
         self._outputs[request.client].append(output)
 
     def take_outputs(self) -> dict[int, EngineCoreOutputs]:

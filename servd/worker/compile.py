@@ -14,8 +14,8 @@ from torch import nn
 from torch.fx.experimental import _config as symbols
 
 from servd.worker.layers.attention import Attention
+from servd.worker.model_loader import Model
 from servd.worker.ops import reference
-from servd.worker.weights import Model
 
 log = logging.getLogger("servd.worker")
 

@@ -10,9 +10,10 @@ import torch
 from servd.config import format_bytes
 from servd.worker.device import available_memory, keep_freed_memory
 from servd.worker.input_batch import InputBatch
-from servd.worker.model_runner import ModelRunner, StepPart
+from servd.worker.model_runner import ModelRunner
 from servd.worker.ops import native
 from servd.worker.program_runner import NotRecordable, ProgramRunner
+from servd.worker.readers import StepPart
 
 log = logging.getLogger("servd.worker")
 

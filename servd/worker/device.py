@@ -37,7 +37,8 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
     log.info(
         "threads for this worker: %d (%d CPUs by affinity, %s by cgroup quota, %d workers, "
         "OMP_NUM_THREADS %s)",
-        num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers, wanted or "not set",
+        num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers,
+        wanted or "not set",
     )  # fmt: skip
     return num_threads
 

@@ -11,18 +11,13 @@ import torch
 
 from servd.errors import ConfigError
 from servd.messages import GrammarBitmask, NewRequest, ScheduledRequest, SchedulerOutput
-from servd.params import MAX_LOGPROBS, SamplingParams
 from servd.worker.graph_runner import CudaRecorder, GraphRunner, Record
 from servd.worker.input_batch import InputBatch, decode_attention
 from servd.worker.memory import CudaMeter, MemoryUse, Meter
-from servd.worker.model_runner import ModelRunner, StepPart
+from servd.worker.model_runner import ModelRunner
+from servd.worker.readers import StepPart
 
 log = logging.getLogger("servd.worker")
-
-COSTLIEST = SamplingParams(
-    top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.1, frequency_penalty=0.1, logit_bias={0: 1.0}, min_tokens=1,
-    logprobs=MAX_LOGPROBS, seed=0,
-)  # fmt: skip
 
 
 class GPUModelRunner(ModelRunner):
@@ -144,7 +139,7 @@ class GPUModelRunner(ModelRunner):
                 num_prompt_tokens=num_tokens,
                 num_computed_tokens=0,
                 block_ids=list(range(num_blocks)),
-                params=COSTLIEST,
+                params=self.sampler.costliest,
             )
             for slot in range(num_rows)
         ]

@@ -54,7 +54,8 @@ class InputBatch:
         # One copy to the device for all indices of the step.
         parts = (
             np.repeat(slots, query_lens), positions, np.append(starts, ends[-1]), seq_lens, slots,
-            ends[sample_rows] - 1, slots[sample_rows], seq_lens[sample_rows], states.block_tables.take_changes(),
+            ends[sample_rows] - 1, slots[sample_rows], seq_lens[sample_rows],
+            states.block_tables.take_changes(),
         )  # fmt: skip
         packed = upload(np.concatenate(parts), states.token_ids.device)
         sizes = [2 * len(positions), *(len(part) for part in parts[2:])]

@@ -24,6 +24,11 @@ def bytes_per_block(backend: Backend[Any], num_layers: int) -> int:
     )
 
 
+def dtype_of(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are stored as, in a model of type `dtype`."""
+    return torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype
+
+
 def blocks_per_request(config: Config) -> int:
     """Blocks that one request of max_model_len takes."""
     assert config.model.max_model_len is not None, "config must be resolved"

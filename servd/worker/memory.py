@@ -89,7 +89,8 @@ class MemoryUse:
 
     def __str__(self) -> str:
         sizes = {
-            "weights and requests": self.persistent, "largest step": max(self.forward, self.sampling),
+            "weights and requests": self.persistent,
+            "largest step": max(self.forward, self.sampling),
             "CUDA graphs": self.graphs, "outside": self.outside,
         }  # fmt: skip
         return f"of {format_bytes(self.total)} on the device: " + ", ".join(

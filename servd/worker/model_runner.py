@@ -9,56 +9,29 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from servd.config import Config, format_bytes
+from servd.errors import InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
 from servd.params import SamplingParams
-from servd.worker import kv_cache, weights
+from servd.worker import kv_cache, model_loader, readers
 from servd.worker.attention import make_backend
 from servd.worker.attention._base import AttentionBatch, AttentionSpec, Backend
 from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.parallel import Parallel
-from servd.worker.pooler import Pooler
+from servd.worker.readers import StepPart
 from servd.worker.request_states import RequestStates
-from servd.worker.sample.prompt_logprobs import PromptLogprobsReader
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 
 log = logging.getLogger("servd.worker")
-
-
-class StepPart(Protocol):
-    """Something that a step yields."""
-
-    def to_host(self) -> StepPart:
-        """Start the copy to the host."""
-        ...
-
-    def write(self, output: ModelRunnerOutput) -> None:
-        """Add it to the step's output; its tensors are on the host."""
-        ...
-
-
-class PromptReader(Protocol):
-    """Yields something of the hidden states of prompts, besides sampled tokens."""
-
-    def add(self, request: NewRequest) -> None:
-        """A request enters its slot."""
-        ...
-
-    def remove(self, slot: int) -> None:
-        """The request leaves its slot."""
-        ...
-
-    def read(self, hidden: torch.Tensor, batch: InputBatch) -> StepPart | None:
-        """Take what is wanted of a step's hidden states [num_tokens, hidden]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +51,19 @@ class SampledTokens:
             for row, logprobs in zip(self.rows, self.sampled.logprobs.to_lists(), strict=True):
                 if logprobs is not None:
                     output.logprobs[row] = [logprobs]
+
+
+@dataclass(frozen=True)
+class Failures:
+    """The StepPart of requests that could not enter."""
+
+    errors: dict[int, str]  # index in `scheduled` -> why
+
+    def to_host(self) -> Failures:
+        return self
+
+    def write(self, output: ModelRunnerOutput) -> None:
+        output.errors = self.errors
 
 
 @dataclass(frozen=True)
@@ -133,6 +119,7 @@ class ModelRunner(ABC):
         self.max_num_tokens = config.scheduler.max_num_batched_tokens
         self.kv_caches: list[torch.Tensor] = []
         self.launched: LaunchedStep | None = None
+        self.failed: dict[int, str] = {}  # slot -> why its request could not enter
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -147,13 +134,15 @@ class ModelRunner(ABC):
         Raises:
             ConfigError: the model or the backend cannot run here.
         """
-        self.model = weights.build_model(self.spec, self.compute_dtype, self.device, self.parallel)
+        self.model = model_loader.build_model(
+            self.spec, self.compute_dtype, self.device, self.parallel
+        )
         if self.config.model.load_format == "dummy":
-            weights.init_dummy_weights(self.model, self.config.model.seed)
+            model_loader.init_dummy_weights(self.model, self.config.model.seed)
         else:
-            weights.load_weights(self.model, self.spec.folder, progress)
-        weights.reform(self.model, self.dtype, self.config.model.quantization)
-        self.weights_bytes = weights.count_bytes(self.model)
+            model_loader.load_weights(self.model, self.spec.folder, progress)
+        model_loader.reform(self.model, self.dtype, self.config.model.quantization)
+        self.weights_bytes = model_loader.count_bytes(self.model)
         attention = AttentionSpec(
             num_heads=self.parallel.share(self.spec.num_heads),
             num_kv_heads=self.parallel.share(self.spec.num_kv_heads),
@@ -161,9 +150,7 @@ class ModelRunner(ABC):
             block_size=self.config.cache.block_size,
             sliding_window=self.model.sliding_window,
             dtype=self.compute_dtype,
-            kv_dtype=torch.float8_e4m3fn
-            if self.config.cache.kv_cache_dtype == "fp8"
-            else self.dtype,
+            kv_dtype=kv_cache.dtype_of(self.config, self.dtype),
             device=self.device,
         )
         self.backend: Backend[Any]
@@ -171,15 +158,14 @@ class ModelRunner(ABC):
             self.config.parallel.attention_backend, attention
         )
         self.states = RequestStates(
-            self.max_num_seqs, self.max_model_len, attention.block_size, self.device
+            self.max_num_seqs,
+            self.max_model_len,
+            attention.block_size,
+            self.device,
+            self.spec.vocab_size,
         )
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
-        self.readers: list[PromptReader] = [
-            PromptLogprobsReader(
-                self.model.compute_logits, self.states.token_ids, self.max_num_seqs
-            ),
-            Pooler(self.spec.hidden_size, self.max_num_seqs, self.device),
-        ]
+        self.readers = readers.load(self.states, self.model.compute_logits)
 
     def count_blocks(self) -> int:
         """KV-cache blocks that fit.
@@ -221,9 +207,14 @@ class ModelRunner(ABC):
             return
         batch = InputBatch.gather(scheduled.scheduled, self.states)
         hidden = self.forward(batch)
-        parts = [
+        parts: list[StepPart] = [
             part for reader in self.readers if (part := reader.read(hidden, batch)) is not None
         ]
+        if self.failed:
+            slots = enumerate(batch.host_slots.tolist())
+            parts.append(
+                Failures({i: self.failed[slot] for i, slot in slots if slot in self.failed})
+            )
         sampling = (batch, hidden[batch.sample_tokens]) if len(batch.sample_rows) else None
         self.launched = LaunchedStep(num_scheduled, sampling, parts)
 
@@ -265,29 +256,49 @@ class ModelRunner(ABC):
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for slot in scheduled.freed_slots:
-            self.sampler.remove(slot)
-            for reader in self.readers:
-                reader.remove(slot)
+            self._remove(slot)
+            self.failed.pop(slot, None)
         for request in scheduled.new_requests:
-            self._add(request)
+            try:
+                self._add(request)
+            except Exception as error:
+                self._fail(request, error)
         for row in scheduled.scheduled:
             if row.new_block_ids:
                 self.states.block_tables.append(row.slot, row.new_block_ids)
 
     def _add(self, request: NewRequest) -> None:
+        """A request enters its slot.
+
+        Raises:
+            InvalidRequest: a parameter or token id is out of bounds, though the API checks them.
+        """
+        params, prompt_len = request.params, request.num_prompt_tokens
+        is_sampling = isinstance(params, SamplingParams)
+        params.verify(self.spec.vocab_size if is_sampling else self.spec.hidden_size)
         self.states.add(request)
         for reader in self.readers:
             reader.add(request)
-        if not isinstance(request.params, SamplingParams):
-            return
-        prompt_len = request.num_prompt_tokens
-        self.sampler.add(
-            request.slot,
-            request.params,
-            request.token_ids[:prompt_len],
-            request.token_ids[prompt_len:],
-            request.eos_token_ids,
-        )
+        if is_sampling:
+            outputs = request.token_ids[prompt_len:]
+            prompt = request.token_ids[:prompt_len]
+            self.sampler.add(request.slot, params, prompt, outputs, request.eos_token_ids)
+
+    def _remove(self, slot: int) -> None:
+        self.sampler.remove(slot)
+        for reader in self.readers:
+            reader.remove(slot)
+
+    def _fail(self, request: NewRequest, error: Exception) -> None:
+        """Let the slot of a request that cannot enter compute nothing of worth, beside an error."""
+        slot = request.slot
+        if isinstance(error, InvalidRequest):
+            self.failed[slot] = str(error)
+        else:
+            log.error("a request could not enter slot %d", slot, exc_info=error)
+            self.failed[slot] = f"the worker failed on this request ({type(error).__name__})"
+        self._remove(slot)
+        self.states.add(msgspec.structs.replace(request, token_ids=[0] * len(request.token_ids)))
 
     def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
         """[n, ceil(vocab / 32)] int32, all bits set in rows without a grammar."""

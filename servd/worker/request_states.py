@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from servd.errors import InvalidRequest
 from servd.messages import NewRequest
 from servd.worker.block_table import BlockTables
 from servd.worker.device import upload
@@ -18,9 +19,16 @@ class RequestStates:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        vocab_size: int,
     ) -> None:
+        self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
         self.null_slot = max_num_seqs
         # One column more: a step launched before a request is known to be full still writes its
         # token.
@@ -31,10 +39,19 @@ class RequestStates:
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
 
     def add(self, request: NewRequest) -> None:
-        """A request enters its slot, in full."""
+        """A request enters its slot, in full.
+
+        Raises:
+            InvalidRequest: a token id that the embedding has no row for.
+        """
         slot = request.slot
-        token_ids = np.asarray(request.token_ids, dtype=np.int32)
-        self.token_ids[slot, : len(token_ids)] = upload(token_ids, self.token_ids.device)
+        token_ids = np.asarray(request.token_ids, dtype=np.int64)
+        if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
+            raise InvalidRequest(
+                f"a token id is not in the vocabulary, which has {self.vocab_size} tokens"
+            )
+        token_ids = upload(token_ids.astype(np.int32), self.token_ids.device)
+        self.token_ids[slot, : len(token_ids)] = token_ids
         self.num_computed[slot] = request.num_computed_tokens
         self.block_tables.clear(slot)
         if request.block_ids:

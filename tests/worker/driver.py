@@ -29,8 +29,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 def config_for(folder: object, **options: object) -> Config:
     """A resolved config for a tiny model on a CPU."""
     defaults: dict[str, object] = {
-        "model": str(folder), "device": "cpu", "dtype": "float32", "executor": "uniproc", "block_size": 4,
-        "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_memory": 1 << 22,
+        "model": str(folder), "device": "cpu", "dtype": "float32", "executor": "uniproc",
+        "block_size": 4,
+        "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256,
+        "kv_cache_memory": 1 << 22,
         "async_scheduling": False,
     }  # fmt: skip
     return Config.load(defaults | options)

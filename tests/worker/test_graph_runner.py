@@ -125,8 +125,10 @@ def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int)
     for enforce_eager in (False, True):
         spec = read_spec(folder)
         config = config_for(
-            folder, load_format="dummy", enforce_eager=enforce_eager, async_scheduling=depth == 2, max_num_seqs=6,
-            max_num_batched_tokens=24, max_model_len=64, kv_cache_memory=26 * 4 * spec.kv_bytes_per_token(4),
+            folder, load_format="dummy", enforce_eager=enforce_eager, async_scheduling=depth == 2,
+            max_num_seqs=6,
+            max_num_batched_tokens=24, max_model_len=64,
+            kv_cache_memory=26 * 4 * spec.kv_bytes_per_token(4),
         )  # fmt: skip
         executor = Executor(config, spec, lambda *_: None)
         engine, log = EngineCore(config, spec, executor, executor.start().num_blocks), Log()

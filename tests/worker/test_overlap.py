@@ -55,8 +55,10 @@ def make_request(request_id: int, draw: random.Random) -> EngineCoreRequest:
         temperature=draw.choice([0.0, 0.8, 1.5]), seed=request_id, max_tokens=max_tokens,
         min_tokens=draw.randint(0, max_tokens), stop_token_ids=draw.sample(range(199), 40),
         repetition_penalty=draw.choice([1.0, 1.4]), frequency_penalty=draw.choice([0.0, 1.0]),
-        presence_penalty=draw.choice([0.0, 0.5]), top_k=draw.choice([0, 20]), top_p=draw.choice([1.0, 0.8]),
-        logit_bias=draw.choice([{}, {5: 3.0}]), bad_words_token_ids=draw.choice([[], [[5, 6], [7]]]),
+        presence_penalty=draw.choice([0.0, 0.5]), top_k=draw.choice([0, 20]),
+        top_p=draw.choice([1.0, 0.8]),
+        logit_bias=draw.choice([{}, {5: 3.0}]), bad_words_token_ids=draw.choice([[], [[5, 6],
+        [7]]]),
         logprobs=draw.choice([None, 2]), prompt_logprobs=draw.choice([None, None, 1]),
     )  # fmt: skip
     return EngineCoreRequest(str(request_id), prompt, params)
@@ -68,7 +70,8 @@ def serve(
     """Requests come in three waves; one is aborted in its midst."""
     spec = read_spec(folder)
     config = config_for(
-        folder, load_format="dummy", async_scheduling=depth > 1, max_num_seqs=4, max_num_batched_tokens=24,
+        folder, load_format="dummy", async_scheduling=depth > 1, max_num_seqs=4,
+        max_num_batched_tokens=24,
         max_model_len=48, kv_cache_memory=num_blocks * 4 * spec.kv_bytes_per_token(4),
     )  # fmt: skip
     executor = ThreadedExecutor(config, spec, lambda *_: None)
@@ -100,7 +103,8 @@ def test_no_depth_changes_what_a_grammar_allows(tiny_llama: Path):
     requests = []
     for i in range(7):
         params = SamplingParams(
-            temperature=draw.choice([0.0, 1.5]), seed=i, max_tokens=16, repetition_penalty=draw.choice([1.0, 1.4]),
+            temperature=draw.choice([0.0, 1.5]), seed=i, max_tokens=16,
+            repetition_penalty=draw.choice([1.0, 1.4]),
             logit_bias=draw.choice([{}, {5: 3.0}]), structured_output=GRAMMAR if i % 3 else None,
         )  # fmt: skip
         requests.append(

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from servd.messages import TokenLogprobs
+from servd.params import SamplingParams
+from servd.worker.device import upload
 from servd.worker.sample import ops
-from servd.worker.sample.batch import upload
+from servd.worker.sample.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,42 @@ class LogprobsTensors:
                     )
                 )
         return rows
+
+
+class SampledLogprobs:
+    """Which slots ask for the log-probabilities of their sampled tokens, and of how many others."""
+
+    def __init__(self) -> None:
+        self.num_logprobs: dict[int, int] = {}  # slot -> k
+        self.named: dict[int, list[int]] = {}  # slot -> token ids asked for by name
+
+    def add(self, slot: int, params: SamplingParams) -> bool:
+        """Whether the request in the slot asks for any."""
+        self.named.pop(slot, None)
+        if params.logprobs is None:
+            return False
+        self.num_logprobs[slot] = params.logprobs
+        if params.logprob_token_ids:
+            self.named[slot] = params.logprob_token_ids
+        return True
+
+    def gather(
+        self, raw_logits: Tensor, sampled: Tensor, rows: Rows, num_rows: int
+    ) -> LogprobsTensors:
+        """What `rows`, of the step's `num_rows`, asked for.
+
+        Args:
+            raw_logits: [m, vocab] float32, of these rows.
+            sampled: [num_rows] int64.
+            rows: those that asked.
+            num_rows: of the step.
+        """
+        num_logprobs: list[int | None] = [None] * num_rows
+        slots = rows.host_slots.tolist()
+        for row, slot in zip(rows.host_index.tolist(), slots, strict=True):
+            num_logprobs[row] = self.num_logprobs[slot]
+        named = [self.named.get(slot, []) for slot in slots] if self.named else []
+        return gather_logprobs(raw_logits, sampled[rows.index], num_logprobs, named)
 
 
 def gather_logprobs(

@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from servd.worker.sample.batch import Batch, Feature, SlotParameter, SlotRequest
+from servd.params import SamplingParams
+from servd.worker.sample.fixed_point import WEIGHT_ONE
 from servd.worker.sample.ops import SamplingOps
-from servd.worker.sample.weights import WEIGHT_ONE
+from servd.worker.sample.rows import Rows
 
 
-class Narrowing(SlotParameter):
+class Narrowing:
     """First min-p: the tokens at least min_p times as probable as the most probable one, which is a
     limit already.
 
     Of these top-k: the k most probable ones; and of these top-p: just enough of the most probable
     ones to hold the share p of the probability.
     """
-
-    features = Feature.TOP_K_TOP_P
 
     def __init__(
         self, vocab_size: int, max_num_seqs: int, device: torch.device, ops: SamplingOps
@@ -29,22 +28,25 @@ class Narrowing(SlotParameter):
         self.top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # 0: all
         self.top_p = torch.ones(max_num_seqs, dtype=torch.float64, device=device)
 
-    def add(self, request: SlotRequest) -> Feature:
-        p = request.params
-        top_k = p.top_k if 0 < p.top_k < self.vocab_size else 0
-        self.min_p[request.slot] = max(p.min_p, 0) * WEIGHT_ONE
-        self.top_k[request.slot] = top_k
-        self.top_p[request.slot] = p.top_p
-        return self.features if top_k or p.top_p < 1 else Feature(0)
+    def add(self, slot: int, params: SamplingParams) -> bool:
+        """Prepare the slot; whether it has a top-k or a top-p."""
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
+        self.min_p[slot] = max(params.min_p, 0) * WEIGHT_ONE
+        self.top_k[slot] = top_k
+        self.top_p[slot] = params.top_p
+        return bool(top_k) or params.top_p < 1
 
-    def lowest(self, weights: Tensor, batch: Batch) -> Tensor:
-        """The smallest weight that each row [n, vocab] may draw: [n] float32. All rows are random
-        ones.
+    def lowest(self, weights: Tensor, rows: Rows, bit: int) -> Tensor:
+        """The smallest weight that each of `rows` [n, vocab] may draw: [n] float32. Those with
+        `bit` have a top-k or a top-p.
         """
-        lowest = self.min_p[batch.slots]
-        if batch.uses(self.features):
-            rows, part = batch.subset(self.features)
-            lowest[rows] = self.ops.narrow(
-                weights[rows], lowest[rows], self.top_k[part.slots], self.top_p[part.slots]
+        lowest = self.min_p[rows.slots]
+        if (rows.uses & bit).any():
+            part = rows.subset(bit)
+            lowest[part.index] = self.ops.narrow(
+                weights[part.index],
+                lowest[part.index],
+                self.top_k[part.slots],
+                self.top_p[part.slots],
             )
         return lowest

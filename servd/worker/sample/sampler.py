@@ -1,15 +1,15 @@
 """Sampler: one token per row of logits, each row by its own request's parameters.
 
     sampler = Sampler(vocab_size, max_num_seqs, device)
-    sampler.add(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)   # a request
-    enters its slot output = sampler(logits, slots, host_slots, positions, bitmask)                #
-    overwrites the logits sampler.remove(slot)
+    sampler.add(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)  # a request enters
+    output = sampler(logits, slots, host_slots, positions, bitmask)  # overwrites the logits
+    sampler.remove(slot)
 
-Order, equal in effect to vLLM's: log-probabilities of the raw logits; min_tokens, bad_words;
-logit_bias; allowed_token_ids, grammar bitmask; penalties; thinking_token_budget; temperature;
-min-p; top-k and top-p; draw. Which features a step needs is known on the host, and nothing on the
-device is waited for. A token depends only on its row's logits, parameters, earlier tokens, seed and
-position, never on the rest of the batch.
+Order, equal in effect to vLLM's: log-probabilities of the raw logits; the logits processors in the
+order of their package; the fused pass of bias, bitmask and penalties; temperature; min-p; top-k and
+top-p; draw. What a step needs is known on the host, and nothing on the device is waited for. A
+token depends only on its row's logits, parameters, earlier tokens, seed and position, never on the
+rest of the batch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from servd.params import SamplingParams
-from servd.worker.sample import ops
-from servd.worker.sample.allowed_tokens import AllowedTokens
-from servd.worker.sample.bad_words import BadWords
-from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step
-from servd.worker.sample.logit_bias import LogitBias
-from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
-from servd.worker.sample.min_tokens import MinTokens
+from servd.params import MAX_LOGPROBS, SamplingParams
+from servd.worker.sample import logits_processors, ops
+from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE
+from servd.worker.sample.logits_processors import SlotRequest
+from servd.worker.sample.logprobs import LogprobsTensors, SampledLogprobs
 from servd.worker.sample.narrowing import Narrowing
-from servd.worker.sample.penalties import Penalties
-from servd.worker.sample.thinking_budget import ThinkingBudget
-from servd.worker.sample.weights import MAX_VOCAB_SIZE
+from servd.worker.sample.rows import Rows
+from servd.worker.sample.shift import Shift
+
+# What a row can use, as bits; those from FIRST_PROCESSOR on are the logits processors'.
+RANDOM, NARROWED, LOGPROBS, FIRST_PROCESSOR = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +60,23 @@ class Sampler:
 
     def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
         assert vocab_size <= MAX_VOCAB_SIZE, vocab_size
-        self.features = np.zeros(max_num_seqs, dtype=np.int64)  # Feature bits per slot
-        self.num_logprobs: list[int | None] = [None] * max_num_seqs
-        self.named: dict[
-            int, list[int]
-        ] = {}  # slot -> tokens whose log-probabilities are asked for by name
+        self.uses = np.zeros(max_num_seqs, dtype=np.int64)  # bits of each slot
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ops = ops.for_device(device)
-        self.bad_words = BadWords(max_num_seqs, device)
-        self.steps: list[Step] = [MinTokens(max_num_seqs, device), self.bad_words]
-        self.logit_bias = LogitBias(device)
-        self.allowed_tokens = AllowedTokens(vocab_size, max_num_seqs, device)
-        self.penalties = Penalties(vocab_size, max_num_seqs, device)
-        self.thinking_budget = ThinkingBudget(max_num_seqs, device)
-        self.narrowing = Narrowing(vocab_size, max_num_seqs, device, self.ops)  # of random rows
+        self.narrowing = Narrowing(vocab_size, max_num_seqs, device, self.ops)
+        self.logprobs = SampledLogprobs()
+        processors = logits_processors.load(vocab_size, max_num_seqs, device)
+        self.processors = [(FIRST_PROCESSOR << i, each) for i, each in enumerate(processors)]
+
+    @property
+    def costliest(self) -> SamplingParams:
+        """What uses everything, for a profile of memory."""
+        examples = [processor.example.items() for _, processor in self.processors]
+        fields = dict(item for items in examples for item in items)
+        return SamplingParams(
+            top_p=0.9, top_k=50, min_p=0.1, seed=0, logprobs=MAX_LOGPROBS, **fields
+        )
 
     def add(
         self,
@@ -97,31 +98,18 @@ class Sampler:
                 outputs.
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
-        features = Feature(0)
-        for parameter in (
-            *self.steps,
-            self.logit_bias,
-            self.allowed_tokens,
-            self.penalties,
-            self.thinking_budget,
-        ):
-            features |= parameter.add(request)
+        self.uses[slot] = 0
+        uses = sum(bit for bit, processor in self.processors if processor.add(request))
         if not params.is_greedy:
-            features |= Feature.RANDOM
+            uses |= RANDOM
             self.temperature[slot] = params.temperature
             self.seeds[slot] = params.seed or 0
-            features |= self.narrowing.add(request)
-        if params.logprobs is not None:
-            features |= Feature.LOGPROBS
-        self.num_logprobs[slot] = params.logprobs
-        self.named.pop(slot, None)
-        if params.logprob_token_ids:
-            self.named[slot] = params.logprob_token_ids
-        self.features[slot] = int(features)
+            uses |= NARROWED * self.narrowing.add(slot, params)
+        self.uses[slot] = uses | LOGPROBS * self.logprobs.add(slot, params)
 
     def remove(self, slot: int) -> None:
         """The request leaves its slot."""
-        self.features[slot] = 0
+        self.uses[slot] = 0
 
     def __call__(
         self,
@@ -144,54 +132,29 @@ class Sampler:
                 without a grammar.
         """
         host_slots = np.asarray(host_slots, dtype=np.int64)
-        batch = Batch(slots, positions, host_slots, self.features[host_slots])
-        raw_logits = self._raw_logits(logits, batch)
-        for step in self.steps:
-            if batch.uses(step.features):
-                step.apply(logits, batch)
-        biased = self.logit_bias.of(batch) if batch.uses(Feature.LOGIT_BIAS) else None
-        if batch.uses(Feature.ALLOWED_TOKENS):
-            bitmask = self.allowed_tokens.restrict(bitmask, batch)
-        penalized = self.penalties.of(batch) if batch.uses(Feature.PENALTIES) else None
-        token_ids = self.ops.shift(logits, biased, bitmask, penalized)
-        if batch.uses(Feature.THINKING_BUDGET):
-            self.thinking_budget.apply(logits, batch)
-            token_ids = self.ops.shift(logits)
-        if batch.uses(Feature.RANDOM):
-            self._sample(logits, token_ids, batch)
-        if batch.uses(Feature.PENALTIES):
-            self.penalties.update(token_ids, batch)
-        if batch.uses(Feature.BAD_WORDS):
-            self.bad_words.update(token_ids, batch)
-        if batch.uses(Feature.THINKING_BUDGET):
-            self.thinking_budget.update(token_ids, batch)
-        return SamplerOutput(token_ids, self._logprobs(raw_logits, token_ids, batch))
+        step = Rows(slots, positions, host_slots, self.uses[host_slots])
+        used = int(np.bitwise_or.reduce(step.uses))
+        asked = step.subset(LOGPROBS) if used & LOGPROBS else None
+        raw_logits = None if asked is None else asked.copy_of(logits)
+        active = [(each, step.subset(bit)) for bit, each in self.processors if used & bit]
+        shift = Shift(bitmask=bitmask)
+        for processor, rows in active:
+            processor.apply(logits, rows, shift)
+        token_ids = self.ops.shift(logits, shift.biased, shift.bitmask, shift.penalized)
+        if used & RANDOM:
+            self._draw(logits, token_ids, step.subset(RANDOM))
+        for processor, rows in active:
+            processor.update(token_ids, rows)
+        if asked is None or raw_logits is None:
+            return SamplerOutput(token_ids, None)
+        logprobs = self.logprobs.gather(raw_logits, token_ids, asked, len(host_slots))
+        return SamplerOutput(token_ids, logprobs)
 
-    def _sample(self, logits: Tensor, token_ids: Tensor, batch: Batch) -> None:
+    def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows) -> None:
         """Replace the most probable tokens of random rows by drawn ones."""
-        rows, random = batch.subset(Feature.RANDOM)
-        best, logits = token_ids[rows], logits[rows]
+        best, logits = token_ids[rows.index], logits[rows.index]
         peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any
-        weights = self.ops.to_weights(logits, peaks, self.temperature[random.slots])
-        lowest = self.narrowing.lowest(weights, random)
-        drawn = self.ops.draw(weights, lowest, self.seeds[random.slots], random.positions)
-        token_ids[rows] = torch.where(peaks.isfinite(), drawn, best)
-
-    def _raw_logits(self, logits: Tensor, batch: Batch) -> Tensor | None:
-        """A copy of the rows whose log-probabilities are asked for."""
-        if not batch.uses(Feature.LOGPROBS):
-            return None
-        rows, _ = batch.subset(Feature.LOGPROBS)
-        return logits.clone() if isinstance(rows, slice) else logits[rows]
-
-    def _logprobs(
-        self, raw_logits: Tensor | None, token_ids: Tensor, batch: Batch
-    ) -> LogprobsTensors | None:
-        if raw_logits is None:
-            return None
-        rows, asked = batch.subset(Feature.LOGPROBS)
-        named = (
-            [self.named.get(slot, []) for slot in asked.host_slots.tolist()] if self.named else []
-        )
-        num_logprobs = [self.num_logprobs[slot] for slot in batch.host_slots]
-        return gather_logprobs(raw_logits, token_ids[rows], num_logprobs, named)
+        weights = self.ops.to_weights(logits, peaks, self.temperature[rows.slots])
+        lowest = self.narrowing.lowest(weights, rows, NARROWED)
+        drawn = self.ops.draw(weights, lowest, self.seeds[rows.slots], rows.positions)
+        token_ids[rows.index] = torch.where(peaks.isfinite(), drawn, best)

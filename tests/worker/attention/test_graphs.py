@@ -57,7 +57,7 @@ def test_later_steps_are_right_too(name: str, window: int | None):
     if (reason := backend_class.supports(spec)) or not backend_class.supports_graphs:
         pytest.skip(f"{name}: {reason or 'cannot be captured'}")
     _, backend = make_backend(name, spec)
-    states = RequestStates(4, MAX_LEN, BLOCK_SIZE, DEVICE)
+    states = RequestStates(4, MAX_LEN, BLOCK_SIZE, DEVICE, vocab_size=100)
     generator = torch.Generator(DEVICE).manual_seed(3)
     blocks_each = MAX_LEN // BLOCK_SIZE
     null_block = 4 * blocks_each
@@ -93,7 +93,8 @@ def test_later_steps_are_right_too(name: str, window: int | None):
             seen = slice(max(0, position + 1 - (window or MAX_LEN)), position + 1)
             expected = attend(q[row], keys[seen], values[seen], 0.3)
             torch.testing.assert_close(out[row].double(), expected, atol=TOLERANCE, rtol=0)
-            assert torch.equal(cache[:, blocks[slot][position // BLOCK_SIZE], position % BLOCK_SIZE],
+            assert torch.equal(cache[:, blocks[slot][position // BLOCK_SIZE],
+                position % BLOCK_SIZE],
                                torch.stack([k[row], v[row]]))  # fmt: skip
         changed = (cache != before).flatten(3).any(-1).sum(dim=(1, 2))
         assert (changed <= len(slots) + 1).all(), (

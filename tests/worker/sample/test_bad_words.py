@@ -8,9 +8,11 @@ import torch
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from servd.params import MAX_BAD_WORD_TOKENS, SamplingParams
-from servd.worker.sample.bad_words import BadWords
-from servd.worker.sample.batch import Batch, SlotRequest
+from servd.worker.sample.logits_processors import SlotRequest
+from servd.worker.sample.logits_processors.bad_words import Processor as BadWords
+from servd.worker.sample.rows import Rows
 from servd.worker.sample.sampler import Sampler
+from servd.worker.sample.shift import Shift
 
 VOCAB_SIZE = 5  # so small that sequences meet the words all the time
 CPU = torch.device("cpu")
@@ -25,27 +27,23 @@ def words(rng: np.random.Generator, count: int, longest: int) -> list[list[int]]
 @pytest.mark.parametrize("seed", range(8))
 def test_masks_equal_transformers(seed):
     rng = np.random.default_rng(seed)
-    step = BadWords(4, CPU)
+    step = BadWords(VOCAB_SIZE, 4, CPU)
     bad = {2: words(rng, 3, 4), 0: [[1, 1], [2, 1], [1]], 3: words(rng, 6, 3)}
     tokens = {slot: rng.integers(0, VOCAB_SIZE, 3).tolist() for slot in bad}
-    features = np.zeros(4, dtype=np.int64)
+    uses = np.zeros(4, dtype=np.int64)
     for slot, lists in bad.items():
         params = SamplingParams(bad_words_token_ids=lists)
-        features[slot] = int(
+        uses[slot] = int(
             step.add(SlotRequest(slot, params, tokens[slot][:2], tokens[slot][2:], []))
         )
     assert int(step.add(SlotRequest(1, SamplingParams(), [1], [], []))) == 0
     for _ in range(30):
         host_slots = rng.permutation(4)
-        batch = Batch(
-            torch.tensor(host_slots),
-            torch.zeros(4, dtype=torch.int64),
-            host_slots,
-            features[host_slots],
-        )
+        positions = torch.zeros(4, dtype=torch.int64)
+        rows = Rows(torch.tensor(host_slots), positions, host_slots, uses[host_slots]).subset(1)
         logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
         got = logits.clone()
-        step.apply(got, batch)
+        step.apply(got, rows, Shift())
         sampled = torch.from_numpy(rng.integers(0, VOCAB_SIZE, 4))
         for row, slot in enumerate(host_slots.tolist()):
             expected = logits[row]
@@ -56,21 +54,19 @@ def test_masks_equal_transformers(seed):
                 ]
                 tokens[slot].append(int(sampled[row]))
             assert torch.equal(got[row], expected)
-        step.update(sampled, batch)
+        step.update(sampled, rows)
 
 
 def test_a_word_of_the_greatest_length():
-    step = BadWords(1, CPU)
+    step = BadWords(VOCAB_SIZE, 1, CPU)
     word = [3] * MAX_BAD_WORD_TOKENS
-    feature = step.add(
-        SlotRequest(0, SamplingParams(bad_words_token_ids=[word]), word[:-2], [], [])
-    )
-    batch = Batch(torch.tensor([0]), torch.tensor([0]), np.array([0]), np.array([int(feature)]))
+    uses = step.add(SlotRequest(0, SamplingParams(bad_words_token_ids=[word]), word[:-2], [], []))
+    rows = Rows(torch.tensor([0]), torch.tensor([0]), np.array([0]), np.array([int(uses)]))
     for is_next in (False, True, True):
         logits = torch.zeros(1, VOCAB_SIZE)
-        step.apply(logits, batch)
+        step.apply(logits, rows, Shift())
         assert bool(logits[0, 3] == -torch.inf) is is_next
-        step.update(torch.tensor([3]), batch)
+        step.update(torch.tensor([3]), rows)
 
 
 def test_the_sampler_never_completes_a_word():

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from servd.worker.sample import ops
-from servd.worker.sample.logit_bias import Biased
+from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE, WEIGHT_ONE
 from servd.worker.sample.ops import reference
-from servd.worker.sample.penalties import IN_PROMPT, Penalized
 from servd.worker.sample.rejection import verify_drafts
-from servd.worker.sample.weights import MAX_VOCAB_SIZE, WEIGHT_ONE
+from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized
 
 MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 SHAPES = [(1, 7), (3, 100), (2, 5000)]  # the last one is more than one block of a kernel
@@ -316,7 +315,8 @@ def test_drafts_are_verified_alike(
     draft_ids = probs.argmax(-1)
     lowest = torch.full((9, num_drafts + 1), 0.2 * WEIGHT_ONE if kind == "narrowed" else 0.0)
     arguments = (
-        weights, lowest, draft_ids, None if kind == "not drawn" else probs, torch.arange(9) - 4, torch.full((9,), 17)
+        weights, lowest, draft_ids, None if kind == "not drawn" else probs, torch.arange(9) - 4,
+        torch.full((9,), 17)
     )  # fmt: skip
     on_device = [None if tensor is None else tensor.to(device) for tensor in arguments]
     num_kept, left = reference.verify(*arguments)
@@ -337,7 +337,8 @@ def test_a_draft_is_kept_where_nothing_is_left_to_draw(
     sure = torch.nn.functional.one_hot(torch.tensor([[3, 3]]), 10).to(device, torch.float32)
     number = torch.tensor([7], device=device)
     num_kept, left = module.verify(
-        sure * WEIGHT_ONE, torch.zeros(1, 2, device=device), torch.tensor([[5]], device=device), sure[:, :1], number,
+        sure * WEIGHT_ONE, torch.zeros(1, 2, device=device), torch.tensor([[5]], device=device),
+        sure[:, :1], number,
         number,
     )  # fmt: skip
     assert num_kept.tolist() == [1] and torch.equal(left, sure[:, 1] * WEIGHT_ONE)

@@ -296,7 +296,8 @@ def test_a_step_in_which_no_row_samples():
 
 @pytest.mark.gpu
 def test_cuda_draws_the_same_tokens_and_never_waits():
-    params = [SamplingParams(seed=1), SamplingParams(seed=2, top_k=9), SamplingParams(seed=3, top_p=0.7), EVERYTHING,
+    params = [SamplingParams(seed=1), SamplingParams(seed=2, top_k=9),
+        SamplingParams(seed=3, top_p=0.7), EVERYTHING,
               SamplingParams(temperature=0, logprobs=3, min_tokens=9)]  # fmt: skip
     slots = list(range(len(params)))
     tokens = []

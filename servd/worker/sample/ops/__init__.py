@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops import native as kernels
-from servd.worker.sample.logit_bias import Biased
 from servd.worker.sample.ops import native, reference
-from servd.worker.sample.penalties import Penalized
+from servd.worker.sample.shift import Biased, Penalized
 
 
 class SamplingOps(Protocol):
     """What each module of this package has; tests/worker/sample/test_ops.py runs its contract over
     all.
 
-    Logits are float32 [n, vocab], each row contiguous; weights are those of `weights.py`,
+    Logits are float32 [n, vocab], each row contiguous; weights are those of `fixed_point.py`,
     contiguous. What comes after `to_weights` is arithmetic on integers and gives equal results in
     all modules. Rows whose most probable token has no finite logit have undefined weights, and any
     valid token is drawn from them.

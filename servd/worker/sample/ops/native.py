@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops.native import library
-from servd.worker.sample.logit_bias import Biased
 from servd.worker.sample.ops.reference import add_biases
 from servd.worker.sample.ops.reference import verify as verify
-from servd.worker.sample.penalties import Penalized
+from servd.worker.sample.shift import Biased, Penalized
 
 
 def shift(

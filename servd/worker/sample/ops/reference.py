@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from servd.worker.sample.bitmask import apply_bitmask
-from servd.worker.sample.logit_bias import Biased
-from servd.worker.sample.penalties import IN_PROMPT, Penalized
+from servd.worker.sample.fixed_point import WEIGHT_ONE
+from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized
 from servd.worker.sample.uniform import uniform
-from servd.worker.sample.weights import WEIGHT_ONE
 
 MAX_SORTED = 256  # a top-k up to this size is found faster by torch.topk than by counting digits
 DIGITS = (

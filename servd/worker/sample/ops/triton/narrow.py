@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from servd.worker.sample.weights import WEIGHT_ONE
+from servd.worker.sample.fixed_point import WEIGHT_ONE
 
 BLOCK = 4096
 CAPACITY = 2048  # weights that are kept in registers when so few are left to choose from

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from servd.worker.sample.logit_bias import Biased
-from servd.worker.sample.penalties import IN_PROMPT, Penalized
+from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized
 
 BLOCK = 4096
 ENTRIES = 256
@@ -18,7 +17,8 @@ LAST = 2**31 - 1
 
 @triton.jit
 def shift_kernel(
-    logits_ptr, starts_ptr, ids_ptr, biases_ptr, bitmask_ptr, slots_ptr, counts_ptr, factors_ptr, best_ptr, vocab,
+    logits_ptr, starts_ptr, ids_ptr, biases_ptr, bitmask_ptr, slots_ptr, counts_ptr, factors_ptr,
+    best_ptr, vocab,
     row_stride, words,
     COUNT_BITS: tl.constexpr, LAST: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,8 @@ def shift(
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
     words = 0 if bitmask is None else bitmask.shape[1]
     shift_kernel[best.shape](
-        logits, starts, token_ids, biases, bitmask, slots, counts, factors, best, vocab, logits.stride(0), words,
+        logits, starts, token_ids, biases, bitmask, slots, counts, factors, best, vocab,
+        logits.stride(0), words,
         IN_PROMPT - 1, LAST, ENTRIES, BLOCK, num_warps=8,
     )  # fmt: skip
     return LAST - (best.amax(dim=-1) & 0xFFFFFFFF)

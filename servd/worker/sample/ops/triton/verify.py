@@ -33,7 +33,8 @@ def claimed_of(probs_ptr, at, draft_id, block, vocab, total, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["num_drafts"])
 def keep_kernel(
-    weights_ptr, lowest_ptr, ids_ptr, probs_ptr, seeds_ptr, positions_ptr, totals_ptr, kept_ptr, vocab, num_drafts,
+    weights_ptr, lowest_ptr, ids_ptr, probs_ptr, seeds_ptr, positions_ptr, totals_ptr, kept_ptr,
+    vocab, num_drafts,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row (axis 0) and draft (axis 1)."""
@@ -71,7 +72,8 @@ def keep_kernel(
 
 @triton.jit(do_not_specialize=["num_drafts"])
 def left_kernel(
-    weights_ptr, lowest_ptr, ids_ptr, probs_ptr, totals_ptr, kept_ptr, num_kept_ptr, left_ptr, vocab, num_drafts,
+    weights_ptr, lowest_ptr, ids_ptr, probs_ptr, totals_ptr, kept_ptr, num_kept_ptr, left_ptr,
+    vocab, num_drafts,
     DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row (axis 0) and BLOCK tokens (axis 1); DRAFTS >= num_drafts."""

@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from servd.params import MAX_BAD_WORD_TOKENS
-from servd.worker.sample.batch import Batch, Feature, SlotRequest, Step, upload
+from servd.worker.device import upload
+from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
+from servd.worker.sample.rows import Rows
+from servd.worker.sample.shift import Shift
 
 ANY = -1  # in a sequence: matches every token
 NONE = -2  # in a history: before the beginning of the prompt
 WINDOW = MAX_BAD_WORD_TOKENS - 1
 
 
-class BadWords(Step):
+class Processor(LogitsProcessor):
     """Looks at the end of prompt and output together, which is kept on the device."""
 
-    features = Feature.BAD_WORDS
+    order = 20
+    example = {"bad_words_token_ids": [[0]]}
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.max_num_seqs = max_num_seqs
-        self.device = device
-        self.words: dict[
-            int, Tensor
-        ] = {}  # slot -> [words, WINDOW + 1] int64, ANY before a shorter word
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # slot -> [words, WINDOW + 1] int64, ANY before a shorter word
+        self.words: dict[int, Tensor] = {}
 
     @cached_property
     def history(self) -> Tensor:
         """The last tokens of every slot: [max_num_seqs, WINDOW] int64, made at the first use."""
         return torch.full((self.max_num_seqs, WINDOW), NONE, device=self.device)
 
-    def add(self, request: SlotRequest) -> Feature:
+    def add(self, request: SlotRequest) -> bool:
         bad_words = request.params.bad_words_token_ids
         if not bad_words:
-            return Feature(0)
+            return False
         words = np.full((len(bad_words), WINDOW + 1), ANY, dtype=np.int64)
         for row, word in zip(words, bad_words, strict=True):
             row[-len(word) :] = word
@@ -45,22 +48,19 @@ class BadWords(Step):
         history = np.full(WINDOW, NONE, dtype=np.int64)
         history[WINDOW - len(last) :] = last
         self.history[request.slot] = upload(history, self.device)
-        return self.features
+        return True
 
-    def apply(self, logits: Tensor, batch: Batch, /) -> None:
-        host_rows = np.flatnonzero(batch.features & int(self.features))
-        per_row = [self.words[slot] for slot in batch.host_slots[host_rows].tolist()]
-        rows = upload(np.repeat(host_rows, [len(words) for words in per_row]), self.device)
+    def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
+        per_row = [self.words[slot] for slot in rows.host_slots.tolist()]
+        counts = [len(words) for words in per_row]
         words = torch.cat(per_row)  # [words in all, WINDOW + 1]
+        slots = upload(np.repeat(rows.host_slots, counts), self.device)
         beginnings = words[:, :-1]
-        is_next = ((beginnings == ANY) | (beginnings == self.history[batch.slots[rows]])).all(dim=1)
-        bias = logits.new_zeros(len(rows)).masked_fill_(is_next, float("-inf"))
+        is_next = ((beginnings == ANY) | (beginnings == self.history[slots])).all(dim=1)
+        bias = logits.new_zeros(len(words)).masked_fill_(is_next, float("-inf"))
         # Added, because several words of a row may end in the same token.
-        logits.index_put_((rows, words[:, -1]), bias, accumulate=True)
+        logits.index_put_((rows.repeat(counts), words[:, -1]), bias, accumulate=True)
 
-    def update(self, token_ids: Tensor, batch: Batch) -> None:
-        """Append the sampled tokens [n] of the rows that use this step."""
-        rows, part = batch.subset(self.features)
-        self.history[part.slots] = torch.cat(
-            [self.history[part.slots][:, 1:], token_ids[rows].unsqueeze(1)], dim=1
-        )
+    def update(self, token_ids: Tensor, rows: Rows) -> None:
+        before, new = self.history[rows.slots][:, 1:], token_ids[rows.index].unsqueeze(1)
+        self.history[rows.slots] = torch.cat([before, new], dim=1)

@@ -14,14 +14,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from servd import plugins
 from servd.params import SamplingParams
-from servd.worker.sample.allowed_tokens import AllowedTokens
-from servd.worker.sample.batch import Batch, Feature, SlotParameter, SlotRequest
-from servd.worker.sample.logit_bias import LogitBias
-from servd.worker.sample.min_tokens import MinTokens
+from servd.worker.sample import logits_processors
+from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.narrowing import Narrowing
 from servd.worker.sample.ops import reference
-from servd.worker.sample.penalties import Penalties
+from servd.worker.sample.rows import Rows
+from servd.worker.sample.shift import Shift
 from tests.worker.sample.reference import narrow, processed_logits, softmax
 
 CPU = torch.device("cpu")
@@ -29,39 +29,41 @@ EOS = [0, 5]
 NUM_SLOTS = 16
 
 
-def apply(
-    parameter: SlotParameter, scores: torch.Tensor, requests: list[SlotRequest]
-) -> torch.Tensor:
-    """What becomes of logits or weights, with each row in its request's slot, at the position after
-    its outputs.
-    """
-    features = np.zeros(len(requests), dtype=np.int64)
-    for row, request in enumerate(requests):
-        features[row] = int(parameter.add(request))
+def processor(name: str, vocab_size: int) -> LogitsProcessor:
+    """A new one of the file `name`."""
+    kind = plugins.load(logits_processors.__name__, name, "Processor")
+    return kind(vocab_size, NUM_SLOTS, CPU)
+
+
+def rows_of(requests: list[SlotRequest], uses: list[bool]) -> Rows:
+    """Each request's row, at the position after its outputs; bit 1 says that it is used."""
     slots = [request.slot for request in requests]
     positions = [
         len(request.prompt_token_ids) + len(request.output_token_ids) for request in requests
     ]
-    batch = Batch(torch.tensor(slots), torch.tensor(positions), np.array(slots), features)
-    scores = scores.clone()
-    if isinstance(parameter, Narrowing):
-        return scores.masked_fill_(scores < parameter.lowest(scores, batch).unsqueeze(1), 0)
-    if not batch.uses(parameter.features):
-        return scores
-    match parameter:
-        case AllowedTokens():
-            reference.shift(scores, bitmask=parameter.restrict(None, batch))
-        case LogitBias():
-            reference.shift(scores, biased=parameter.of(batch))
-        case Penalties():
-            reference.shift(scores, penalized=parameter.of(batch))
-        case _:
-            parameter.apply(scores, batch)
-    return scores
+    bits = np.array(uses, dtype=np.int64)
+    return Rows(torch.tensor(slots), torch.tensor(positions), np.array(slots), bits)
 
 
-def narrowing(vocab_size: int) -> Narrowing:
-    return Narrowing(vocab_size, NUM_SLOTS, CPU, reference)
+def apply(
+    processor: LogitsProcessor, logits: torch.Tensor, requests: list[SlotRequest]
+) -> torch.Tensor:
+    """What becomes of logits, with each row in its request's slot."""
+    rows = rows_of(requests, [processor.add(request) for request in requests])
+    logits = logits.clone()
+    if rows.uses.any():
+        shift = Shift()
+        processor.apply(logits, rows.subset(1), shift)
+        reference.shift(logits, shift.biased, shift.bitmask, shift.penalized)
+    return logits
+
+
+def narrowed(weights: torch.Tensor, requests: list[SlotRequest]) -> torch.Tensor:
+    """What is left of weights by min-p, top-k and top-p."""
+    narrowing = Narrowing(weights.shape[1], NUM_SLOTS, CPU, reference)
+    uses = [narrowing.add(request.slot, request.params) for request in requests]
+    lowest = narrowing.lowest(weights, rows_of(requests, uses), 1)
+    return weights.masked_fill(weights < lowest.unsqueeze(1), 0)
 
 
 def requests_of(
@@ -91,45 +93,39 @@ def random_logits(rows: int, vocab_size: int, seed: int, scale: float = 3.0) -> 
 
 NEUTRAL = SamplingParams()
 SHIFTING = {
-    "penalties": (
-        lambda vocab_size: Penalties(vocab_size, NUM_SLOTS, CPU),
-        [
-            SamplingParams(repetition_penalty=1.3),
-            SamplingParams(frequency_penalty=0.7),
-            SamplingParams(presence_penalty=-1.1),
-            SamplingParams(repetition_penalty=0.5, frequency_penalty=-2, presence_penalty=2),
-        ],
-    ),
-    "logit_bias": (
-        lambda _: LogitBias(CPU),
-        [SamplingParams(logit_bias={3: 5.0, 0: -100.0}), SamplingParams(logit_bias={6: 0.25})],
-    ),
-    "allowed_tokens": (
-        lambda vocab_size: AllowedTokens(vocab_size, NUM_SLOTS, CPU),
-        [SamplingParams(allowed_token_ids=[1]), SamplingParams(allowed_token_ids=[4, 2, 0])],
-    ),
-    "min_tokens": (
-        lambda _: MinTokens(NUM_SLOTS, CPU),
-        [
-            SamplingParams(min_tokens=9),
-            SamplingParams(min_tokens=9, stop_token_ids=[2, 5]),
-            SamplingParams(min_tokens=8, stop_token_ids=[2]),  # 8 outputs: may end now
-        ],
-    ),
+    "penalties": [
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(frequency_penalty=0.7),
+        SamplingParams(presence_penalty=-1.1),
+        SamplingParams(repetition_penalty=0.5, frequency_penalty=-2, presence_penalty=2),
+    ],
+    "logit_bias": [
+        SamplingParams(logit_bias={3: 5.0, 0: -100.0}),
+        SamplingParams(logit_bias={6: 0.25}),
+    ],
+    "allowed_token_ids": [
+        SamplingParams(allowed_token_ids=[1]),
+        SamplingParams(allowed_token_ids=[4, 2, 0]),
+    ],
+    "min_tokens": [
+        SamplingParams(min_tokens=9),
+        SamplingParams(min_tokens=9, stop_token_ids=[2, 5]),
+        SamplingParams(min_tokens=8, stop_token_ids=[2]),  # 8 outputs: may end now
+    ],
 }
 
 
 @pytest.mark.parametrize("name", SHIFTING)
 @pytest.mark.parametrize("vocab_size", [7, 300])
 @pytest.mark.parametrize("mixed", [False, True], ids=["alone", "beside-neutral-rows"])
-def test_shifting_steps_equal_the_reference(name, vocab_size, mixed):
-    make, params = SHIFTING[name]
+def test_logits_equal_the_reference(name, vocab_size, mixed):
+    params = SHIFTING[name]
     rng = np.random.default_rng(vocab_size)
     if mixed:
         params = [q for p in params for q in (NEUTRAL, p)]
     requests = requests_of(params, vocab_size, rng)
     logits = random_logits(len(params), vocab_size, seed=1)
-    got = apply(make(vocab_size), logits, requests)
+    got = apply(processor(name, vocab_size), logits, requests)
     for row, request in enumerate(requests):
         expected = processed_logits(
             logits[row], request.params, request.prompt_token_ids, request.output_token_ids, EOS
@@ -146,7 +142,7 @@ def test_repetition_penalty_equals_transformers(penalty):
     logits = random_logits(5, 100, seed=2)
     input_ids = torch.tensor([[*r.prompt_token_ids, *r.output_token_ids] for r in requests])
     expected = RepetitionPenaltyLogitsProcessor(penalty)(input_ids, logits.clone())
-    torch.testing.assert_close(apply(Penalties(100, NUM_SLOTS, CPU), logits, requests), expected)
+    torch.testing.assert_close(apply(processor("penalties", 100), logits, requests), expected)
 
 
 @pytest.mark.parametrize("vocab_size", [50, 5000])
@@ -156,12 +152,12 @@ def test_repetition_penalty_equals_transformers(penalty):
     ("top_p", lambda: TopPLogitsWarper(top_p=0.83)),
     ("min_p", lambda: MinPLogitsWarper(min_p=0.12)),
 ])  # fmt: skip
-def test_narrowing_steps_keep_the_tokens_that_transformers_keeps(field, warper, vocab_size, scale):
+def test_narrowing_keeps_the_tokens_that_transformers_keeps(field, warper, vocab_size, scale):
     value = {"top_k": 17, "top_p": 0.83, "min_p": 0.12}[field]
     logits = random_logits(6, vocab_size, seed=3, scale=scale)
     requests = [SlotRequest(i, SamplingParams(**{field: value}), [1], [], []) for i in range(6)]
     weights = weights_of(logits)
-    got = apply(narrowing(vocab_size), weights, requests)
+    got = narrowed(weights, requests)
     kept = warper()(torch.zeros(6, 1, dtype=torch.int64), logits) > -math.inf
     assert torch.equal(got, weights.masked_fill(~kept, 0))
 
@@ -181,7 +177,7 @@ def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
     logits = random_logits(len(params), 3000, seed=4)
     requests = [SlotRequest(i, p, [1], [], []) for i, p in enumerate(params)]
     weights = weights_of(logits)
-    got = apply(narrowing(3000), weights, requests)
+    got = narrowed(weights, requests)
     for row, p in enumerate(params):
         kept = torch.from_numpy(narrow(softmax(logits[row].double().numpy()), p) > 0)
         assert torch.equal(got[row], weights[row].masked_fill(~kept, 0)), p
@@ -192,14 +188,5 @@ def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
 )
 def test_ties_with_the_last_kept_token_are_kept(params):
     weights = weights_of(torch.tensor([[2.0, 1.0, 2.0, 2.0, 0.0, 2.0, 2.0]]))
-    got = apply(narrowing(7), weights, [SlotRequest(0, params, [1], [], [])])
+    got = narrowed(weights, [SlotRequest(0, params, [1], [], [])])
     assert got[0].nonzero().flatten().tolist() == [0, 2, 3, 5, 6]
-
-
-@pytest.mark.parametrize(
-    "params", [NEUTRAL, SamplingParams(top_k=300), SamplingParams(min_tokens=0, stop_token_ids=[3])]
-)
-def test_steps_that_a_request_does_not_use_take_no_part(params):
-    request = SlotRequest(0, params, [1], [], EOS)
-    steps = [make(300) for make, _ in SHIFTING.values()] + [narrowing(300)]
-    assert [step.add(request) for step in steps] == [Feature(0)] * len(steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,30 +11,20 @@ from torch import Tensor
 
 from servd.messages import ModelRunnerOutput, NewRequest
 from servd.params import PoolingParams
+from servd.worker import readers
 from servd.worker.input_batch import InputBatch
 
 
-class Pooler:
-    """Follows prompts through their chunks: the sum of a mean so far is kept per slot, in float32.
+class Reader(readers.Reader):
+    """Keeps the sum of a mean so far, and the chunks of what is wanted token by token."""
 
-    Args:
-        hidden_size: of the model.
-        max_num_seqs: number of slots.
-        device: where the hidden states are.
-    """
-
-    def __init__(self, hidden_size: int, max_num_seqs: int, device: torch.device) -> None:
-        self.shape = (max_num_seqs, hidden_size)
-        self.device = device
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.params: dict[int, PoolingParams] = {}  # by slot
+        self.sums: dict[int, Tensor] = {}  # by slot: [hidden] float32
         # What "all" has so far, by slot: [chunk, hidden] each. On the host, since the device's
         # memory is all given out.
         self.chunks: dict[int, list[Tensor]] = {}
-
-    @cached_property
-    def sums(self) -> Tensor:
-        """Hidden states added up so far: [max_num_seqs, hidden] float32, made at the first use."""
-        return torch.zeros(self.shape, device=self.device)
 
     def add(self, request: NewRequest) -> None:
         """A request enters its slot."""
@@ -46,13 +36,12 @@ class Pooler:
         assert request.num_computed_tokens == 0, "every token's hidden state is needed"
         if request.params.pooling == "all":
             self.chunks[request.slot] = []
-        else:
-            self.sums[request.slot] = 0
 
     def remove(self, slot: int) -> None:
         """The request leaves its slot."""
         self.params.pop(slot, None)
         self.chunks.pop(slot, None)
+        self.sums.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> Pooled | None:
         """The vectors of the prompts that end in this step. `hidden`: [num_tokens, hidden]."""
@@ -71,7 +60,8 @@ class Pooler:
             if p.pooling == "all":
                 self.chunks[slot].append(chunk.to("cpu", torch.float32, copy=True))
             elif p.pooling == "mean":
-                self.sums[slot] += chunk.sum(dim=0, dtype=torch.float32)
+                total = chunk.sum(dim=0, dtype=torch.float32)
+                self.sums[slot] = self.sums[slot] + total if slot in self.sums else total
             if not is_last[row]:
                 continue
             if p.pooling == "all":

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from servd.messages import ModelRunnerOutput, NewRequest, PromptLogprobs, TokenLogprobs
 from servd.params import SamplingParams
+from servd.worker import readers
+from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
-from servd.worker.sample.batch import upload
 from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
 
 
-class PromptLogprobsReader:
-    """Scores every prompt token by the logits of the token before it, a slice of logits at a time.
-
-    Args:
-        compute_logits: hidden states [n, hidden] to logits [n, vocab].
-        token_ids: of all slots, [max_num_seqs, max_model_len + 1].
-        max_rows: rows of logits that are in memory at once; as many as a step samples at most, for
-            which the memory is set aside.
+class Reader(readers.Reader):
+    """Scores every prompt token by the logits of the token before it, a slice of logits at a time:
+    as many rows as a step samples at most, for which the memory is set aside.
     """
 
-    def __init__(
-        self, compute_logits: Callable[[Tensor], Tensor], token_ids: Tensor, max_rows: int
-    ) -> None:
-        self.compute_logits = compute_logits
-        self.token_ids = token_ids
-        self.max_rows = max_rows
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.max_rows = self.states.max_num_seqs
         self.asked: dict[int, tuple[int, int]] = {}  # slot -> (tokens in the prompt, k most likely)
 
     def add(self, request: NewRequest) -> None:
@@ -71,7 +64,7 @@ class PromptLogprobsReader:
         packed = upload(
             np.stack([np.concatenate(a) for a in (tokens, slots, targets)]), hidden.device
         )
-        target_ids = self.token_ids[packed[1], packed[2]].long()
+        target_ids = self.states.token_ids[packed[1], packed[2]].long()
         return PromptLogprobsPart(parts, self._score(hidden, packed[0], target_ids, num_logprobs))
 
     def _score(

@@ -1,0 +1,59 @@
+"""What steps yield besides sampled tokens, read from hidden states: one file each, with a class
+`Reader`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from servd import plugins
+from servd.messages import ModelRunnerOutput, NewRequest
+from servd.worker.input_batch import InputBatch
+from servd.worker.request_states import RequestStates
+
+
+class StepPart(Protocol):
+    """Something that a step yields."""
+
+    def to_host(self) -> StepPart:
+        """Start the copy to the host."""
+        ...
+
+    def write(self, output: ModelRunnerOutput) -> None:
+        """Add it to the step's output; its tensors are on the host."""
+        ...
+
+
+class Reader(ABC):
+    """Follows the requests that ask for something, through all chunks of their prompts.
+
+    Args:
+        states: of all slots.
+        compute_logits: hidden states [n, hidden] to logits [n, vocab].
+    """
+
+    def __init__(self, states: RequestStates, compute_logits: Callable[[Tensor], Tensor]) -> None:
+        self.states = states
+        self.compute_logits = compute_logits
+
+    @abstractmethod
+    def add(self, request: NewRequest) -> None:
+        """A request enters its slot."""
+
+    @abstractmethod
+    def remove(self, slot: int) -> None:
+        """The request leaves its slot, whether or not it asked for anything."""
+
+    @abstractmethod
+    def read(self, hidden: Tensor, batch: InputBatch) -> StepPart | None:
+        """Take what is wanted of a step's hidden states [num_tokens, hidden]."""
+
+
+def load(states: RequestStates, compute_logits: Callable[[Tensor], Tensor]) -> list[Reader]:
+    """One of each file; arguments as of `Reader`."""
+    classes = [plugins.load(__name__, name, "Reader") for name in plugins.names(__name__)]
+    return [each(states, compute_logits) for each in classes]

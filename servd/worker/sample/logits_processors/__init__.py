@@ -1,0 +1,81 @@
+"""What changes logits before a token is chosen: one file per feature, with a class `Processor`.
+
+A new feature is its field in `SamplingParams`, the field of the request's body, and a file here;
+tests/worker/sample/test_logits_processors.py runs its contract over all files. `order` says when
+its turn is:
+
+| order | what belongs there |
+|---|---|
+| 10 to 29 | forbids single tokens, in place: min_tokens, bad_words |
+| 30 to 59 | joins the fused pass that ends in the maximum: biases, bitmask, penalties |
+| 60 to 89 | changes logits in any other way |
+| 90 | nothing may undo it: thinking_token_budget |
+
+The fused pass (`Shift`) itself runs after all of them: it adds biases, forbids, penalizes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from servd import plugins
+from servd.params import SamplingParams
+from servd.worker.sample.rows import Rows
+from servd.worker.sample.shift import Shift
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """A request that enters the batch, or enters it again after preemption."""
+
+    slot: int
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    eos_token_ids: Sequence[int]
+
+
+class LogitsProcessor(ABC):
+    """Follows the requests that use a feature, by the slots that they have.
+
+    State of a slot is written when a request that uses it enters and read only for such requests,
+    so nothing has to be cleared when one leaves. Nothing waits for the device.
+
+    Args:
+        vocab_size: columns of the logits.
+        max_num_seqs: number of slots.
+        device: where the logits will be.
+    """
+
+    order: ClassVar[int]
+    # Fields of SamplingParams that use it at its most costly: memory is set aside for them.
+    example: ClassVar[Mapping[str, Any]]
+
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.max_num_seqs = max_num_seqs
+        self.device = device
+
+    @abstractmethod
+    def add(self, request: SlotRequest) -> bool:
+        """Prepare the slot; whether the request uses the feature."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
+        """Change the logits [n, vocab] of `rows` in place, or leave it to the fused pass."""
+
+    def update(self, token_ids: Tensor, rows: Rows) -> None:  # noqa: B027 - few need it
+        """Take in the sampled tokens [n] of the step, of which `rows` use the feature."""
+
+
+def load(vocab_size: int, max_num_seqs: int, device: torch.device) -> list[LogitsProcessor]:
+    """One of each file, in order; arguments as of `LogitsProcessor`."""
+    classes = [plugins.load(__name__, name, "Processor") for name in plugins.names(__name__)]
+    classes.sort(key=lambda each: each.order)
+    return [each(vocab_size, max_num_seqs, device) for each in classes]

@@ -1,0 +1,37 @@
+"""allowed_token_ids: all other tokens are impossible, as those that a grammar's bitmask forbids."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from servd.worker.device import upload
+from servd.worker.sample.bitmask import pack
+from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
+from servd.worker.sample.rows import Rows
+from servd.worker.sample.shift import Shift
+
+
+class Processor(LogitsProcessor):
+    """Keeps a bitmask per slot."""
+
+    order = 40
+    example = {"allowed_token_ids": [0]}
+
+    @cached_property
+    def bitmasks(self) -> Tensor:
+        """[max_num_seqs, ceil(vocab / 32)] int32 as in `bitmask.py`, made at the first use."""
+        shape = self.max_num_seqs, -(-self.vocab_size // 32)
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def add(self, request: SlotRequest) -> bool:
+        allowed = request.params.allowed_token_ids
+        if allowed is None:
+            return False
+        self.bitmasks[request.slot] = upload(pack(allowed, self.vocab_size), self.device)
+        return True
+
+    def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
+        shift.writable_bitmask(logits)[rows.index] &= self.bitmasks[rows.slots]

@@ -1,0 +1,56 @@
+"""Repetition, frequency and presence penalties, over token counts that stay on the device."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from servd.worker.device import upload
+from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
+from servd.worker.sample.rows import Rows
+from servd.worker.sample.shift import IN_PROMPT, Penalized, Shift
+
+
+class Processor(LogitsProcessor):
+    """Lowers the logits of tokens that occurred already.
+
+    Frequency and presence count output tokens; repetition looks at prompt and output tokens.
+    """
+
+    order = 50
+    example = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1}
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Repetition, frequency, presence.
+        self.factors = torch.ones(self.max_num_seqs, 3, device=self.device)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Times that each token was output, plus IN_PROMPT: [max_num_seqs, vocab] int32, made at
+        the first use.
+        """
+        shape = self.max_num_seqs, self.vocab_size
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def add(self, request: SlotRequest) -> bool:
+        p = request.params
+        factors = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+        if factors == (1.0, 0.0, 0.0):
+            return False
+        self.factors[request.slot] = upload(np.array(factors, dtype=np.float32), self.device)
+        counts = self.counts[request.slot].zero_()
+        counts[upload(np.array(request.prompt_token_ids, dtype=np.int64), self.device)] = IN_PROMPT
+        outputs = upload(np.array(request.output_token_ids, dtype=np.int64), self.device)
+        counts.scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
+        return True
+
+    def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
+        shift.penalized = Penalized(rows.index, rows.slots, self.counts, self.factors)
+
+    def update(self, token_ids: Tensor, rows: Rows) -> None:
+        self.counts[rows.slots, token_ids[rows.index]] += 1
