@@ -264,8 +264,8 @@ class ServerConfig(Section, frozen=True):
         int,
         Meta(
             ge=0,
-            description="Responses of `/v1/responses` that an API server process keeps in memory; "
-            "0 stores none.",
+            description="Responses of `/v1/responses` that an API server process keeps in memory "
+            "for each API key; 0 stores none.",
         ),
     ] = 1000
     api_server_count: Annotated[

@@ -31,7 +31,8 @@ API_MODULE = "servd.api.server"
 LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
 
 DEATH_GRACE = 1.0  # seconds that API servers get to answer open requests after the engine died
-ENGINE_STOP_TIMEOUT = 3.0  # seconds from SIGTERM to SIGKILL
+API_STOP_TIMEOUT = 1.0  # seconds from SIGTERM, the second one at that, to SIGKILL
+ENGINE_STOP_TIMEOUT = 3.0  # the same
 
 
 def serve(config: Config) -> int:
@@ -270,9 +271,8 @@ class ProcessTree:
             )
             self.drain()
             return 0
-        if (
-            self.engine is not None and event.exit_code == ENGINE_IS_DEAD
-        ):  # the engine's own code says more
+        if self.engine is not None and event.exit_code == ENGINE_IS_DEAD:
+            # The engine's own code says more.
             self.engine.wait(ENGINE_STOP_TIMEOUT)
             event = self.engine if self.engine.exit_code is not None else event
         if event.exit_code == 2:  # a ConfigError, which the child has printed
@@ -314,10 +314,12 @@ class ProcessTree:
                 return
 
     def stop(self) -> None:
-        """End whatever still runs."""
-        for child in self.children:
+        """End whatever still runs: the API servers first, which need the engine to the end."""
+        for child in self.api_servers:
             child.terminate()
-        for child in self.children:
-            child.stop(0.5 if child in self.api_servers else ENGINE_STOP_TIMEOUT)
+        for child in self.api_servers:
+            child.stop(API_STOP_TIMEOUT)
+        if self.engine is not None:
+            self.engine.stop(ENGINE_STOP_TIMEOUT)
         if self.metrics_dir is not None:
             shutil.rmtree(self.metrics_dir, ignore_errors=True)

@@ -11,13 +11,14 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
+from starlette.routing import Route
 
 import servd
 from servd.api.async_llm import AsyncLLM
-from servd.api.auth import ApiKeyAuth
+from servd.api.auth import ApiKeyAuth, owners
 from servd.api.middleware import BodyLimit, RequestContext
 from servd.api.protocol.errors import error_reply
-from servd.api.response_store import ResponseStore
+from servd.api.response_store import MAX_BYTES, MIN_BYTES, ResponseStore
 from servd.api.routes import load_routers
 from servd.api.routes._context import Context
 from servd.config import Config
@@ -33,7 +34,8 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
     """
     routers = load_routers()
-    paths = frozenset(route.path for router in routers for route in router.routes)
+    routes = [r for router in routers for r in router.routes if isinstance(r, Route)]
+    paths = frozenset(route.path for route in routes)
     middleware = [
         Middleware(RequestContext, async_llm.tracer, async_llm.metrics, paths),
         Middleware(BodyLimit),
@@ -50,13 +52,19 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
     )
     for router in routers:
         app.include_router(router)
+    known = owners(config.server.api_key)
     app.state.context = Context(
         config=config,
         async_llm=async_llm,
         started_at=time.time(),
         fingerprint=_fingerprint(config),
         keep_alive=keep_alive,
-        responses=ResponseStore(config.server.max_stored_responses),
+        responses={
+            owner: ResponseStore(
+                config.server.max_stored_responses, max(MAX_BYTES // len(known), MIN_BYTES)
+            )
+            for owner in known
+        },
     )
     return app
 

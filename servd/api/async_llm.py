@@ -59,6 +59,8 @@ class _Stream:
         self._wake = asyncio.Event()
 
     def put(self, delta: CompletionOutput) -> None:
+        if self._failure is not None:  # an engine that goes on would hold the failure back
+            return
         earlier = self._waiting.get(delta.index)
         if earlier is None:
             self._waiting[delta.index] = delta

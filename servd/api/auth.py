@@ -11,11 +11,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from servd.errors import Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
+ANYONE = ""  # the owner of everything where no key is needed
 
 
 class ApiKeyAuth:
     """Lets a request pass that carries one of the keys as `Authorization: Bearer KEY` or
-    `x-api-key: KEY`.
+    `x-api-key: KEY`, and notes as `scope["state"]["owner"]` which.
 
     Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
     """
@@ -27,10 +28,11 @@ class ApiKeyAuth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            self._check(scope["headers"])
+            scope["state"]["owner"] = self._check(scope["headers"])
         await self.app(scope, receive, send)
 
-    def _check(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def _check(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        """The owner of the key."""
         offered: bytes | None = None
         for name, value in headers:
             if name == b"x-api-key":
@@ -41,9 +43,16 @@ class ApiKeyAuth:
             raise Unauthorized("an API key is needed: send it as `Authorization: Bearer KEY`")
         # Hashes have one length, and all keys are compared: time tells neither length, prefix nor
         # position.
-        matches = [hmac.compare_digest(_hash(offered), known) for known in self.hashes]
+        digest = _hash(offered)
+        matches = [hmac.compare_digest(digest, known) for known in self.hashes]
         if not any(matches):
             raise Unauthorized("the API key is not valid here")
+        return digest.hex()
+
+
+def owners(keys: Sequence[str]) -> list[str]:
+    """Whom what is kept here may belong to: one owner per API key; ANYONE without keys."""
+    return [_hash(key.encode()).hex() for key in keys] or [ANYONE]
 
 
 def _hash(key: bytes) -> bytes:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from servd.api.auth import OPEN_PATHS
+from servd.api.auth import ANYONE, OPEN_PATHS
 from servd.api.metrics import Metrics
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
@@ -43,7 +43,7 @@ class RequestContext:
 
     In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it,
     since clients may choose the same; `traced`, the ids under which the tracer knows what this
-    request started.
+    request started; `owner`, whose key it has.
 
     Args:
         app: what is surrounded.
@@ -70,7 +70,7 @@ class RequestContext:
             request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
         traced: list[str] = []
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, unique_id=unique_id, traced=traced)
+        state.update(request_id=request_id, unique_id=unique_id, traced=traced, owner=ANYONE)
         status, written = 0, False
         begin = time.perf_counter()
 

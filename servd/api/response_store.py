@@ -1,4 +1,4 @@
-"""ResponseStore: responses that may be asked for again, in the memory of one API server."""
+"""ResponseStore: one key's responses that may be asked for again, in one API server's memory."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ import msgspec
 
 from servd.api.event_log import EventLog
 from servd.api.protocol.responses import Response
-from servd.errors import RequestError
+from servd.errors import Overloaded, RequestError
 
-MAX_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20  # of all keys together, if they are few
+MIN_BYTES = 32 * 2**20  # of one key
 
 
 class Stored(msgspec.Struct):
     """A response and the conversation that it answers."""
 
     response: Response
-    items: list[
-        dict[str, Any]
-    ]  # the conversation: input and output of earlier turns, and this one's input
+    items: list[dict[str, Any]]  # input and output of earlier turns, and this one's input
     num_bytes: int  # about what it holds; items that turns share count for each
     log: EventLog | None = None  # of a response that is made in the background
     task: asyncio.Task[None] | None = None  # the same
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is made in the background at this moment."""
+        return self.task is not None and not self.task.done()
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
@@ -33,7 +37,9 @@ class Stored(msgspec.Struct):
 
 
 class ResponseStore:
-    """Keeps the responses that were used last, within bounds of count and size.
+    """Keeps the responses that were used last, within bounds of count and size, and all that run.
+
+    Every API key has a store of its own: what is in another is as if it did not exist.
 
     Args:
         max_responses: 0 stores nothing.
@@ -49,17 +55,38 @@ class ResponseStore:
     def __contains__(self, response_id: str) -> bool:
         return response_id in self._stored
 
+    @property
+    def running(self) -> list[Stored]:
+        """Those that are made in the background at this moment."""
+        return [stored for stored in self._stored.values() if stored.is_running]
+
+    def check_room(self) -> None:
+        """Whether one more may run.
+
+        Raises:
+            Overloaded: as many run as may be stored.
+        """
+        num_running = len(self.running)
+        if num_running >= self.max_responses:
+            raise Overloaded(
+                f"{num_running} background responses of this API key are running, as many as may "
+                f"be stored (--max-stored-responses): retry when one of them has finished"
+            )
+
     def put(self, stored: Stored) -> None:
-        """Keep a response, or its new state, and forget the ones that were not used for longest."""
+        """Keep a response, or its new state; forget finished ones that were not used for longest,
+        where there are too many.
+        """
         self.pop(stored.response.id)
-        if stored.num_bytes > self.max_bytes:
+        if stored.num_bytes > self.max_bytes and not stored.is_running:
             return
         self._stored[stored.response.id] = stored
         self.num_bytes += stored.num_bytes
         while len(self._stored) > self.max_responses or self.num_bytes > self.max_bytes:
-            forgotten = self.pop(next(iter(self._stored)))
-            if forgotten and forgotten.task:
-                forgotten.task.cancel()
+            finished = (name for name, s in self._stored.items() if not s.is_running)
+            if (oldest := next(finished, None)) is None:
+                return
+            self.pop(oldest)
 
     def get(
         self, response_id: str, missing: type[RequestError], param: str, code: str | None = None
@@ -71,10 +98,9 @@ class ResponseStore:
         """
         if response_id not in self._stored:
             raise missing(
-                f"there is no response {response_id[:200]!r} in the memory of this API server "
-                f"process. It keeps the "
-                f"last {self.max_responses} (--max-stored-responses), and of several "
-                f"(--api-server-count) each its own",
+                f"there is no response {response_id[:200]!r} of this API key in the memory of this "
+                f"API server process. It keeps the last {self.max_responses} of each key "
+                f"(--max-stored-responses), and of several (--api-server-count) each its own",
                 param=param,
                 code=code,
             )

@@ -11,6 +11,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
 from types import FrameType
 
@@ -25,6 +26,7 @@ from servd.api.http_protocol import Connections, HttpProtocol
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
+from servd.api.response_store import ResponseStore
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.tokenizer import Tokenizer
 from servd.child import read_start
@@ -41,7 +43,7 @@ TICK = 0.1  # seconds between two looks of uvicorn at its server
 LONG_LAG = 0.1  # seconds for which the event loop may be late without a warning
 LAG_WARNING_INTERVAL = 10.0  # seconds between two warnings
 OTHER_FILES = 128  # descriptors that are no connection, and room for those being closed
-LAST_FRAMES = 0.3  # the most, after a second signal
+LAST_FRAMES = 0.5  # the most, after a second signal
 
 
 class LoopLag:
@@ -73,9 +75,16 @@ class Server(uvicorn.Server):
     engine is dead.
     """
 
-    def __init__(self, config: uvicorn.Config, async_llm: AsyncLLM, start: Start) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        async_llm: AsyncLLM,
+        start: Start,
+        stores: Iterable[ResponseStore],
+    ) -> None:
         super().__init__(config)
         self.async_llm = async_llm
+        self.stores = stores
         self.start_message = start
         self.has_announced = False
         self.lag = LoopLag(async_llm.metrics)
@@ -92,6 +101,7 @@ class Server(uvicorn.Server):
             self.has_announced = True
             gc.collect()
             gc.freeze()  # modules, routes and tokenizer live for ever
+            self.lag = LoopLag(self.async_llm.metrics)  # this held up nobody yet
             if self.start_message.url:
                 logger.info("ready at %s", self.start_message.url)
         return await super().on_tick(counter) or isinstance(self.async_llm.status, EngineDead)
@@ -100,17 +110,27 @@ class Server(uvicorn.Server):
         """Stop accepting, then wait for open requests, at most `shutdown_timeout` seconds."""
         cut = asyncio.create_task(self.cut_open_requests())
         await super().shutdown(sockets)
+        while (background := self.background_tasks()) and not (self.force_exit or cut.done()):
+            await asyncio.wait(background, timeout=TICK)
         cut.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await cut
-        if self.force_exit and (handlers := self.server_state.tasks):
+        if self.force_exit:
             self.async_llm.fail("the server was told to stop at once")
-            await asyncio.wait(handlers, timeout=LAST_FRAMES)
+        if remaining := self.server_state.tasks | self.background_tasks():
+            await asyncio.wait(remaining, timeout=LAST_FRAMES)
+        for task in self.background_tasks():  # the engine is out of reach afterwards
+            task.cancel()
+            await asyncio.wait([task])
+
+    def background_tasks(self) -> set[asyncio.Task[None]]:
+        """What makes responses that nobody may be waiting for."""
+        return {stored.task for store in self.stores for stored in store.running if stored.task}
 
     async def cut_open_requests(self) -> None:
         """Log what remains each second; when time is up, answer it with an error."""
         remaining = self.start_message.config.server.shutdown_timeout
-        while remaining > 0 and self.async_llm.num_unfinished:
+        while remaining > 0 and (self.async_llm.num_unfinished or self.background_tasks()):
             logger.info(
                 "draining: %d requests open, %.0f s left", self.async_llm.num_unfinished, remaining
             )
@@ -152,8 +172,9 @@ async def serve(start: Start) -> int:
     )
     async_llm.start()
     connections = Connections(within_file_limit(config.server), async_llm.metrics.observe_refusal)
+    app = create_app(config, async_llm)
     settings = uvicorn.Config(
-        create_app(config, async_llm),
+        app,
         http=partial(HttpProtocol, connections),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
@@ -162,7 +183,7 @@ async def serve(start: Start) -> int:
         server_header=False,
         timeout_graceful_shutdown=int(config.server.shutdown_timeout + FORCED_EXIT) + 1,
     )
-    server = Server(settings, async_llm, start)
+    server = Server(settings, async_llm, start, app.state.context.responses.values())
     await server.serve(sockets=[listener])
     async_llm.close()
     client.close()

@@ -544,21 +544,90 @@ def test_the_store_stays_within_its_bounds_and_forgets_the_oldest(steps):
         assert store.num_bytes == sum(model.values())
 
 
-async def test_a_background_response_that_is_cancelled_or_forgotten_before_it_begins():
-    async with serve(max_stored_responses=1) as served:
+async def test_a_background_response_that_is_cancelled_before_it_begins(served: Served):
+    served.engine.may_step.clear()
+    name = (await served.http.post(URL, json={"input": "hi", "background": True})).json()["id"]
+    cancelled = await served.http.post(f"{URL}/{name}/cancel")
+    assert cancelled.json()["status"] == "cancelled"
+    await until(lambda: not served.async_llm.tracer.marks)
+    assert served.async_llm.num_unfinished == 0
+
+
+async def test_a_running_response_is_never_forgotten():
+    async with serve(max_stored_responses=2) as served:
+        http = served.http
+        background = {"input": "hi", "background": True, "max_output_tokens": 3}
+        short = {"input": "hi", "max_output_tokens": 1}
+        older = [(await http.post(URL, json=short)).json()["id"] for _ in range(2)]
         served.engine.may_step.clear()
-        body = {"input": "hi", "background": True}
-        first, second = [(await served.http.post(URL, json=body)).json()["id"] for _ in range(2)]
-        assert (await served.http.get(f"{URL}/{first}")).status_code == 404
-        cancelled = await served.http.post(f"{URL}/{second}/cancel")
-        assert cancelled.json()["status"] == "cancelled"
-        await until(lambda: not served.async_llm.tracer.marks)
-        assert served.async_llm.num_unfinished == 0
+        running = [(await http.post(URL, json=background)).json()["id"] for _ in range(2)]
+        refused = await http.post(URL, json=background)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert "2 background responses" in refused.json()["error"]["message"]
+        served.engine.may_step.set()
+        passing = (await http.post(URL, json=short)).json()["id"]
+
+        async def statuses(*names: str) -> list[int]:
+            return [(await http.get(f"{URL}/{name}")).status_code for name in names]
+
+        assert await statuses(*older, *running) == [404, 404, 200, 200]
+        await until(lambda: not served.async_llm.num_unfinished)
+        texts = [(await http.get(f"{URL}/{name}")).json()["output"] for name in running]
+        assert all(output[0]["content"][0]["text"] for output in texts)
+        newest = (await http.post(URL, json=short)).json()["id"]
+        assert await statuses(running[0], running[1], newest) == [404, 200, 200]
+        assert await statuses(passing) == [404]  # all places were taken when it ended
+
+
+async def test_responses_belong_to_their_key():
+    async with serve(api_key=["mine", "theirs"], max_stored_responses=2) as served:
+        http = served.http
+        mine, theirs = ({"authorization": f"Bearer {key}"} for key in ("mine", "theirs"))
+        served.engine.may_step.clear()
+        body = {"input": "hi", "background": True, "max_output_tokens": 3}
+        name = (await http.post(URL, json=body, headers=mine)).json()["id"]
+        served.engine.may_step.set()
+        for _ in range(5):  # they forget only their own
+            body = {"input": "hi", "max_output_tokens": 1}
+            assert (await http.post(URL, json=body, headers=theirs)).status_code == 200
+        for method, path in (
+            ("GET", ""),
+            ("GET", "?stream=true"),
+            ("GET", "/input_items"),
+            ("POST", "/cancel"),
+            ("DELETE", ""),
+        ):
+            stolen = await http.request(method, f"{URL}/{name}{path}", headers=theirs)
+            unknown = await http.request(method, f"{URL}/resp_none{path}", headers=theirs)
+            assert stolen.status_code == unknown.status_code == 404
+            assert stolen.text.replace(name, "resp_none") == unknown.text
+        body = {"input": "hi", "previous_response_id": name}
+        for path in ("", "/input_tokens"):
+            stolen = await http.post(f"{URL}{path}", json=body, headers=theirs)
+            assert stolen.status_code == 400
+            assert stolen.json()["error"]["code"] == "previous_response_not_found"
+        await until(lambda: not served.async_llm.num_unfinished)
+        assert (await http.get(f"{URL}/{name}", headers=mine)).json()["status"] == "incomplete"
+        continued = await http.post(URL, json={**body, "max_output_tokens": 1}, headers=mine)
+        assert continued.status_code == 200
+
+
+async def test_reconnecting_to_a_finished_response_ends_at_once(listening_server: Served):
+    http = listening_server.http
+    body = {"input": "hi", "background": True, "stream": True, "max_output_tokens": 3}
+    last = named_events((await http.post(URL, json=body)).text)[-1]
+    url = f"{URL}/{last['response']['id']}?stream=true&starting_after="
+    async with asyncio.timeout(2):  # a comment would come after 15 s
+        for after in (last["sequence_number"], last["sequence_number"] + 5):
+            answer = await http.get(f"{url}{after}")
+            assert (answer.status_code, answer.text) == (200, "")
+        answer = await http.get(f"{url}{last['sequence_number'] - 1}")
+        assert named_events(answer.text) == [last]
 
 
 async def test_a_background_response_counts_with_its_events_when_it_is_cancelled():
     async with serve(listen=True) as served:
-        store = served.app.state.context.responses
+        [store] = served.app.state.context.responses.values()
         body = {"input": "hi", "background": True, "stream": True, "max_output_tokens": 2000}
         async with served.http.stream("POST", URL, json=body) as answer:
             num_bytes = 0
@@ -602,8 +671,11 @@ async def test_a_background_response_is_streamed_again_and_from_the_middle(
         events = await again
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert [event.type for event in events[:4]] == [
-            "response.created", "response.queued", "response.in_progress", "response.output_item.added",
-        ]  # fmt: skip
+            "response.created",
+            "response.queued",
+            "response.in_progress",
+            "response.output_item.added",
+        ]
         assert events[-1].type == "response.incomplete"
         text = "".join(
             event.delta for event in events if event.type == "response.output_text.delta"
@@ -641,10 +713,13 @@ async def test_input_items(client: openai.AsyncOpenAI):
     call: Any = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
     result: Any = {"type": "function_call_output", "call_id": "c1", "output": "42"}
     thought: Any = {"type": "reasoning", "summary": "hm"}
+    said: Any = {"role": "user", "content": "two", "id": "mine"}
     second = await client.responses.create(
-        model=MODEL, input=[thought, call, result, {"role": "user", "content": "two", "id": "mine"}],
-        previous_response_id=first.id, max_output_tokens=5,
-    )  # fmt: skip
+        model=MODEL,
+        input=[thought, call, result, said],
+        previous_response_id=first.id,
+        max_output_tokens=5,
+    )
     page = await client.responses.input_items.list(second.id, order="asc")
     assert [item.type for item in page.data] == [
         "message", "message", "reasoning", "function_call", "function_call_output", "message",

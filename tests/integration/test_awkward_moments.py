@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -85,7 +86,8 @@ def test_nohup_survives_the_end_of_the_terminal():
             process.stderr.read()
 
 
-def test_second_signal_ends_streams_with_an_error(start):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_streams_with_an_error(start, signum: signal.Signals):
     server = start("--executor", "fake")
     tail = b""
     body = {"prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True, "n": 16}
@@ -93,10 +95,15 @@ def test_second_signal_ends_streams_with_an_error(start):
         for i, data in enumerate(response.iter_raw()):
             tail = (tail + data)[-1000:]
             if i == 0:
-                server.process.send_signal(signal.SIGTERM)
-                threading.Timer(0.3, server.process.send_signal, [signal.SIGTERM]).start()
+                server.process.send_signal(signum)
+                threading.Timer(0.3, server.process.send_signal, [signum]).start()
+    ended_at = time.monotonic()
     assert b'"error"' in tail and tail.endswith(b"data: [DONE]\n\n")
-    assert server.stop() == 0
+    assert server.process.wait(5) == 0
+    assert time.monotonic() - ended_at < 3
+    server.stop()
+    problems = [line for line in server.lines if re.search(r"WARNING|ERROR|Traceback", line)]
+    assert not problems
 
 
 @pytest.mark.parametrize(

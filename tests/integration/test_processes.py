@@ -111,6 +111,32 @@ async def test_sigterm_lets_open_requests_finish(start, long_llama):
     assert server.stop() == 0
 
 
+def test_sigterm_lets_a_background_response_finish(start):
+    server = start("--executor", "fake")
+    body = {"input": "x", "background": True, "max_output_tokens": 4000, "ignore_eos": True}
+    httpx.post(f"{server.url}/v1/responses", json=body).raise_for_status()
+    assert server.stop() == 0
+    log = "\n".join(server.lines)
+    assert "draining: 1 requests open" in log
+    assert not re.search(r"aborted after|Traceback|Error", log), log
+
+
+@pytest.mark.parametrize("timeout", ["0", "15"])
+def test_a_background_response_ends_with_the_server(start, timeout: str):
+    """When time is up, or at a second signal."""
+    server = start("--executor", "fake", "--shutdown-timeout", timeout)
+    body = {"input": "x", "background": True, "max_output_tokens": 8000, "ignore_eos": True}
+    for _ in range(16):
+        httpx.post(f"{server.url}/v1/responses", json=body).raise_for_status()
+    server.process.send_signal(signal.SIGTERM)
+    if timeout != "0":
+        server.wait_for_line(r"draining: \d+ requests open")
+        server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(3) == 0
+    log = "\n".join(server.lines)
+    assert not re.search(r"Traceback|Error|the engine is gone|killed", log), log
+
+
 async def test_drain_is_cut_with_an_error_when_time_is_up(start, long_llama):
     server = start(str(long_llama), "--device", "cpu", "--shutdown-timeout", "0")
     client, streams = await open_streams(server, 8)

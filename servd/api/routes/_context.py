@@ -28,7 +28,7 @@ class Context(msgspec.Struct, frozen=True):
     started_at: float  # Unix time
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds
-    responses: ResponseStore
+    responses: Mapping[str, ResponseStore]  # by owner
 
     @property
     def model_names(self) -> list[str]:

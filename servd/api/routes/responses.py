@@ -51,7 +51,7 @@ router = APIRouter()
 async def create_response(request: Request) -> HTTPResponse:
     """Answer a conversation, whose earlier turns may be stored here."""
     context = context_of(request)
-    store = context.responses
+    store = _store(request)
     body = await read_body(request, ResponsesRequest)
     model = context.model_name(body.model)
     response_id = f"resp_{request.state.unique_id}"
@@ -65,6 +65,8 @@ async def create_response(request: Request) -> HTTPResponse:
         prepared = await prepare_chat(
             context.async_llm, response_id, body.as_chat(body.chat_fields(items))
         )
+    if body.background:
+        store.check_room()
     answer = _blank(response_id, model, body, prepared, is_stored)
 
     log = EventLog() if body.background else None
@@ -97,7 +99,7 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
     context = context_of(request)
     body = await read_body(request, ResponsesRequest)
     context.model_name(body.model)
-    items = _conversation(_previous(context.responses, body), body)
+    items = _conversation(_previous(_store(request), body), body)
     with renamed(ResponseTurn.names):
         num_tokens = await count_chat_tokens(
             context.async_llm, body.as_chat(body.chat_fields(items))
@@ -167,7 +169,7 @@ async def list_input_items(request: Request, response_id: str) -> HTTPResponse:
 async def delete_response(request: Request, response_id: str) -> HTTPResponse:
     """Forget a response; one that is being made is cancelled."""
     await _cancel(_stored(request, response_id))
-    context_of(request).responses.pop(response_id)
+    _store(request).pop(response_id)
     return json_response(DeletedResponse(response_id))
 
 
@@ -208,8 +210,12 @@ def _number(request: Request, name: str, default: int, most: int, least: int = 0
     return int(text)
 
 
+def _store(request: Request) -> ResponseStore:
+    return context_of(request).responses[request.state.owner]
+
+
 def _stored(request: Request, response_id: str) -> Stored:
-    return context_of(request).responses.get(response_id, NotFound, "response_id")
+    return _store(request).get(response_id, NotFound, "response_id")
 
 
 def _previous(store: ResponseStore, body: ResponsesRequest) -> Stored | None:
