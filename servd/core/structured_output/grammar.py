@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
@@ -49,6 +50,9 @@ NO_OUTPUT = "no output could satisfy it"
 DEAD_END = "it leads to a point where nothing may follow"
 
 
+T = TypeVar("T")
+
+
 class GrammarError(Exception):
     """A grammar that cannot be compiled or followed; the message is for the client."""
 
@@ -73,13 +77,10 @@ class Grammar:
 
     def __init__(self, output: StructuredOutput, vocabulary: LLTokenizer) -> None:
         start = time.thread_time()
-        try:
-            self._origin = LLMatcher(vocabulary, _source(output), log_level=0, limits=LIMITS)
-        except ValueError as error:
-            raise GrammarError(_shorten(str(error))) from None
+        self._origin = _call(_compile, output, vocabulary)
         _check(self._origin)
         compiled = time.thread_time()
-        self.first_mask = self._origin.compute_bitmask()
+        self.first_mask = _call(self._origin.compute_bitmask)
         _check(self._origin, dead_end=NO_OUTPUT)
         self.seconds = compiled - start
         self.mask_seconds = time.thread_time() - compiled
@@ -110,7 +111,7 @@ class Matcher:
         """
         if self._first_mask is not None:
             return self._first_mask
-        bitmask = self._matcher.compute_bitmask()
+        bitmask = _call(self._matcher.compute_bitmask)
         _check(self._matcher)
         return bitmask
 
@@ -122,8 +123,12 @@ class Matcher:
             UsedUp: see `bitmask`.
         """
         self._first_mask = None
-        if not self._matcher.consume_token(token_id):
+        if not _call(self._matcher.consume_token, token_id):
             _check(self._matcher)
+
+
+def _compile(output: StructuredOutput, vocabulary: LLTokenizer) -> LLMatcher:
+    return LLMatcher(vocabulary, _source(output), log_level=0, limits=LIMITS)
 
 
 def _source(output: StructuredOutput) -> str:
@@ -173,6 +178,18 @@ EXCEEDED = {
         f"{LIMITS.step_lexer_fuel} steps to follow; use fewer or smaller repetitions"
     ),
 }
+
+
+def _call(function: Callable[..., T], *args: Any) -> T:
+    """Call the library. Whatever goes wrong there ends one output, not the engine."""
+    try:
+        return function(*args)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except ValueError as error:
+        raise GrammarError(_shorten(str(error))) from None
+    except BaseException as error:  # a panic is no Exception
+        raise GrammarError(f"the grammar library failed ({type(error).__name__})") from error
 
 
 def _check(matcher: LLMatcher, dead_end: str = DEAD_END) -> None:

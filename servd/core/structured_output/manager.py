@@ -110,10 +110,6 @@ class Row:
                 self._begin_anew(error)
             except GrammarError as error:
                 self.fail(error)
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as error:  # a panic of the library is no Exception
-                self.fail(GrammarError(f"the grammar library failed ({type(error).__name__})"))
         return None
 
     def _begin_anew(self, error: UsedUp) -> None:
@@ -226,10 +222,9 @@ class GrammarManager:
     def _try_to_compile(self, output: StructuredOutput) -> Compiled:
         try:
             return Compiled(key_of(output), self._compile(output))
-        except (GrammarError, ConfigError, ValueError) as error:
-            reason = str(error)
-        except BaseException as error:  # a panic of the library, too: requests wait for the news
-            reason = type(error).__name__
+        except BaseException as error:  # whatever it is: requests wait for the news
+            is_known = isinstance(error, GrammarError | ConfigError | ValueError)
+            reason = str(error) if is_known else type(error).__name__
         logger.warning(
             "a %s grammar that the API accepted cannot be compiled: %s", output.kind, reason
         )

@@ -16,7 +16,6 @@ import pytest
 
 from servd.core.engine_core import EngineCore
 from servd.core.structured_output import cache, grammar, manager
-from servd.core.structured_output.grammar import GrammarError
 from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
 from servd.params import StructuredOutput
 from tests.core.engines import Log, make_engine, make_request, solo
@@ -199,26 +198,59 @@ def test_an_output_that_leaves_its_form_is_cut_before_that_token(monkeypatch):
     assert last(log, "b").finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("error", [GrammarError("too many items"), BaseException("panic")])
-@pytest.mark.parametrize("method", ["bitmask", "accept"])
-@pytest.mark.parametrize("eos_token_ids", [[256], [*range(257)]])
-def test_a_grammar_that_fails_while_decoding_ends_only_its_request(
-    monkeypatch, error, method, eos_token_ids
-):
-    """Even where the first token after the failure would have ended it: it is not complete."""
+class Broken:
+    """A matcher of the library that fails when it is asked for something."""
 
-    def fail(self, *_):
-        raise error
+    def __init__(self, method: str, error: BaseException | None) -> None:
+        self.method, self.error = method, error
 
+    def compute_bitmask(self) -> bytes:
+        return self._answer("compute_bitmask", EVERYTHING)
+
+    def consume_token(self, token_id: int) -> bool:
+        return self._answer("consume_token", self.method != "consume_token")
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def is_error(self) -> bool:
+        return True
+
+    def get_error(self) -> str:
+        return "Too many items (limit 7)"
+
+    def deep_copy(self) -> Broken:
+        return self
+
+    def _answer(self, method: str, answer: Any) -> Any:
+        if method == self.method and self.error is not None:
+            raise self.error
+        return answer
+
+
+EVERYTHING = bytes(32 * [255] + [0])
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("bug"), BaseException("panic")])
+@pytest.mark.parametrize("method", ["compute_bitmask", "consume_token"])
+@pytest.mark.parametrize("num_ends", [0, 256], ids=["goes on", "would end"])
+def test_a_grammar_that_fails_while_decoding_ends_only_its_request(method, error, num_ends):
+    """Even where the token after the failure would have ended it, the output is not complete."""
     engine = make_engine()
-    bound = make_request("a", [1], structured_output=REGEX, eos_token_ids=eos_token_ids)
+    first = ord("a")  # what follows the prompt; whatever comes next may be an end
+    ends = [i for i in range(num_ends) if i != first]
+    bound = make_request("a", [1], structured_output=REGEX, eos_token_ids=ends)
     driver = Driver(engine, bound, make_request("b", [1]))
     driver.compiled()
-    monkeypatch.setattr(manager.Matcher, method, fail)
+    compiled = engine.grammars._cache.find(REGEX)
+    assert compiled is not None
+    compiled._origin = Broken(method, error)  # type: ignore[assignment]
+    compiled.first_mask = EVERYTHING
     log = driver.run()
-    reason = "too many items" if isinstance(error, GrammarError) else "BaseException"
+    reason = "parser items" if error is None else type(error).__name__
     assert last(log, "a").finish_reason is FinishReason.LENGTH and last(log, "a").error is None
-    assert reason in str(last(log, "a").stop_reason) and not log.token_ids("a")
+    assert reason in str(last(log, "a").stop_reason)
+    assert log.token_ids("a") == ([first] if method == "compute_bitmask" else [])
     assert last(log, "b").finish_reason is FinishReason.LENGTH
 
 
@@ -363,7 +395,7 @@ def test_whatever_a_compilation_raises_ends_its_request(monkeypatch, kind):
     def fail(*_):
         raise kind("bug")
 
-    monkeypatch.setattr(manager, "Grammar", fail)
+    monkeypatch.setattr(grammar, "_compile", fail)
     log = Driver(make_engine(), make_request("a", [1], structured_output=REGEX)).run()
     assert last(log, "a").finish_reason is FinishReason.ERROR
     assert kind.__name__ in (last(log, "a").error or "")
