@@ -9,15 +9,14 @@ buffers that all programs share.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import struct
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from servd.worker.attention._base import AttentionBatch
@@ -30,10 +29,6 @@ Forward = Callable[[torch.Tensor, torch.Tensor, AttentionBatch], torch.Tensor]
 """input_ids and positions, int64 [num_tokens] each, and their attention, to hidden states
 [num_tokens, hidden].
 """
-
-WORDS = 1 + max(
-    map(len, native.SIGNATURES.values())
-)  # of a call: its function's address, and arguments
 
 
 class ProgramRunner:
@@ -83,14 +78,9 @@ class ProgramRunner:
             block_tables=self.block_tables[:num_rows],
             slot_mapping=slot_mapping,
         )
-        recording = Recording(self.memory, num_rows)
-        native.this_thread.recording = recording
-        try:
-            with OnlyViews():
-                hidden = forward(input_ids, positions, attention)
-        finally:
-            native.this_thread.recording = None
-        return Program(recording.calls, self.memory.lend(hidden))
+        with Recorder(self.memory, num_rows) as recorder, OnlyViews():
+            hidden = forward(input_ids, positions, attention)
+        return Program(b"".join(recorder.calls), self.memory.lend(hidden))
 
 
 class NotRecordable(Exception):
@@ -162,42 +152,36 @@ class Memory:
         raise NotRecordable("hidden states are no result of the native library")
 
 
-class Recording:
-    """The calls of a forward pass so far."""
+class Recorder(TorchFunctionMode):
+    """Within it, calls of kernels are written down as they are made, and their results lie in
+    `memory`.
+    """
 
     def __init__(self, memory: Memory, num_rows: int) -> None:
+        super().__init__()
         self.memory = memory
         self.num_rows = num_rows
-        self.calls: list[tuple[int, ...]] = []
+        self.calls: list[bytes] = []
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        """See `native.Recording`."""
-        return self.memory.take(shape, self.num_rows)
-
-    def add(self, function: str, arguments: tuple[float | None, ...]) -> None:
-        """See `native.Recording`."""
-        lib = native.library()
-        address = ctypes.cast(getattr(lib, function), ctypes.c_void_p).value
-        assert address is not None
-        self.calls.append((address, *map(_word, native.SIGNATURES[function], arguments)))
-
-
-def _word(kind: Any, argument: float | None) -> int:
-    """As `as` in program.cpp reads it."""
-    if kind is ctypes.c_float:
-        return struct.unpack("<i", struct.pack("<f", argument))[0]
-    return int(argument or 0)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called in place of every function of torch, and of `native.call`."""
+        if func is torch.empty and not kwargs:
+            return self.memory.take(
+                torch.Size(args if isinstance(args[0], int) else args[0]), self.num_rows
+            )
+        result = func(*args, **(kwargs or {}))
+        if func is native.call:
+            self.calls.append(native.loaded_library().encode(*args))
+        return result
 
 
 class Program:
     """Calls that make the hidden states, [num_rows, hidden], at the same place every time."""
 
-    def __init__(self, calls: list[tuple[int, ...]], hidden: torch.Tensor) -> None:
-        self.words = np.zeros((len(calls), WORDS), dtype=np.int64)
-        for words, call in zip(self.words, calls, strict=True):
-            words[: len(call)] = call
+    def __init__(self, calls: bytes, hidden: torch.Tensor) -> None:
+        self.calls = calls
         self.hidden = hidden
 
     def run(self) -> None:
         """Make the calls."""
-        native.call("servd_run", self.words.ctypes.data, *self.words.shape)
+        native.loaded_library().run(self.calls)

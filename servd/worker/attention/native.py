@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from servd.worker.attention._base import AttentionBatch, AttentionSpec
 from servd.worker.attention._base import Backend as AttentionBackend
 from servd.worker.layers.rotary import Rotation
-from servd.worker.ops.native import TYPES, address, call, empty, library
+from servd.worker.ops.native import TYPES, call, library
 
 MAX_HEAD_DIM = 256
 VECTOR = 16  # elements of the widest vector: block size and head dimension are multiples of it
@@ -23,8 +22,8 @@ class Metadata:
     """The kernel reads the batch's own arrays."""
 
     slot_mapping: torch.Tensor
-    query_lens: np.ndarray
-    seq_lens: np.ndarray
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
     block_tables: torch.Tensor
 
 
@@ -43,18 +42,22 @@ class Backend(AttentionBackend[Metadata]):
         if spec.device.type != "cpu":
             return f"needs a CPU, not {spec.device.type}"
         if library() is None:
-            return "no CPU kernels: installed without a C++ compiler, older than their sources, or switched off"
+            return (
+                "no CPU kernels: installed without a C++ compiler, older than their sources, or "
+                "switched off"
+            )
         if spec.dtype != torch.float32:
             return f"computes in float32, not {spec.dtype}"
         if spec.kv_dtype not in TYPES:
             return f"needs a cache of 16 or 32 bits, not {spec.kv_dtype}"
         if spec.head_dim % VECTOR or spec.head_dim > MAX_HEAD_DIM:
-            return f"needs a head_dim that is a multiple of {VECTOR} up to {MAX_HEAD_DIM}, not {spec.head_dim}"
-        return (
-            None
-            if spec.block_size % VECTOR == 0
-            else f"needs blocks of a multiple of {VECTOR} tokens"
-        )
+            return (
+                f"needs a head_dim that is a multiple of {VECTOR} up to {MAX_HEAD_DIM}, not "
+                f"{spec.head_dim}"
+            )
+        if spec.block_size % VECTOR:
+            return f"needs blocks of a multiple of {VECTOR} tokens"
+        return None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Keys are [blocks, kv_heads, head_dim, block_size] in it, values [blocks, kv_heads,
@@ -65,9 +68,8 @@ class Backend(AttentionBackend[Metadata]):
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
         """Nothing to compute."""
-        return Metadata(
-            batch.slot_mapping, batch.query_lens, batch.seq_lens, batch.block_tables.contiguous()
-        )
+        query_lens, seq_lens = torch.from_numpy(batch.query_lens), torch.from_numpy(batch.seq_lens)
+        return Metadata(batch.slot_mapping, query_lens, seq_lens, batch.block_tables.contiguous())
 
     def write(
         self,
@@ -85,11 +87,10 @@ class Backend(AttentionBackend[Metadata]):
             for x in (q, k, v)
         )
         cos, sin = rotation or (None, None)
-        turned = q if rotation is None else empty(*q.shape)
+        turned = q if rotation is None else torch.empty(q.shape)
         call(
-            "servd_write", self.type, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            turned.data_ptr(), address(cos), address(sin),
-            kv_cache[0].data_ptr(), kv_cache[1].data_ptr(), metadata.slot_mapping.data_ptr(), len(q),
+            "write_kv", self.type, q, q.stride(0), k, k.stride(0), v, v.stride(0), turned, cos, sin,
+            *kv_cache, kv_cache.shape[1], metadata.slot_mapping, len(q),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
         )  # fmt: skip
         return turned
@@ -98,12 +99,12 @@ class Backend(AttentionBackend[Metadata]):
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
     ) -> torch.Tensor:
         """See ops/cpu/attention.cpp."""
-        spec = self.spec
-        out = empty(*q.shape)
+        spec, tables = self.spec, metadata.block_tables
+        out = torch.empty(q.shape)
         call(
-            "servd_attend", self.type, q.data_ptr(), q.stride(0), kv_cache[0].data_ptr(), kv_cache[1].data_ptr(),
-            metadata.block_tables.data_ptr(), metadata.block_tables.shape[1], metadata.query_lens.ctypes.data,
-            metadata.seq_lens.ctypes.data, len(metadata.query_lens), spec.num_heads, spec.num_kv_heads, spec.head_dim,
-            spec.block_size, spec.sliding_window or 0, scale, out.data_ptr(),
+            "attend", self.type, q, q.stride(0), len(q), *kv_cache, kv_cache.shape[1],
+            tables, tables.shape[1], metadata.query_lens, metadata.seq_lens, len(tables),
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
+            spec.sliding_window or 0, scale, out,
         )  # fmt: skip
         return out

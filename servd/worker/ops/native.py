@@ -9,13 +9,14 @@ import hashlib
 import logging
 import os
 import re
-import threading
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_char, c_char_p, c_int, c_int64
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from struct import Struct
+from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from servd.errors import ConfigError
 from servd.worker.ops import reference
@@ -23,44 +24,75 @@ from servd.worker.ops import reference
 log = logging.getLogger("servd.worker")
 
 FOLDER = Path(__file__).parent
-STAMP = re.compile(
-    rb"servd_state_(\w{16})"
-)  # of a library: what it was compiled from, see setup.py
+STAMP = re.compile(rb"servd_state_(\w{16})")  # what a library was compiled from, see setup.py
 SWITCH = "SERVD_CPU_KERNELS"  # avx512, avx2, generic, or off; default: the best that this CPU has
-CAPABILITIES = {
-    "avx512": ("AVX512",),
-    "avx2": ("AVX2", "AVX512"),
-    "generic": (),
-}  # of torch.backends.cpu
+# The capabilities of torch.backends.cpu that run a library.
+CAPABILITIES = {"avx512": ("AVX512",), "avx2": ("AVX2", "AVX512"), "generic": ()}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
+WORDS = {"i": "i4x", "q": "q", "f": "f4x", "P": "q"}  # a parameter of cpu/program.cpp, in 8 bytes
 
-# Pointers may be null where the C++ says so; numbers of rows, strides and sizes count elements.
-SIGNATURES = {
-    "servd_set_threads": [c_int],
-    "servd_panel": [],
-    "servd_vector": [],
-    "servd_pack": [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p],
-    "servd_multiply": [c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64],
-    "servd_rows": [c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
-    "servd_write": [c_int, *[c_void_p, c_int64] * 3, *[c_void_p] * 6, *[c_int64] * 5],
-    "servd_attend": [c_int, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, *[c_int64] * 6, c_float,
-                     c_void_p],
-    "servd_norm": [c_int, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_float, c_void_p, c_void_p, c_int64, c_int64],
-    "servd_activate": [c_void_p, c_int64, c_int64, c_int, c_int, c_void_p],
-    "servd_take": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
-    "servd_rotation": [c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_void_p],
-    "servd_run": [c_void_p, c_int64, c_int64],
-    "servd_shift": [c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_void_p],
-    "servd_to_weights": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
-    "servd_narrow": [*[c_void_p] * 4, c_int64, c_int64, c_void_p],
-    "servd_draw": [*[c_void_p] * 4, c_int64, c_int64, c_void_p],
-    "servd_score": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
-}  # fmt: skip
+Argument = torch.Tensor | float | None
+"""A tensor stands for the address of its first element, None for a null pointer."""
+
+
+class Kernel(ctypes.Structure):
+    """An entry of the table in cpu/program.cpp."""
+
+    _fields_ = (("name", c_char_p), ("parameters", c_char_p), ("call", ctypes.c_void_p))
+
+
+Message = c_char * 200
+
+
+class Library:
+    """The kernels as they were compiled for one instruction set.
+
+    Raises:
+        OSError: not a library.
+        AttributeError, ValueError: not one of these kernels.
+    """
+
+    def __init__(self, path: Path) -> None:
+        lib = ctypes.CDLL(str(path))
+        self._run = lib.servd_run
+        self._run.argtypes = [c_char_p, c_int64, ctypes.POINTER(c_char), c_int64]
+        self._run.restype = ctypes.c_bool
+        self.panel_size = c_int.in_dll(lib, "servd_panel_size").value
+        num_kernels = c_int.in_dll(lib, "servd_num_kernels").value
+        table = (Kernel * num_kernels).in_dll(lib, "servd_kernels")
+        self._numbers = {kernel.name.decode(): number for number, kernel in enumerate(table)}
+        self._parameters = [kernel.parameters.decode() for kernel in table]
+        self._layouts = [Struct("=q" + "".join(WORDS[p] for p in ps)) for ps in self._parameters]
+
+    def encode(self, kernel: str, *arguments: Any) -> bytes:
+        """A program of one call. It holds addresses, so the tensors must live until it has run.
+
+        Raises:
+            KeyError: no such kernel.
+            ValueError: not as many arguments as the kernel has parameters.
+        """
+        number = self._numbers[kernel]
+        words = [
+            value if parameter != "P" else 0 if value is None else value.data_ptr()
+            for parameter, value in zip(self._parameters[number], arguments, strict=True)
+        ]
+        return self._layouts[number].pack(number, *words)
+
+    def run(self, program: bytes) -> None:
+        """Make the calls of a program, in order.
+
+        Raises:
+            IndexError: a call was given an index outside of what it indexes. It and those after it
+                have not run.
+        """
+        message = Message()
+        if not self._run(program, len(program) // 8, message, len(message)):
+            raise IndexError(message.value.decode())
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def library() -> Library | None:
     """The library for this CPU, or None where there is none or it is switched off."""
     capability, wanted = torch.backends.cpu.get_cpu_capability(), os.environ.get(SWITCH, "")
     if wanted and wanted not in (*CAPABILITIES, "off"):
@@ -72,21 +104,15 @@ def library() -> ctypes.CDLL | None:
             try:
                 if _is_stale(path):
                     raise OSError("its sources have changed since it was compiled")
-                loaded = ctypes.CDLL(str(path))
-                for function, arguments in SIGNATURES.items():
-                    getattr(loaded, function).argtypes = arguments
-                    getattr(loaded, function).restype = None
-            except (
-                OSError,
-                AttributeError,
-            ) as error:  # the latter: compiled from an earlier state of cpu/
+                loaded = Library(path)
+            except (OSError, AttributeError, ValueError) as error:
                 log.warning(
                     "%s cannot be used (%s): install servd again. The slower operations of torch "
                     "are used",
-                    path.name, error,
-                )  # fmt: skip
+                    path.name,
+                    error,
+                )
                 continue
-            loaded.servd_panel.restype = loaded.servd_vector.restype = c_int
             log.debug("CPU kernels: %s", name)
             return loaded
     return None
@@ -96,51 +122,35 @@ def set_num_threads(num_threads: int) -> None:
     """For all kernels from now on; at first, as many as this process has CPUs. torch's threads are
     others.
     """
-    if (lib := library()) is not None:
-        lib.servd_set_threads(num_threads)
+    if library() is not None:
+        call("set_threads", num_threads)
 
 
-class Recording(Protocol):
-    """What a forward pass calls, written down while it runs: see program_runner.py."""
+def call(kernel: str, *arguments: Argument) -> None:
+    """Call a kernel of the library. A TorchFunctionMode sees it, as it sees torch's functions.
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        """Memory for a float32 result."""
-        ...
-
-    def add(self, function: str, arguments: tuple[float | None, ...]) -> None:
-        """A call that is made now."""
-        ...
-
-
-class _ThisThread(threading.local):
-    recording: Recording | None = None  # of the step that runs now
+    Raises:
+        IndexError: see `Library.run`.
+    """
+    if has_torch_function(arguments):
+        return handle_torch_function(call, arguments, kernel, *arguments)
+    lib = loaded_library()
+    lib.run(lib.encode(kernel, *arguments))
 
 
-this_thread = _ThisThread()
-
-
-def call(function: str, *arguments: float | None) -> None:
-    """Call a function of the library; addresses are numbers, and None is a null pointer."""
-    getattr(_lib(), function)(*arguments)
-    if this_thread.recording is not None:
-        this_thread.recording.add(function, arguments)
-
-
-def empty(*shape: int) -> torch.Tensor:
-    """Memory for a float32 result of `call`."""
-    return (
-        torch.empty(shape) if this_thread.recording is None else this_thread.recording.empty(*shape)
-    )
+def loaded_library() -> Library:
+    """The library where there must be one."""
+    lib = library()
+    assert lib is not None
+    return lib
 
 
 def state() -> str | None:
-    """Of the sources, as setup.py computes it; None where there are none: in a wheel."""
+    """A hash of the sources, as setup.py computes it; None where there are none: in a wheel."""
     sources = sorted(path for path in FOLDER.glob("cpu/*") if path.suffix in (".cpp", ".h"))
-    return (
-        hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-        if sources
-        else None
-    )
+    if not sources:
+        return None
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def _is_stale(path: Path) -> bool:
@@ -151,19 +161,8 @@ def _is_stale(path: Path) -> bool:
     return stamp is not None and now is not None and stamp[1].decode() != now
 
 
-def _lib() -> ctypes.CDLL:
-    lib = library()
-    assert lib is not None
-    return lib
-
-
 def _fits(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in tensors)
-
-
-def address(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor's elements begin; None is a null pointer."""
-    return None if tensor is None else tensor.data_ptr()
 
 
 # ---- Ops ----
@@ -173,10 +172,8 @@ def embed(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """See `Ops.embed`."""
     if not _fits(table):
         return reference.embed(index, table)
-    index, out = index.contiguous(), empty(len(index), table.shape[1])
-    call(
-        "servd_take", table.data_ptr(), table.shape[1], index.data_ptr(), len(index), out.data_ptr()
-    )
+    out = torch.empty(len(index), table.shape[1])
+    call("embed", table, *table.shape, index.contiguous(), len(index), out)
     return out
 
 
@@ -187,11 +184,8 @@ def rotation(
     if dtype != torch.float32:
         return reference.rotation(positions, inv_freq, magnitude, dtype)
     positions = positions.contiguous()
-    cos, sin = (empty(len(positions), len(inv_freq)) for _ in range(2))
-    call(
-        "servd_rotation", positions.data_ptr(), len(positions), inv_freq.data_ptr(), len(inv_freq), magnitude,
-        cos.data_ptr(), sin.data_ptr(),
-    )  # fmt: skip
+    cos, sin = (torch.empty(len(positions), len(inv_freq)) for _ in range(2))
+    call("rotation", positions, len(positions), inv_freq, len(inv_freq), magnitude, cos, sin)
     return cos, sin
 
 
@@ -226,14 +220,14 @@ def _norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = x.shape[-1]
-    heads = x.dim() == 3 and x.stride()[1:] == (size, 1)  # of a slice of qkv: its tokens are apart
+    heads = x.dim() == 3 and x.stride()[1:] == (size, 1)  # a slice of qkv: its tokens are apart
     x = x if heads else x.contiguous()
     per_stride, stride = (x.shape[1], x.stride(0)) if heads else (1, size)
-    out = empty(*x.shape)
-    sums = x if residual is None else empty(*x.shape)
+    out = torch.empty(x.shape)
+    sums = x if residual is None else torch.empty(x.shape)
     call(
-        "servd_norm", centered, x.data_ptr(), per_stride, stride, address(residual), weight.data_ptr(), address(bias),
-        eps, out.data_ptr(), sums.data_ptr(), x.numel() // size, size,
+        "norm", centered, x, per_stride, stride, residual, weight, bias, eps, out, sums,
+        x.numel() // size, size,
     )  # fmt: skip
     return out, sums
 
@@ -242,10 +236,8 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
     """See `Ops.activate`."""
     if not _fits(x):
         return reference.activate(x, name)
-    out, size = empty(*x.shape), x.shape[-1]
-    call(
-        "servd_activate", x.data_ptr(), x.numel() // size, size, FUNCTIONS[name], 0, out.data_ptr()
-    )
+    out, size = torch.empty(x.shape), x.shape[-1]
+    call("activate", x, x.numel() // size, size, FUNCTIONS[name], 0, out)
     return out
 
 
@@ -253,8 +245,8 @@ def gate(x: torch.Tensor, name: str) -> torch.Tensor:
     """See `Ops.gate`."""
     if not _fits(x):
         return reference.gate(x, name)
-    out = empty(x.shape[0], x.shape[1] // 2)
-    call("servd_activate", x.data_ptr(), *out.shape, FUNCTIONS[name], 1, out.data_ptr())
+    out = torch.empty(x.shape[0], x.shape[1] // 2)
+    call("activate", x, *out.shape, FUNCTIONS[name], 1, out)
     return out
 
 
@@ -270,39 +262,28 @@ class PackedMatrix:
     """
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        lib = _lib()
         self.shape = weight.shape
         self.type = TYPES[weight.dtype]
         self.scale = scale
         num_rows, size = weight.shape
-        panel = lib.servd_panel()
-        self.packed = torch.empty(-(-num_rows // panel) * panel * size, dtype=weight.dtype)
-        lib.servd_pack(
-            self.type, weight.data_ptr(), *weight.stride(), num_rows, size, self.packed.data_ptr()
-        )
+        panel_size = loaded_library().panel_size
+        num_panels = -(-num_rows // panel_size)
+        self.packed = torch.empty(num_panels * panel_size * size, dtype=weight.dtype)
+        call("pack", self.type, weight, *weight.stride(), num_rows, size, self.packed)
         self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """float32 [n, in] -> [n, out]."""
-        assert x.dtype == torch.float32 and x.shape[1] == self.shape[1], (
-            x.dtype,
-            x.shape,
-            self.shape,
-        )
+        fits = x.dtype == torch.float32 and x.shape[1] == self.shape[1]
+        assert fits, (x.dtype, x.shape, self.shape)
         x = x.contiguous()
-        out = empty(x.shape[0], self.shape[0])
-        call(
-            "servd_multiply", self.type, x.data_ptr(), *x.shape, self.packed.data_ptr(), address(self.scale),
-            address(bias), out.data_ptr(), out.shape[1],
-        )  # fmt: skip
+        out = torch.empty(x.shape[0], self.shape[0])
+        call("matmul", self.type, x, *x.shape, self.packed, self.scale, bias, out, out.shape[1])
         return out
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """int64 [n] -> float32 [n, in]."""
-        index = index.contiguous()  # has a name, so that a copy lives until the call is over
-        out = empty(len(index), self.shape[1])
-        call(
-            "servd_rows", self.type, self.packed.data_ptr(), address(self.scale), self.shape[1], index.data_ptr(),
-            len(index), out.data_ptr(),
-        )  # fmt: skip
+        index = index.contiguous()
+        out = torch.empty(len(index), self.shape[1])
+        call("gather_rows", self.type, self.packed, self.scale, *self.shape, index, len(index), out)
         return out

@@ -5,7 +5,9 @@ long contexts.
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +36,76 @@ def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(window: int |
         for first, last in zip(cuts, cuts[1:], strict=False)
     ]
     assert torch.equal(torch.cat(chunks), whole)
+
+
+def batch(**changes: Any) -> AttentionBatch:
+    """Rows of 3 and 1 tokens in blocks 4 and 5, and 1 and 0, of 6."""
+    arrays = {
+        "query_lens": np.array([3, 1]),
+        "seq_lens": np.array([20, 17]),
+        "block_tables": torch.tensor([[4, 5], [1, 0]], dtype=torch.int32),
+        "slot_mapping": torch.tensor([81, 82, 83, 0]),
+    }
+    return AttentionBatch(
+        query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32),
+        seq_lens_device=torch.tensor([20, 17], dtype=torch.int32),
+        **(arrays | changes),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"slot_mapping": torch.tensor([81, 96, 83, 0])},
+            "write_kv: slot_mapping[1] is 96, not in [0, 96)",
+        ),
+        (
+            {"slot_mapping": torch.tensor([81, 82, -1, 0])},
+            "write_kv: slot_mapping[2] is -1, not in [0, 96)",
+        ),
+        (
+            {"block_tables": torch.tensor([[4, 5], [1, 6]], dtype=torch.int32)},
+            "attend: block_tables[3] is 6, not in [0, 6)",
+        ),
+        ({"seq_lens": np.array([20, 33])}, "attend: seq_lens[1] is 33, not in [1, 33)"),
+        ({"query_lens": np.array([21, 1])}, "attend: query_lens[0] is 21, not in [1, 21)"),
+        ({"query_lens": np.array([0, 1])}, "attend: query_lens[0] is 0, not in [1, 21)"),
+        ({"query_lens": np.array([3, 2])}, "attend: query_lens.sum() is 5, at most 4 are there"),
+    ],
+)
+def test_a_step_outside_of_the_cache_is_an_error_that_names_it(
+    changes: dict[str, Any], message: str
+):
+    backend = Backend(SPEC)
+    cache = torch.zeros(backend.kv_cache_shape(6))
+    q, kv = torch.ones(4, 4, 16), torch.ones(4, 2, 16)
+
+    def step(batch: AttentionBatch) -> torch.Tensor:
+        metadata = backend.build_metadata(batch)
+        return backend.attend(backend.write(q, kv, kv, cache, metadata, None), cache, metadata, 1.0)
+
+    with pytest.raises(IndexError, match=f"^{re.escape(message)}$"):
+        step(batch(**changes))
+    assert step(batch()).isfinite().all()
+
+
+def test_blocks_that_are_not_read_may_be_any():
+    """Those before a window are another's by now, and those past the end never were the row's."""
+    backend = Backend(dataclasses.replace(SPEC, sliding_window=16))
+    tables = torch.full((1, 60), 1 << 30, dtype=torch.int32)
+    tables[0, 32:50] = 0  # from the window's tile of 256 keys on
+    one = AttentionBatch(
+        query_lens=np.array([1]),
+        seq_lens=np.array([800]),
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens_device=torch.tensor([800], dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.tensor([15]),
+    )
+    cache = torch.zeros(backend.kv_cache_shape(1))
+    out = backend.attend(torch.ones(1, 4, 16), cache, backend.build_metadata(one), 1.0)
+    assert torch.equal(out, torch.zeros(1, 4, 16))
 
 
 def test_a_prompt_takes_no_memory_for_every_part_of_its_context():

@@ -4,12 +4,15 @@ batch.
 
 from __future__ import annotations
 
+import _ctypes
 import os
+import re
 import runpy
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from servd.errors import ConfigError
 from servd.worker.ops import native
 from servd.worker.ops.native import PackedMatrix
 from servd.worker.sample.ops import native as sampling
+from servd.worker.sample.shift import Penalized
 from tests.worker.cpu_kernels import forced
 
 # [out, in]: whole panels and not, one piece and more, nothing to add up.
@@ -178,18 +182,88 @@ def test_inputs_of_another_size_are_not_read_beyond_their_end():
             packed.multiply(x, None)
 
 
-def test_a_library_of_an_earlier_state_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_library_without_the_table_of_kernels_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """A checkout that is updated keeps its libraries until it is installed again."""
-    if native.library() is None:
-        pytest.skip("no CPU kernels here")
-    monkeypatch.setitem(native.SIGNATURES, "servd_new", [])
+    """As one that was compiled by hand, before there was a table."""
+    shutil.copy(_ctypes.__file__, tmp_path / "_generic.so")
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setenv(native.SWITCH, "generic")
     native.library.cache_clear()
     with caplog.at_level("WARNING", logger="servd.worker"):
         assert native.library() is None
     assert "install servd again" in caplog.text
     native.library.cache_clear()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("kernel", "arguments"), [("embed", ()), ("no_such_kernel", ()), ("embed", ("x",) * 6)]
+)
+def test_a_call_that_does_not_fit_the_table_is_refused(kernel: str, arguments: tuple[Any, ...]):
+    with pytest.raises((KeyError, ValueError, AttributeError)):
+        native.call(kernel, *arguments)
+
+
+def embed(index: list[int]) -> None:
+    native.embed(torch.tensor(index), torch.zeros(10, 4))
+
+
+def gather_rows(index: list[int]) -> None:
+    matrix((33, 20), torch.bfloat16)[0].rows(torch.tensor(index))
+
+
+def score(token_ids: list[int]) -> None:
+    sampling.score(torch.zeros(2, 50), torch.tensor(token_ids))
+
+
+def penalize(slots: list[int]) -> None:
+    counts, factors = torch.zeros(4, 50, dtype=torch.int32), torch.ones(4, 3)
+    rows = torch.arange(len(slots))
+    sampling.shift(
+        torch.zeros(2, 50), None, None, Penalized(rows, torch.tensor(slots), counts, factors)
+    )
+
+
+def mask(*shape: int) -> None:
+    sampling.shift(torch.zeros(2, 50), None, torch.full(shape, -1, dtype=torch.int32))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: embed([9, 10]), "embed: index[1] is 10, not in [0, 10)"),
+        (lambda: embed([-1]), "embed: index[0] is -1, not in [0, 10)"),
+        (lambda: embed([0] * 20 + [2**62]), f"embed: index[20] is {2**62}, not in [0, 10)"),
+        (lambda: gather_rows([0, 33]), "gather_rows: index[1] is 33, not in [0, 33)"),
+        (lambda: score([49, 50]), "score: token_ids[1] is 50, not in [0, 50)"),
+        (lambda: penalize([3, 4]), "shift: slots[1] is 4, not in [-1, 4)"),
+        (lambda: mask(1, 2), "shift: rows of the bitmask is 2, at most 1 are there"),
+        (lambda: mask(2, 1), "shift: vocab of the bitmask is 50, at most 32 are there"),
+    ],
+)
+def test_an_index_outside_is_an_error_that_names_it(call: Callable[[], None], message: str):
+    with pytest.raises(IndexError, match=f"^{re.escape(message)}$"):
+        call()
+    embed([9])  # and the process is well
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_program_ends_at_a_bad_index():
+    lib = native.loaded_library()
+    table, out = torch.arange(3.0).unsqueeze(1), torch.full((3, 1), -1.0)
+    indices = torch.tensor([2, 3, 1])
+    program = b"".join(
+        lib.encode("embed", table, 3, 1, index, 1, out[i])
+        for i, index in enumerate(indices.split(1))
+    )
+    with pytest.raises(IndexError, match="embed"):
+        lib.run(program)
+    assert out.flatten().tolist() == [2.0, -1.0, -1.0]
+    indices[1] = 0
+    lib.run(program)
+    assert out.flatten().tolist() == [2.0, 0.0, 1.0]
 
 
 def test_a_library_of_other_sources_is_not_used(

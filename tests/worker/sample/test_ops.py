@@ -315,8 +315,8 @@ def test_drafts_are_verified_alike(
     draft_ids = probs.argmax(-1)
     lowest = torch.full((9, num_drafts + 1), 0.2 * WEIGHT_ONE if kind == "narrowed" else 0.0)
     arguments = (
-        weights, lowest, draft_ids, None if kind == "not drawn" else probs, torch.arange(9) - 4,
-        torch.full((9,), 17)
+        weights, lowest, draft_ids, None if kind == "not drawn" else probs,
+        torch.arange(9) - 4, torch.full((9,), 17),
     )  # fmt: skip
     on_device = [None if tensor is None else tensor.to(device) for tensor in arguments]
     num_kept, left = reference.verify(*arguments)
@@ -338,8 +338,7 @@ def test_a_draft_is_kept_where_nothing_is_left_to_draw(
     number = torch.tensor([7], device=device)
     num_kept, left = module.verify(
         sure * WEIGHT_ONE, torch.zeros(1, 2, device=device), torch.tensor([[5]], device=device),
-        sure[:, :1], number,
-        number,
+        sure[:, :1], number, number,
     )  # fmt: skip
     assert num_kept.tolist() == [1] and torch.equal(left, sure[:, 1] * WEIGHT_ONE)
 

@@ -1,21 +1,28 @@
 // Attention over the paged KV cache, in place, and the rotation and writing of new keys and values.
 //
-// The cache of a layer is keys [blocks, kv_heads, head_dim, block_size], then values [blocks, kv_heads, block_size, head_dim]:
-// a vector of keys holds one dimension of neighbouring tokens, so that scores need no sums across a vector.
+// The cache of a layer is keys [blocks, kv_heads, head_dim, block_size], then values
+// [blocks, kv_heads, block_size, head_dim]: a vector of keys holds one dimension of neighbouring
+// tokens, so that scores need no sums across a vector.
+//
+// As in FlashAttention, a tile of queries reads a tile of keys at a time, with an online softmax.
+// As in FlashDecoding, a long context is split, and the partial results are merged.
 
 #include <memory>
 #include <type_traits>
 
+#include "checks.h"
 #include "kernels.h"
 #include "threads.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int KEYS = 256;  // a piece of the context, scored and summed up before the next one
-constexpr int64_t SPLIT_KEYS = 1024;  // a longer context is cut here, whatever the batch; the parts are joined in order
-constexpr int MAX_TILE = 8;  // queries that share the reading of a key
-constexpr int64_t MIN_TILES = 64;  // a row with fewer has its parts divided over the threads; of more, they would fill memory
+constexpr int TILE_KEYS = 256;
+constexpr int MAX_TILE_QUERIES = 8;  // they share the reading of a key
+constexpr int64_t SPLIT_KEYS = 1024;  // whatever the batch, so that a request gets the same bits
+// A row with fewer tiles has its splits divided over the threads. With more tiles, the partial
+// results of all splits would fill memory.
+constexpr int64_t MIN_TILES = 64;
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int MIN_BLOCK_SIZE = 16;
 
@@ -27,43 +34,51 @@ struct Attention {
     int64_t num_heads, kv_heads, head_dim, block_size, window, max_blocks;
     const int32_t* block_tables;  // [num_rows, max_blocks]
     float scale;
+
+    // The first key that a query sees which sees the keys before `key_end`.
+    int64_t key_begin(int64_t key_end) const {
+        return window > 0 ? std::max<int64_t>(0, key_end - window) : 0;
+    }
 };
 
-// State of up to MAX_TILE queries over the keys seen so far.
-struct Tile {
+// Queries of one sequence that share a kv head, and their softmax over the keys read so far.
+struct QueryTile {
     int count;
-    const float* q[MAX_TILE];
-    int64_t first[MAX_TILE], last[MAX_TILE];  // keys that each may see: [first, last)
-    float peak[MAX_TILE], total[MAX_TILE];
-    alignas(64) float sums[MAX_TILE][MAX_HEAD_DIM];
+    const float* q[MAX_TILE_QUERIES];
+    int64_t key_begin[MAX_TILE_QUERIES], key_end[MAX_TILE_QUERIES];  // what each may see
+    float max[MAX_TILE_QUERIES], sum[MAX_TILE_QUERIES];  // of scores; of e^(score - max)
+    alignas(64) float acc[MAX_TILE_QUERIES][MAX_HEAD_DIM];  // values times e^(score - max)
 };
 
-// What is read next is fetched from memory meanwhile: a head of a block is but a page or two, and the processor's own
-// fetching ends with the page: a tenth of the attention of a batch. It may lie past the end of the cache, which does no harm.
-inline void fetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+// Memory that is read next is prefetched: a head of a block is but a page or two, and the
+// processor's own prefetching ends with the page, which cost a tenth of the attention of a batch.
+// The address may lie past the end of the cache, which does no harm.
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 // Two vectors of keys, which may lie in different blocks.
 template <typename C>
-struct Pair {
+struct KeyVectors {
     const C *first, *second;
 };
 
-// Values that follow one another in memory: of one block.
+// Values of one block, which follow one another in memory.
 template <typename C>
-struct Run {
+struct ValueSpan {
     const C* values;
-    int begin, size;  // in the piece
+    int begin, size;  // tokens, counted in the tile of keys
     const C* next;    // what is read after them
 };
 
-// Scores of some queries with a pair of keys.
+// Scores of ROWS queries, from `from` on, with two vectors of keys.
 template <int ROWS, typename C>
-inline void score(const Attention& a, const Tile& tile, int from, Pair<C> keys, Pair<C> next, float (*scores)[KEYS], int at) {
+inline void compute_scores(const Attention& a, const QueryTile& tile, int from, KeyVectors<C> keys,
+                           KeyVectors<C> next, float (*scores)[TILE_KEYS], int at) {
     Vec acc[ROWS][2] = {};
     for (int64_t d = 0; d < a.head_dim; d++) {
-        const Vec k0 = load(keys.first + d * a.block_size), k1 = load(keys.second + d * a.block_size);
-        fetch(next.first + d * a.block_size);
-        fetch(next.second + d * a.block_size);
+        const Vec k0 = load(keys.first + d * a.block_size);
+        const Vec k1 = load(keys.second + d * a.block_size);
+        prefetch(next.first + d * a.block_size);
+        prefetch(next.second + d * a.block_size);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++) {
             const Vec q = splat(tile.q[from + row][d]);
@@ -77,43 +92,46 @@ inline void score(const Attention& a, const Tile& tile, int from, Pair<C> keys, 
     }
 }
 
-// Adds the values of a piece, times their weights, to some vectors of the sums of some queries.
+// Adds weights times values to VECTORS vectors, from dimension d on, of the sums of ROWS queries.
 template <int ROWS, int VECTORS, typename C>
-inline void gather(const Attention& a, Tile& tile, int from, int64_t d, const Run<C>* runs, int num_runs,
-                   const float (*weights)[KEYS]) {
+inline void accumulate_dims(const Attention& a, QueryTile& tile, int from, int64_t d,
+                            const ValueSpan<C>* spans, int num_spans,
+                            const float (*weights)[TILE_KEYS]) {
     Vec acc[ROWS][VECTORS];
     for (int row = 0; row < ROWS; row++)
-        for (int i = 0; i < VECTORS; i++) acc[row][i] = load(&tile.sums[from + row][d + i * WIDTH]);
-    for (const Run<C>* run = runs; run < runs + num_runs; run++)
-        for (int j = 0; j < run->size; j++) {
-            const C* value = run->values + j * a.head_dim + d;
+        for (int i = 0; i < VECTORS; i++) acc[row][i] = load(&tile.acc[from + row][d + i * WIDTH]);
+    for (const ValueSpan<C>* span = spans; span < spans + num_spans; span++)
+        for (int j = 0; j < span->size; j++) {
+            const C* value = span->values + j * a.head_dim + d;
             Vec v[VECTORS];
 #pragma GCC unroll 4
             for (int i = 0; i < VECTORS; i++) {
                 v[i] = load(value + i * WIDTH);
-                fetch(run->next + (value - run->values) + i * WIDTH);
+                prefetch(span->next + (value - span->values) + i * WIDTH);
             }
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; row++) {
-                const Vec w = splat(weights[from + row][run->begin + j]);
+                const Vec w = splat(weights[from + row][span->begin + j]);
 #pragma GCC unroll 4
                 for (int i = 0; i < VECTORS; i++) acc[row][i] += w * v[i];
             }
         }
     for (int row = 0; row < ROWS; row++)
-        for (int i = 0; i < VECTORS; i++) store(&tile.sums[from + row][d + i * WIDTH], acc[row][i]);
+        for (int i = 0; i < VECTORS; i++) store(&tile.acc[from + row][d + i * WIDTH], acc[row][i]);
 }
 
 template <int ROWS, typename C>
-void gather_all(const Attention& a, Tile& tile, int from, const Run<C>* runs, int num_runs, const float (*weights)[KEYS]) {
+void accumulate_values(const Attention& a, QueryTile& tile, int from, const ValueSpan<C>* spans,
+                       int num_spans, const float (*weights)[TILE_KEYS]) {
     constexpr int VECTORS = ROWS == 1 ? 4 : 2;
     int64_t d = 0;
     for (; d + VECTORS * WIDTH <= a.head_dim; d += VECTORS * WIDTH)
-        gather<ROWS, VECTORS>(a, tile, from, d, runs, num_runs, weights);
-    for (; d < a.head_dim; d += WIDTH) gather<ROWS, 1>(a, tile, from, d, runs, num_runs, weights);
+        accumulate_dims<ROWS, VECTORS>(a, tile, from, d, spans, num_spans, weights);
+    for (; d < a.head_dim; d += WIDTH)
+        accumulate_dims<ROWS, 1>(a, tile, from, d, spans, num_spans, weights);
 }
 
-// Calls with (count, first row): as many rows at once as the registers hold, then one by one.
+// Calls body(count, first row): as many rows at once as the registers hold, then one by one.
 template <typename Body>
 inline void for_rows(int count, Body body) {
     constexpr int MANY = WIDTH == 16 ? 8 : 4;
@@ -122,179 +140,221 @@ inline void for_rows(int count, Body body) {
     for (; row < count; row++) body(std::integral_constant<int, 1>{}, row);
 }
 
-// Turns the scores of a query with a piece of `count` keys into weights, and lets the sums so far shrink accordingly.
-void weigh(Tile& tile, int row, float* scores, int64_t start, int count, int64_t head_dim) {
-    const int64_t low = std::max<int64_t>(tile.first[row] - start, 0), high = std::min<int64_t>(tile.last[row] - start, count);
+// Turns a query's scores with the keys [start, start + count) into weights e^(score - max). If the
+// maximum rises, what was summed up so far is rescaled.
+void online_softmax(QueryTile& tile, int row, float* scores, int64_t start, int count,
+                    int64_t head_dim) {
+    const int64_t low = std::max<int64_t>(tile.key_begin[row] - start, 0);
+    const int64_t high = std::min<int64_t>(tile.key_end[row] - start, count);
     const int padded = (count + WIDTH - 1) / WIDTH * WIDTH;
     for (int j = 0; j < std::min<int64_t>(low, padded); j++) scores[j] = -INFINITY;
     for (int64_t j = std::max<int64_t>(high, 0); j < padded; j++) scores[j] = -INFINITY;
-    Vec peaks = splat(-INFINITY);
-    for (int j = 0; j < padded; j += WIDTH) peaks = select(load(scores + j) > peaks, load(scores + j), peaks);
-    float peak = tile.peak[row];
-    for (int i = 0; i < WIDTH; i++) peak = std::max(peak, peaks[i]);
-    if (peak == -INFINITY) {  // no key of this piece is seen
+    Vec maxima = splat(-INFINITY);
+    for (int j = 0; j < padded; j += WIDTH)
+        maxima = select(load(scores + j) > maxima, load(scores + j), maxima);
+    float max = tile.max[row];
+    for (int i = 0; i < WIDTH; i++) max = std::max(max, maxima[i]);
+    if (max == -INFINITY) {  // none of these keys is seen
         for (int j = 0; j < padded; j++) scores[j] = 0;
         return;
     }
-    const float shrink = expf(tile.peak[row] - peak);
-    Vec totals{};
+    const float rescale = expf(tile.max[row] - max);
+    Vec sums{};
     for (int j = 0; j < padded; j += WIDTH) {
-        const Vec weight = exp_of(load(scores + j) - peak);
+        const Vec weight = exp_of(load(scores + j) - max);
         store(scores + j, weight);
-        totals += weight;
+        sums += weight;
     }
-    tile.total[row] = tile.total[row] * shrink + sum(totals);
-    tile.peak[row] = peak;
-    if (shrink != 1.0f)
-        for (int64_t d = 0; d < head_dim; d += WIDTH) store(&tile.sums[row][d], load(&tile.sums[row][d]) * shrink);
+    tile.sum[row] = tile.sum[row] * rescale + sum(sums);
+    tile.max[row] = max;
+    if (rescale != 1.0f)
+        for (int64_t d = 0; d < head_dim; d += WIDTH)
+            store(&tile.acc[row][d], load(&tile.acc[row][d]) * rescale);
 }
 
+// Lets the queries of a tile read the keys and values [begin, end).
 template <typename C>
-void attend_keys(const Attention& a, Tile& tile, const int32_t* blocks, int64_t kv_head, int64_t begin, int64_t end) {
-    alignas(64) float scores[MAX_TILE][KEYS];
-    Run<C> runs[KEYS / MIN_BLOCK_SIZE + 1];
+void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table, int64_t kv_head,
+                 int64_t begin, int64_t end) {
+    alignas(64) float scores[MAX_TILE_QUERIES][TILE_KEYS];
+    ValueSpan<C> spans[TILE_KEYS / MIN_BLOCK_SIZE + 1];
     const int64_t head_size = a.head_dim * a.block_size;
-    const auto head_of = [&](const void* cache, int64_t key) {  // of the key's block
-        return static_cast<const C*>(cache) + (blocks[key / a.block_size] * a.kv_heads + kv_head) * head_size;
+    const auto head_of = [&](const void* cache, int64_t key) {  // in the key's block
+        const int64_t block = block_table[key / a.block_size];
+        return static_cast<const C*>(cache) + (block * a.kv_heads + kv_head) * head_size;
     };
-    for (int64_t start = begin; start < end; start += KEYS) {
-        const int count = int(std::min<int64_t>(KEYS, end - start));
-        int num_runs = 0;
-        for (int j = 0; j < count; num_runs++) {
-            const int64_t offset = (start + j) % a.block_size;  // not 0 where blocks do not fill a piece
+    for (int64_t start = begin; start < end; start += TILE_KEYS) {
+        const int count = int(std::min<int64_t>(TILE_KEYS, end - start));
+        int num_spans = 0;
+        for (int j = 0; j < count; num_spans++) {
+            const int64_t offset = (start + j) % a.block_size;  // not 0: blocks do not fill a tile
             const int size = int(std::min<int64_t>(a.block_size - offset, count - j));
-            runs[num_runs] = {head_of(a.values, start + j) + offset * a.head_dim, j, size, nullptr};
-            if (num_runs > 0) runs[num_runs - 1].next = runs[num_runs].values;
+            const C* values = head_of(a.values, start + j) + offset * a.head_dim;
+            spans[num_spans] = {values, j, size, nullptr};
+            if (num_spans > 0) spans[num_spans - 1].next = values;
             j += size;
         }
-        // After the last values: the next piece's keys, or those of the next head, whose task is often the next one.
+        // After the last values: the next tile's keys, or those of the next head, whose task is
+        // often the next one.
         const bool is_last = start + count == end, has_next_head = kv_head + 1 < a.kv_heads;
-        runs[num_runs - 1].next = head_of(a.keys, is_last ? begin : start + count) + (is_last && has_next_head ? head_size : 0);
-        const auto key_at = [&](int j) { return head_of(a.keys, start + j) + (start + j) % a.block_size; };
-        const auto keys_at = [&](int j) -> Pair<C> {  // the same twice where there is no second vector
+        spans[num_spans - 1].next = head_of(a.keys, is_last ? begin : start + count) +
+                                    (is_last && has_next_head ? head_size : 0);
+        const auto key_at = [&](int j) {
+            return head_of(a.keys, start + j) + (start + j) % a.block_size;
+        };
+        const auto keys_at = [&](int j) -> KeyVectors<C> {  // the same twice if there is no second
             return {key_at(j), key_at(j + WIDTH < count ? j + WIDTH : j)};
         };
-        Pair<C> keys = keys_at(0);
+        KeyVectors<C> keys = keys_at(0);
         for (int j = 0; j < count; j += 2 * WIDTH) {
-            const Pair<C> next = j + 2 * WIDTH < count ? keys_at(j + 2 * WIDTH)
-                                                       : Pair<C>{runs[0].values, runs[std::min(1, num_runs - 1)].values};
-            for_rows(tile.count, [&](auto rows, int row) { score<rows.value>(a, tile, row, keys, next, scores, j); });
+            const KeyVectors<C> values{spans[0].values, spans[std::min(1, num_spans - 1)].values};
+            const KeyVectors<C> next = j + 2 * WIDTH < count ? keys_at(j + 2 * WIDTH) : values;
+            for_rows(tile.count, [&](auto rows, int row) {
+                compute_scores<rows.value>(a, tile, row, keys, next, scores, j);
+            });
             keys = next;
         }
-        for (int row = 0; row < tile.count; row++) weigh(tile, row, scores[row], start, count, a.head_dim);
-        for_rows(tile.count, [&](auto rows, int row) { gather_all<rows.value>(a, tile, row, runs, num_runs, scores); });
+        for (int row = 0; row < tile.count; row++)
+            online_softmax(tile, row, scores[row], start, count, a.head_dim);
+        for_rows(tile.count, [&](auto rows, int row) {
+            accumulate_values<rows.value>(a, tile, row, spans, num_spans, scores);
+        });
     }
 }
 
-// One unit of work: a tile of queries of one sequence and one kv head, over some parts of the context.
+// One unit of work: a tile of queries of one sequence and one kv head, over some of its splits.
 struct Task {
-    int32_t row, kv_head, query, part, num_parts;
+    int32_t row, kv_head, query, split, num_splits;
 };
 
-// A query's sums over the parts of its context [parts][head_dim + 2] become its result.
-void join(const float* states, int64_t parts, int64_t head_dim, float* out) {
-    const int64_t state_size = head_dim + 2;
-    float peak = -INFINITY, total = 0;
-    for (int64_t part = 0; part < parts; part++) peak = std::max(peak, states[part * state_size + head_dim]);
+// Merges the partial results of a query's splits, [splits][head_dim + 2]: acc, max and sum of each.
+void merge_partials(const float* partials, int64_t num_splits, int64_t head_dim, float* out) {
+    const int64_t partial_size = head_dim + 2;
+    float max = -INFINITY, sum = 0;
+    for (int64_t split = 0; split < num_splits; split++)
+        max = std::max(max, partials[split * partial_size + head_dim]);
     memset(out, 0, head_dim * 4);
-    for (int64_t part = 0; part < parts; part++, states += state_size) {
-        const float factor = expf(states[head_dim] - peak);
-        if (factor == 0) continue;  // the part was not seen
-        total += states[head_dim + 1] * factor;
-        for (int64_t d = 0; d < head_dim; d += WIDTH) store(out + d, load(out + d) + load(states + d) * factor);
+    for (int64_t split = 0; split < num_splits; split++, partials += partial_size) {
+        const float factor = expf(partials[head_dim] - max);
+        if (factor == 0) continue;  // none of its keys was seen
+        sum += partials[head_dim + 1] * factor;
+        for (int64_t d = 0; d < head_dim; d += WIDTH)
+            store(out + d, load(out + d) + load(partials + d) * factor);
     }
-    for (int64_t d = 0; d < head_dim; d += WIDTH) store(out + d, load(out + d) / total);
+    for (int64_t d = 0; d < head_dim; d += WIDTH) store(out + d, load(out + d) / sum);
 }
 
-// Works on a tile whose queries and counts are set, and hands on sums, peak and total of each query and part.
-template <typename C, typename StateOf>
-void attend_parts(const Attention& a, Tile& tile, const int32_t* blocks, const Task& task, StateOf state_of) {
-    const int64_t first_key = *std::min_element(tile.first, tile.first + tile.count);
-    const int64_t last_key = *std::max_element(tile.last, tile.last + tile.count);
-    for (int64_t part = task.part; part < task.part + task.num_parts; part++) {
+// Computes the splits of a task. Queries of the tile, and what they see, are set;
+// partial_of(query, split) is where a partial result goes.
+template <typename C, typename PartialOf>
+void attend_splits(const Attention& a, QueryTile& tile, const int32_t* block_table,
+                   const Task& task, PartialOf partial_of) {
+    const int64_t first_key = *std::min_element(tile.key_begin, tile.key_begin + tile.count);
+    const int64_t last_key = *std::max_element(tile.key_end, tile.key_end + tile.count);
+    for (int64_t split = task.split; split < task.split + task.num_splits; split++) {
         for (int i = 0; i < tile.count; i++) {
-            tile.peak[i] = -INFINITY;
-            tile.total[i] = 0;
-            memset(tile.sums[i], 0, a.head_dim * 4);
+            tile.max[i] = -INFINITY;
+            tile.sum[i] = 0;
+            memset(tile.acc[i], 0, a.head_dim * 4);
         }
-        // Pieces begin at multiples of KEYS, so that a key is in the same piece for every query of the sequence.
-        const int64_t begin = part * SPLIT_KEYS;
-        const int64_t from = std::max(begin, first_key / KEYS * KEYS), to = std::min(begin + SPLIT_KEYS, last_key);
-        if (from < to) attend_keys<C>(a, tile, blocks, task.kv_head, from, to);
+        // Tiles begin at multiples of TILE_KEYS, so that a key is in the same tile for every query
+        // of the sequence.
+        const int64_t begin = std::max(split * SPLIT_KEYS, first_key / TILE_KEYS * TILE_KEYS);
+        const int64_t end = std::min((split + 1) * SPLIT_KEYS, last_key);
+        if (begin < end) attend_keys<C>(a, tile, block_table, task.kv_head, begin, end);
         for (int i = 0; i < tile.count; i++) {
-            float* state = state_of(i, part);
-            memcpy(state, tile.sums[i], a.head_dim * 4);
-            state[a.head_dim] = tile.peak[i];
-            state[a.head_dim + 1] = tile.total[i];
+            float* partial = partial_of(i, split);
+            memcpy(partial, tile.acc[i], a.head_dim * 4);
+            partial[a.head_dim] = tile.max[i];
+            partial[a.head_dim + 1] = tile.sum[i];
         }
     }
 }
 
 template <typename C>
-void attend(const Attention& a, const int64_t* query_lens, const int64_t* seq_lens, int64_t num_rows, float* out) {
+void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* seq_lens,
+                  int64_t num_rows, float* out) {
     const int64_t group = a.num_heads / a.kv_heads;  // query heads that share a kv head
-    const int64_t tile_size = group >= MAX_TILE ? MAX_TILE : MAX_TILE / group * group;
-    const int64_t state_size = a.head_dim + 2;  // sums, peak, total
-    // Cut where the sequence is cut, from its beginning.
-    auto parts_of = [&](int64_t row) { return (seq_lens[row] + SPLIT_KEYS - 1) / SPLIT_KEYS; };
-    auto tiles_in = [&](int64_t row) { return (query_lens[row] * group + tile_size - 1) / tile_size; };
-    auto is_split = [&](int64_t row) { return parts_of(row) > 1 && a.kv_heads * tiles_in(row) < MIN_TILES; };
-    int64_t num_tasks = 0, num_states = 0;
+    const int64_t tile_size =
+        group >= MAX_TILE_QUERIES ? MAX_TILE_QUERIES : MAX_TILE_QUERIES / group * group;
+    const int64_t partial_size = a.head_dim + 2;
+    // Sequences are split from their beginning.
+    const auto splits_of = [&](int64_t row) {
+        return (seq_lens[row] + SPLIT_KEYS - 1) / SPLIT_KEYS;
+    };
+    const auto tiles_of = [&](int64_t row) {
+        return (query_lens[row] * group + tile_size - 1) / tile_size;
+    };
+    const auto is_divided = [&](int64_t row) {  // each split is a task
+        return splits_of(row) > 1 && a.kv_heads * tiles_of(row) < MIN_TILES;
+    };
+    int64_t num_tasks = 0, num_partials = 0;
     for (int64_t row = 0; row < num_rows; row++) {
-        num_tasks += a.kv_heads * tiles_in(row) * (is_split(row) ? parts_of(row) : 1);
-        if (is_split(row)) num_states += query_lens[row] * a.num_heads * parts_of(row);
+        num_tasks += a.kv_heads * tiles_of(row) * (is_divided(row) ? splits_of(row) : 1);
+        if (is_divided(row)) num_partials += query_lens[row] * a.num_heads * splits_of(row);
     }
     std::unique_ptr<Task[]> tasks(new Task[num_tasks]);
-    std::unique_ptr<int64_t[]> tokens(new int64_t[num_rows]), states(new int64_t[num_rows]);
-    int64_t task = 0, token = 0, state = 0;
+    // The first token, and the first of the shared partial results, of each row.
+    std::unique_ptr<int64_t[]> tokens(new int64_t[num_rows]), partials(new int64_t[num_rows]);
+    int64_t num_filled = 0, token = 0, partial = 0;
     for (int64_t row = 0; row < num_rows; row++) {
         tokens[row] = token;
-        states[row] = state;
+        partials[row] = partial;
         token += query_lens[row];
-        if (is_split(row)) state += query_lens[row] * a.num_heads * parts_of(row);
-        const int64_t num_parts = is_split(row) ? 1 : parts_of(row);
+        if (is_divided(row)) partial += query_lens[row] * a.num_heads * splits_of(row);
+        const int64_t num_splits = is_divided(row) ? 1 : splits_of(row);
         for (int64_t head = 0; head < a.kv_heads; head++)
             for (int64_t query = 0; query < query_lens[row] * group; query += tile_size)
-                for (int64_t part = 0; part < parts_of(row); part += num_parts)
-                    tasks[task++] = {int32_t(row), int32_t(head), int32_t(query), int32_t(part), int32_t(num_parts)};
+                for (int64_t split = 0; split < splits_of(row); split += num_splits)
+                    tasks[num_filled++] = {int32_t(row), int32_t(head), int32_t(query),
+                                           int32_t(split), int32_t(num_splits)};
     }
-    std::unique_ptr<float[]> shared(new float[num_states * state_size]);
+    std::unique_ptr<float[]> shared(new float[num_partials * partial_size]);
 
     parallel_for(num_tasks, std::max<int64_t>(1, num_tasks / 64), [&](int64_t t) {
-        Tile tile;
+        QueryTile tile;
         const Task& task = tasks[t];
-        const int64_t row = task.row, parts = parts_of(row);
-        std::unique_ptr<float[]> own(new float[is_split(row) ? 0 : parts * MAX_TILE * state_size]);
-        const int64_t before = seq_lens[row] - query_lens[row];
+        const int64_t row = task.row, num_splits = splits_of(row);
+        const bool shares = is_divided(row);
+        std::unique_ptr<float[]> own(
+            new float[shares ? 0 : num_splits * MAX_TILE_QUERIES * partial_size]);
+        const int64_t num_computed = seq_lens[row] - query_lens[row];
         tile.count = int(std::min(tile_size, query_lens[row] * group - task.query));
-        int64_t places[MAX_TILE];  // of the tile's queries in the step: token * num_heads + head
+        int64_t places[MAX_TILE_QUERIES];  // of the tile's queries: token * num_heads + head
         for (int i = 0; i < tile.count; i++) {
-            const int64_t position = (task.query + i) / group, head = task.kv_head * group + (task.query + i) % group;
+            const int64_t position = (task.query + i) / group;
+            const int64_t head = task.kv_head * group + (task.query + i) % group;
             places[i] = (tokens[row] + position) * a.num_heads + head;
             tile.q[i] = a.q + (tokens[row] + position) * a.q_stride + head * a.head_dim;
-            tile.last[i] = before + position + 1;
-            tile.first[i] = a.window > 0 ? std::max<int64_t>(0, tile.last[i] - a.window) : 0;
+            tile.key_end[i] = num_computed + position + 1;
+            tile.key_begin[i] = a.key_begin(tile.key_end[i]);
         }
         const int64_t first_place = tokens[row] * a.num_heads;
-        attend_parts<C>(a, tile, a.block_tables + row * a.max_blocks, task, [&](int i, int64_t part) {
-            return is_split(row) ? shared.get() + (states[row] + (places[i] - first_place) * parts + part) * state_size
-                                 : own.get() + (i * parts + part) * state_size;
-        });
-        for (int i = 0; i < tile.count && !is_split(row); i++)
-            join(own.get() + i * parts * state_size, parts, a.head_dim, out + places[i] * a.head_dim);
+        const auto partial_of = [&](int i, int64_t split) {
+            if (!shares) return own.get() + (i * num_splits + split) * partial_size;
+            const int64_t of_row = (places[i] - first_place) * num_splits + split;
+            return shared.get() + (partials[row] + of_row) * partial_size;
+        };
+        attend_splits<C>(a, tile, a.block_tables + row * a.max_blocks, task, partial_of);
+        for (int i = 0; i < tile.count && !shares; i++)
+            merge_partials(partial_of(i, 0), num_splits, a.head_dim, out + places[i] * a.head_dim);
     });
-    parallel_for(num_states > 0 ? num_rows : 0, 1, [&](int64_t row) {
-        for (int64_t query = 0; is_split(row) && query < query_lens[row] * a.num_heads; query++)
-            join(shared.get() + (states[row] + query * parts_of(row)) * state_size, parts_of(row), a.head_dim,
-                 out + (tokens[row] * a.num_heads + query) * a.head_dim);
+    parallel_for(num_partials > 0 ? num_rows : 0, 1, [&](int64_t row) {
+        const int64_t num_queries = is_divided(row) ? query_lens[row] * a.num_heads : 0;
+        for (int64_t query = 0; query < num_queries; query++)
+            merge_partials(shared.get() + (partials[row] + query * splits_of(row)) * partial_size,
+                           splits_of(row), a.head_dim,
+                           out + (tokens[row] * a.num_heads + query) * a.head_dim);
     });
 }
 
 // Rotates queries (into q_out) and keys, and writes keys and values to the cache.
 template <typename C>
-void write(const float* q, int64_t q_stride, const float* k, int64_t k_stride, const float* v, int64_t v_stride, float* q_out,
-           const float* cos, const float* sin, C* keys, C* values, const int64_t* slots, int64_t num_tokens, int64_t num_heads,
-           int64_t kv_heads, int64_t head_dim, int64_t block_size) {
+void write_tokens(const float* q, int64_t q_stride, const float* k, int64_t k_stride,
+                  const float* v, int64_t v_stride, float* q_out, const float* cos,
+                  const float* sin, C* keys, C* values, const int64_t* slot_mapping,
+                  int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
+                  int64_t block_size) {
     const int64_t half = head_dim / 2, head_size = head_dim * block_size;
     parallel_for(num_tokens, 1, [&](int64_t token) {
         const float* c = cos ? cos + token * half : nullptr;
@@ -308,12 +368,14 @@ void write(const float* q, int64_t q_stride, const float* k, int64_t k_stride, c
                     to[d + half] = from[d + half] * c[d] + from[d] * s[d];
                 }
             }
-        const int64_t block = slots[token] / block_size, offset = slots[token] % block_size;
+        const int64_t block = slot_mapping[token] / block_size;
+        const int64_t offset = slot_mapping[token] % block_size;
         for (int64_t head = 0; head < kv_heads; head++) {
             const float* from = k + token * k_stride + head * head_dim;
             C* key = keys + (block * kv_heads + head) * head_size + offset;
             C* value = values + (block * kv_heads + head) * head_size + offset * head_dim;
-            // Each number of a key goes to another line, none of them in the cache: the next head's are fetched meanwhile.
+            // Each number of a key goes to another line, and none of these is in the cache: the
+            // next head's lines are prefetched meanwhile.
             for (int64_t d = 0; d < head_dim && head + 1 < kv_heads; d++)
                 __builtin_prefetch(key + head_size + d * block_size, 1);
             for (int64_t d = 0; d < half; d++) {
@@ -322,7 +384,8 @@ void write(const float* q, int64_t q_stride, const float* k, int64_t k_stride, c
                 narrow(first, key + d * block_size);
                 narrow(second, key + (d + half) * block_size);
             }
-            for (int64_t d = 0; d < head_dim; d++) narrow(v[token * v_stride + head * head_dim + d], value + d);
+            for (int64_t d = 0; d < head_dim; d++)
+                narrow(v[token * v_stride + head * head_dim + d], value + d);
         }
     });
 }
@@ -330,32 +393,57 @@ void write(const float* q, int64_t q_stride, const float* k, int64_t k_stride, c
 // Calls `call` with a null pointer of the type of a cache.
 template <typename Call>
 void with_cache_type(int type, Call call) {
-    type == FLOAT32 ? call((float*)nullptr) : type == BFLOAT16 ? call((BFloat16*)nullptr) : call((Float16*)nullptr);
+    switch (type) {
+    case FLOAT32: return call((float*)nullptr);
+    case BFLOAT16: return call((BFloat16*)nullptr);
+    default: return call((Float16*)nullptr);
+    }
 }
 
 }  // namespace
 
-extern "C" {
+namespace kernels {
 
-int servd_vector() { return WIDTH; }
-
-void servd_write(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride, const float* v,
-                 int64_t v_stride, float* q_out, const float* cos, const float* sin, void* keys, void* values,
-                 const int64_t* slots, int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
-                 int64_t block_size) {
-    auto call = [&](auto* p) {
-        write(q, q_stride, k, k_stride, v, v_stride, q_out, cos, sin, (decltype(p))keys, (decltype(p))values, slots,
-              num_tokens, num_heads, kv_heads, head_dim, block_size);
-    };
-    with_cache_type(type, call);
+// cos and sin are null in a model without rotary positions; then queries stay where they are.
+void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride,
+              const float* v, int64_t v_stride, float* q_out, const float* cos, const float* sin,
+              void* keys, void* values, int64_t num_blocks, const int64_t* slot_mapping,
+              int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
+              int64_t block_size) {
+    check_ids("slot_mapping", slot_mapping, 0, num_tokens, num_blocks * block_size);
+    with_cache_type(type, [&](auto* p) {
+        write_tokens(q, q_stride, k, k_stride, v, v_stride, q_out, cos, sin, (decltype(p))keys,
+                     (decltype(p))values, slot_mapping, num_tokens, num_heads, kv_heads, head_dim,
+                     block_size);
+    });
 }
 
-void servd_attend(int type, const float* q, int64_t q_stride, const void* keys, const void* values,
-                  const int32_t* block_tables, int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
-                  int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size,
-                  int64_t window, float scale, float* out) {
-    const Attention a{q, q_stride, keys, values, num_heads, kv_heads, head_dim, block_size, window, max_blocks, block_tables, scale};
-    with_cache_type(type, [&](auto* p) { attend<std::remove_pointer_t<decltype(p)>>(a, query_lens, seq_lens, num_rows, out); });
+// Row r computes the last query_lens[r] of its seq_lens[r] tokens; q has those of one row after
+// those of another. A window of 0 is none.
+void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, const void* keys,
+            const void* values, int64_t num_blocks, const int32_t* block_tables,
+            int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
+            int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
+            int64_t block_size, int64_t window, float scale, float* out) {
+    const Attention a{q,        q_stride,   keys,   values,     num_heads,    kv_heads,
+                      head_dim, block_size, window, max_blocks, block_tables, scale};
+    int64_t num_queries = 0;
+    for (int64_t row = 0; row < num_rows; row++) {
+        check_ids("seq_lens", seq_lens, row, row + 1, max_blocks * block_size + 1, 1);
+        check_ids("query_lens", query_lens, row, row + 1, seq_lens[row] + 1, 1);
+        num_queries += query_lens[row];
+        // The tiles of a window begin before it.
+        const int64_t first = a.key_begin(seq_lens[row] - query_lens[row] + 1);
+        const int64_t first_block = first / TILE_KEYS * TILE_KEYS / block_size;
+        const int64_t end_block = (seq_lens[row] + block_size - 1) / block_size;
+        check_ids("block_tables", block_tables, row * max_blocks + first_block,
+                  row * max_blocks + end_block, num_blocks);
+    }
+    check_at_most("query_lens.sum()", num_queries, num_tokens);
+    with_cache_type(type, [&](auto* p) {
+        using C = std::remove_pointer_t<decltype(p)>;
+        attend_batch<C>(a, query_lens, seq_lens, num_rows, out);
+    });
 }
 
-}  // extern "C"
+}  // namespace kernels

@@ -1,27 +1,57 @@
-// What a forward pass calls, and program.cpp calls again. Described where they are defined.
+// The kernels. Python finds those that are listed in program.cpp, by the names they have here.
+//
+// An address may be null where the definition says so. Strides and sizes count elements. `type` is
+// a `Type` of vectors.h. A kernel that reads or writes at indices it is given checks them first.
 
 #pragma once
 
 #include <cstdint>
 
-extern "C" {
+namespace kernels {
 
-void servd_multiply(int type, const float* x, int64_t rows, int64_t k, const void* packed, const float* scale,
-                    const float* bias, float* y, int64_t n);
-void servd_rows(int type, const void* packed, const float* scale, int64_t k, const int64_t* index, int64_t count, float* out);
-void servd_write(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride, const float* v,
-                 int64_t v_stride, float* q_out, const float* cos, const float* sin, void* keys, void* values,
-                 const int64_t* slots, int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
-                 int64_t block_size);
-void servd_attend(int type, const float* q, int64_t q_stride, const void* keys, const void* values,
-                  const int32_t* block_tables, int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
-                  int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size,
-                  int64_t window, float scale, float* out);
-void servd_norm(int centered, const float* x, int64_t per_stride, int64_t stride, const float* residual, const float* weight,
-                const float* bias, float eps, float* out, float* sums, int64_t rows, int64_t size);
-void servd_activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out);
-void servd_take(const float* table, int64_t size, const int64_t* index, int64_t count, float* out);
-void servd_rotation(const int64_t* positions, int64_t count, const float* inv_freq, int64_t size, float magnitude, float* cos,
-                    float* sin);
+void set_threads(int number);
 
-}  // extern "C"
+// Matrices: matrix.cpp
+void pack(int type, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
+          int64_t k, void* packed);
+void matmul(int type, const float* x, int64_t rows, int64_t k, const void* packed,
+            const float* scale, const float* bias, float* y, int64_t n);
+void gather_rows(int type, const void* packed, const float* scale, int64_t n, int64_t k,
+                 const int64_t* index, int64_t count, float* out);
+
+// Attention: attention.cpp
+void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride,
+              const float* v, int64_t v_stride, float* q_out, const float* cos, const float* sin,
+              void* keys, void* values, int64_t num_blocks, const int64_t* slot_mapping,
+              int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
+              int64_t block_size);
+void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, const void* keys,
+            const void* values, int64_t num_blocks, const int32_t* block_tables,
+            int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
+            int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
+            int64_t block_size, int64_t window, float scale, float* out);
+
+// Other layers: layers.cpp
+void embed(const float* table, int64_t num_rows, int64_t size, const int64_t* index, int64_t count,
+           float* out);
+void rotation(const int64_t* positions, int64_t count, const float* inv_freq, int64_t size,
+              float magnitude, float* cos, float* sin);
+void norm(int centered, const float* x, int64_t per_stride, int64_t stride, const float* residual,
+          const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
+          int64_t size);
+void activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out);
+
+// The sampler: sampling.cpp
+void shift(float* logits, int64_t stride, const void* bitmask, int64_t bitmask_rows, int64_t words,
+           const int64_t* slots, int64_t num_slots, const int32_t* counts, const float* factors,
+           int64_t rows, int64_t vocab, int64_t* best);
+void to_weights(const float* logits, int64_t stride, const float* peaks, const float* temperatures,
+                int64_t rows, int64_t vocab, float* weights);
+void narrow(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p,
+            int64_t rows, int64_t vocab, float* limits);
+void draw(const float* weights, const float* lowest, const int64_t* seeds,
+          const int64_t* positions, int64_t rows, int64_t vocab, int64_t* token_ids);
+void score(const float* logits, int64_t stride, const int64_t* token_ids, int64_t rows,
+           int64_t vocab, float* log_totals, int64_t* ranks);
+
+}  // namespace kernels

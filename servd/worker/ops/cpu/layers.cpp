@@ -1,5 +1,6 @@
-// Norms with the residual, activations and gates.
+// Embedding, rotary positions, norms with the residual, activations and gates.
 
+#include "checks.h"
 #include "kernels.h"
 #include "threads.h"
 #include "vectors.h"
@@ -20,10 +21,10 @@ inline Vec apply(int function, Vec x) {
     }
 }
 
-// Rows of x are contiguous, `per_stride` of them behind one another, and the next ones `stride` further on.
 template <bool CENTERED>
-void norm(const float* x, int64_t per_stride, int64_t stride, const float* residual, const float* weight, const float* bias,
-          float eps, float* out, float* sums, int64_t rows, int64_t size) {
+void norm_rows(const float* x, int64_t per_stride, int64_t stride, const float* residual,
+               const float* weight, const float* bias, float eps, float* out, float* sums,
+               int64_t rows, int64_t size) {
     const int64_t full = size / WIDTH * WIDTH;
     const int rest = int(size - full);
     parallel_for(rows, 1 + 16384 / size, [&](int64_t row) {
@@ -43,7 +44,8 @@ void norm(const float* x, int64_t per_stride, int64_t stride, const float* resid
             mean = sum(total) / float(size);
         }
         Vec squares{};
-        for (int64_t i = 0; i < full; i += WIDTH) squares += (load(from + i) - mean) * (load(from + i) - mean);
+        for (int64_t i = 0; i < full; i += WIDTH)
+            squares += (load(from + i) - mean) * (load(from + i) - mean);
         float total = sum(squares);
         for (int64_t i = full; i < size; i++) total += (from[i] - mean) * (from[i] - mean);
         const float factor = 1.0f / sqrtf(total / float(size) + eps);
@@ -52,12 +54,46 @@ void norm(const float* x, int64_t per_stride, int64_t stride, const float* resid
             const Vec y = (load(from + i) - mean) * factor * load(weight + i);
             store(to + i, bias ? y + load(bias + i) : y);
         }
-        for (int64_t i = full; i < size; i++) to[i] = (from[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
+        for (int64_t i = full; i < size; i++)
+            to[i] = (from[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
     });
 }
 
-// function of x [rows, size], times the numbers `size` further on where rows are 2 * size wide (gated).
-void activate_rows(const float* x, int64_t rows, int64_t size, int function, bool gated, float* out) {
+}  // namespace
+
+namespace kernels {
+
+// Rows `index` [count] of a table [num_rows, size].
+void embed(const float* table, int64_t num_rows, int64_t size, const int64_t* index, int64_t count,
+           float* out) {
+    check_ids("index", index, 0, count, num_rows);
+    for (int64_t i = 0; i < count; i++)
+        memcpy(out + i * size, table + index[i] * size, size * 4);
+}
+
+// cos and sin of every position times every frequency, [count, size] each.
+void rotation(const int64_t* positions, int64_t count, const float* inv_freq, int64_t size,
+              float magnitude, float* cos, float* sin) {
+    parallel_for(count * size, 1024, [&](int64_t i) {
+        const float angle = float(positions[i / size]) * inv_freq[i % size];
+        cos[i] = cosf(angle) * magnitude;
+        sin[i] = sinf(angle) * magnitude;
+    });
+}
+
+// Layer norm if `centered`, else RMS norm, of x + residual, which `sums` gets; residual and bias
+// may be null. Rows of x [rows, size] follow on one another `per_stride` at a time; the next ones
+// begin `stride` after the first of these.
+void norm(int centered, const float* x, int64_t per_stride, int64_t stride, const float* residual,
+          const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
+          int64_t size) {
+    const auto run = centered ? norm_rows<true> : norm_rows<false>;
+    run(x, per_stride, stride, residual, weight, bias, eps, out, sums, rows, size);
+}
+
+// The function of x [rows, size]. If gated, rows are 2 * size wide, and the function of the first
+// half is multiplied with the second half.
+void activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out) {
     const int64_t stride = gated ? 2 * size : size, full = size / WIDTH * WIDTH;
     const int rest = int(size - full);
     parallel_for(rows, 1 + 8192 / size, [&](int64_t row) {
@@ -74,32 +110,4 @@ void activate_rows(const float* x, int64_t rows, int64_t size, int function, boo
     });
 }
 
-}  // namespace
-
-extern "C" {
-
-void servd_norm(int centered, const float* x, int64_t per_stride, int64_t stride, const float* residual, const float* weight,
-                const float* bias, float eps, float* out, float* sums, int64_t rows, int64_t size) {
-    (centered ? norm<true> : norm<false>)(x, per_stride, stride, residual, weight, bias, eps, out, sums, rows, size);
-}
-
-// Rows `index` of a table.
-void servd_take(const float* table, int64_t size, const int64_t* index, int64_t count, float* out) {
-    for (int64_t i = 0; i < count; i++) memcpy(out + i * size, table + index[i] * size, size * 4);
-}
-
-// cos and sin of every position times every frequency, [count, size] each.
-void servd_rotation(const int64_t* positions, int64_t count, const float* inv_freq, int64_t size, float magnitude, float* cos,
-                    float* sin) {
-    parallel_for(count * size, 1024, [&](int64_t i) {
-        const float angle = float(positions[i / size]) * inv_freq[i % size];
-        cos[i] = cosf(angle) * magnitude;
-        sin[i] = sinf(angle) * magnitude;
-    });
-}
-
-void servd_activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out) {
-    activate_rows(x, rows, size, function, gated != 0, out);
-}
-
-}  // extern "C"
+}  // namespace kernels

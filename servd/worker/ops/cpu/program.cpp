@@ -1,48 +1,92 @@
-// A program: calls of kernels as data, recorded once and made again as often as wanted, with the same arguments.
+// The table of kernels, and programs: calls of kernels as data.
+//
+// Python reads names and parameters from the table (../native.py), so that a kernel is stated
+// once. Every call from there is a program, mostly of one call; the longer ones are recorded
+// (../../program_runner.py) and run as often as wanted.
 
-#include <cstdlib>
+#include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 #include <utility>
 
+#include "checks.h"
 #include "kernels.h"
 
 namespace {
 
-// A word of a program holds a number or an address; a float is in its lower half.
+struct Kernel {
+    const char* name;
+    const char* parameters;  // a letter each
+    const int64_t* (*call)(const int64_t* arguments);  // returns their end
+};
+
+// As in Python's struct module.
 template <typename T>
-T as(int64_t word) {
-    if constexpr (std::is_pointer_v<T>) {
-        return reinterpret_cast<T>(word);
-    } else if constexpr (std::is_same_v<T, float>) {
-        float number;
-        memcpy(&number, &word, sizeof number);
-        return number;
-    } else {
-        return static_cast<T>(word);
+constexpr char letter_of() {
+    if (std::is_pointer_v<T>) return 'P';
+    if (std::is_same_v<T, float>) return 'f';
+    static_assert(std::is_pointer_v<T> || std::is_same_v<T, float> || std::is_same_v<T, int> ||
+                  std::is_same_v<T, int64_t>);
+    return std::is_same_v<T, int> ? 'i' : 'q';
+}
+
+// An argument takes a word, and lies at its beginning.
+template <typename T>
+T read(const int64_t& word) {
+    T argument;
+    memcpy(&argument, &word, sizeof argument);
+    return argument;
+}
+
+template <auto FUNCTION>
+struct Adapter;
+
+template <typename... T, void (*FUNCTION)(T...)>
+struct Adapter<FUNCTION> {
+    static constexpr char parameters[] = {letter_of<T>()..., '\0'};
+
+    static const int64_t* call(const int64_t* arguments) {
+        call(arguments, std::index_sequence_for<T...>{});
+        return arguments + sizeof...(T);
     }
-}
 
-template <typename... T, size_t... INDEX>
-void call(void (*function)(T...), const int64_t* words, std::index_sequence<INDEX...>) {
-    function(as<T>(words[INDEX])...);
-}
-
-// Calls `function` if the first word is its address.
-template <typename... T>
-bool calls(void (*function)(T...), const int64_t* words) {
-    if (as<void (*)(T...)>(words[0]) != function) return false;
-    call(function, words + 1, std::index_sequence_for<T...>{});
-    return true;
-}
+    template <size_t... INDEX>
+    static void call(const int64_t* arguments, std::index_sequence<INDEX...>) {
+        FUNCTION(read<T>(arguments[INDEX])...);
+    }
+};
 
 }  // namespace
 
-// words [count][stride]: the address of a function above, and its arguments.
-extern "C" void servd_run(const int64_t* words, int64_t count, int64_t stride) {
-    for (; count > 0; count--, words += stride)
-        if (!(calls(servd_multiply, words) || calls(servd_norm, words) || calls(servd_write, words) ||
-              calls(servd_attend, words) || calls(servd_activate, words) || calls(servd_rows, words) ||
-              calls(servd_take, words) || calls(servd_rotation, words)))
-            abort();  // a new kernel that is missing here
+#define KERNEL(name) {#name, Adapter<kernels::name>::parameters, Adapter<kernels::name>::call}
+
+extern "C" {
+
+extern const Kernel servd_kernels[] = {
+    KERNEL(set_threads), KERNEL(pack),       KERNEL(matmul),     KERNEL(gather_rows),
+    KERNEL(write_kv),    KERNEL(attend),     KERNEL(embed),      KERNEL(rotation),
+    KERNEL(norm),        KERNEL(activate),   KERNEL(shift),      KERNEL(to_weights),
+    KERNEL(narrow),      KERNEL(draw),       KERNEL(score),
+};
+extern const int servd_num_kernels = std::size(servd_kernels);
+
+// Runs a program: for each call the kernel's number in the table, and its arguments.
+//
+// Returns whether all indices were good. If not, what follows the bad call has not run, and
+// `message` [size] names kernel, index and limit.
+bool servd_run(const int64_t* program, int64_t num_words, char* message, int64_t size) {
+    const int64_t* const end = program + num_words;
+    while (program < end) {
+        const Kernel& kernel = servd_kernels[*program];
+        try {
+            program = kernel.call(program + 1);
+        } catch (const std::out_of_range& error) {
+            snprintf(message, size, "%s: %s", kernel.name, error.what());
+            return false;
+        }
+    }
+    return true;
 }
+
+}  // extern "C"

@@ -1,19 +1,24 @@
-// The sampler's passes over the vocabulary: one row per thread, so that a row's result depends on nothing else.
+// The sampler's passes over the vocabulary: one row per thread, so that a row's result depends on
+// nothing else.
 //
-// Weights are probabilities as integers, kept in float32 (servd/worker/sample/weights.py); their sums are made in int64.
-// Their bits, as integers, are ordered as they are: what top-k and top-p keep is searched by these bits, without a sort.
+// Weights are probabilities as integers, kept in float32 (servd/worker/sample/weights.py) and added
+// up in int64. Their bits, as integers, are ordered as they are: what top-k and top-p keep is
+// searched by these bits, without a sort.
 
 #include <memory>
 
+#include "checks.h"
+#include "kernels.h"
 #include "threads.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr float WEIGHT_ONE = 17592186044416.0f;  // 2^44
-constexpr int32_t IN_PROMPT = 1 << 30;  // of a count: the token occurs in the prompt
-constexpr int64_t BLOCK = 1024;  // tokens that are added up, or looked through, before it is known if they matter
-constexpr int BIN_BITS = 20, NUM_BINS = 1 << (31 - BIN_BITS);  // bins of weights that share all but the last 20 bits
+constexpr int32_t IN_PROMPT = 1 << 30;  // bit of a count: the token occurs in the prompt
+constexpr int64_t BLOCK = 1024;  // tokens that are looked at before it is known if they matter
+constexpr int BIN_BITS = 20;  // weights of a bin differ in these last bits only
+constexpr int NUM_BINS = 1 << (31 - BIN_BITS);
 
 inline int32_t bits_of(float x) {
     int32_t bits;
@@ -27,7 +32,7 @@ inline bool any(IntVec condition) {
     return result != 0;
 }
 
-void forbid(float* logits, const uint32_t* bitmask, int64_t vocab) {
+void apply_bitmask(float* logits, const uint32_t* bitmask, int64_t vocab) {
     for (int64_t start = 0; start < vocab; start += 32) {
         const uint32_t allowed = bitmask[start / 32];
         if (allowed == 0xffffffffu) continue;
@@ -38,40 +43,43 @@ void forbid(float* logits, const uint32_t* bitmask, int64_t vocab) {
 }
 
 // factors: repetition, frequency and presence penalty.
-void penalize(float* logits, const int32_t* counts, const float* factors, int64_t vocab) {
-    const float repetition = factors[0], frequency = factors[1], presence = factors[2], inverse = 1.0f / repetition;
+void apply_penalties(float* logits, const int32_t* counts, const float* factors, int64_t vocab) {
+    const float repetition = factors[0], frequency = factors[1], presence = factors[2];
+    const float inverse = 1.0f / repetition;
     for (int64_t i = 0; i < vocab; i++) {
         const float num_outputs = float(counts[i] & (IN_PROMPT - 1));
         const float factor = counts[i] == 0 ? 1.0f : logits[i] > 0 ? inverse : repetition;
-        logits[i] = logits[i] * factor - frequency * num_outputs - (num_outputs > 0 ? presence : 0.0f);
+        logits[i] =
+            logits[i] * factor - frequency * num_outputs - (num_outputs > 0 ? presence : 0.0f);
     }
 }
 
 // The first NaN, or else the first maximum.
-int64_t best_of(const float* logits, int64_t vocab) {
+int64_t argmax(const float* logits, int64_t vocab) {
     float best = -INFINITY;
     int64_t best_block = 0;
     for (int64_t start = 0; start < vocab; start += BLOCK) {
-        const int64_t end = std::min(start + BLOCK, vocab), full = start + (end - start) / WIDTH * WIDTH;
-        Vec peaks = splat(-INFINITY);
+        const int64_t end = std::min(start + BLOCK, vocab);
+        const int64_t full = start + (end - start) / WIDTH * WIDTH;
+        Vec maxima = splat(-INFINITY);
         IntVec is_nan{};
         for (int64_t i = start; i < full; i += WIDTH) {
             const Vec x = load(logits + i);
-            peaks = select(x > peaks, x, peaks);
+            maxima = select(x > maxima, x, maxima);
             is_nan |= x != x;
         }
         bool has_nan = any(is_nan);
-        float peak = -INFINITY;
-        for (int i = 0; i < WIDTH; i++) peak = std::max(peak, peaks[i]);
+        float max = -INFINITY;
+        for (int i = 0; i < WIDTH; i++) max = std::max(max, maxima[i]);
         for (int64_t i = full; i < end; i++) {
             has_nan |= logits[i] != logits[i];
-            if (logits[i] > peak) peak = logits[i];
+            if (logits[i] > max) max = logits[i];
         }
         if (has_nan) {
             for (int64_t i = start;; i++)
                 if (logits[i] != logits[i]) return i;
         }
-        if (peak > best) best = peak, best_block = start;
+        if (max > best) best = max, best_block = start;
     }
     for (int64_t i = best_block;; i++)
         if (logits[i] == best) return i;
@@ -82,11 +90,14 @@ struct Above {
     int64_t count = 0, mass = 0;
 };
 
-// The smallest bits such that the weights above them have together less than the limit, and what these have.
+// The smallest bits such that the weights above them have together less than the limit. `above`
+// gets what these weights have.
 //
-// bins: of all weights. The bin that holds the answer is found first; then its weights are collected and halved bit by bit.
+// Bins count all weights. The bin that holds the answer is found first; then its weights are
+// collected, in `found`, and halved bit by bit.
 template <typename Reaches>
-int32_t search(const float* weights, float lowest, int64_t vocab, const Above* bins, int32_t* found, Above& above, Reaches reaches) {
+int32_t search(const float* weights, float lowest, int64_t vocab, const Above* bins, int32_t* found,
+               Above& above, Reaches reaches) {
     int bin = NUM_BINS - 1;
     for (; bin > 0; bin--) {
         const Above with_bin{above.count + bins[bin].count, above.mass + bins[bin].mass};
@@ -112,7 +123,8 @@ int32_t search(const float* weights, float lowest, int64_t vocab, const Above* b
         }
         if (reaches(with_part)) answer += bit;
     }
-    // `answer` is the greatest number with "what is at or above it reaches the limit": a weight, or the low end.
+    // `answer` is the greatest number such that what is at or above it reaches the limit: a weight,
+    // or the low end.
     for (int64_t i = 0; i < num_found; i++) {
         float weight;
         memcpy(&weight, &found[i], 4);
@@ -121,7 +133,8 @@ int32_t search(const float* weights, float lowest, int64_t vocab, const Above* b
     return answer;
 }
 
-float narrow_row(const float* weights, float lowest, int64_t k, double p, int64_t vocab, int32_t* found) {
+float narrow_row(const float* weights, float lowest, int64_t k, double p, int64_t vocab,
+                 int32_t* found) {
     if (k <= 0 && p >= 1) return lowest;
     std::unique_ptr<Above[]> bins(new Above[NUM_BINS]);
     Above all;
@@ -135,15 +148,17 @@ float narrow_row(const float* weights, float lowest, int64_t k, double p, int64_
     int32_t kth = 0;
     if (k > 0 && k < all.count) {
         Above above;
-        kth = search(weights, lowest, vocab, bins.get(), found, above, [=](Above a) { return a.count >= k; });
+        kth = search(weights, lowest, vocab, bins.get(), found, above,
+                     [=](Above a) { return a.count >= k; });
         float weight;
         memcpy(&weight, &kth, 4);
-        all.mass = above.mass + (k - above.count) * int64_t(weight);  // of those that tie with it, as many as make k
+        // Of those that tie with the k-th, as many as make k.
+        all.mass = above.mass + (k - above.count) * int64_t(weight);
     }
     const double limit = p * double(all.mass);
     Above above;
-    const int32_t smallest =
-        search(weights, lowest, vocab, bins.get(), found, above, [=](Above a) { return double(a.mass) >= limit; });
+    const int32_t smallest = search(weights, lowest, vocab, bins.get(), found, above,
+                                    [=](Above a) { return double(a.mass) >= limit; });
     const int32_t kept = std::max(kth, smallest);
     float result;
     memcpy(&result, &kept, 4);
@@ -163,13 +178,17 @@ inline int64_t mass_between(const float* weights, float lowest, int64_t start, i
     return mass;
 }
 
-int64_t draw_row(const float* weights, float lowest, int64_t seed, int64_t position, int64_t vocab) {
+int64_t draw_row(const float* weights, float lowest, int64_t seed, int64_t position,
+                 int64_t vocab) {
     const int64_t num_blocks = (vocab + BLOCK - 1) / BLOCK;
     std::unique_ptr<int64_t[]> masses(new int64_t[num_blocks]);
     int64_t total = 0;
-    for (int64_t block = 0; block < num_blocks; block++)
-        total += masses[block] = mass_between(weights, lowest, block * BLOCK, std::min((block + 1) * BLOCK, vocab));
-    const double uniform = double(splitmix64(splitmix64(uint64_t(seed), 0), uint64_t(position)) >> 11) * 0x1p-53;
+    for (int64_t block = 0; block < num_blocks; block++) {
+        const int64_t end = std::min((block + 1) * BLOCK, vocab);
+        total += masses[block] = mass_between(weights, lowest, block * BLOCK, end);
+    }
+    const uint64_t random = splitmix64(splitmix64(uint64_t(seed), 0), uint64_t(position));
+    const double uniform = double(random >> 11) * 0x1p-53;
     int64_t left = int64_t(uniform * double(total));
     int64_t block = 0;
     while (block < num_blocks - 1 && masses[block] <= left) left -= masses[block++];
@@ -182,20 +201,22 @@ int64_t draw_row(const float* weights, float lowest, int64_t seed, int64_t posit
     return token;
 }
 
-void score_row(const float* logits, int64_t token, int64_t vocab, float* log_total, int64_t* rank) {
+void score_row(const float* logits, int64_t token, int64_t vocab, float* log_total,
+               int64_t* rank) {
     const int64_t full = vocab / WIDTH * WIDTH;
     const float its = logits[token];
-    float peak = -INFINITY;
+    float max = -INFINITY;
     int64_t num_above = 0;
     for (int64_t i = 0; i < vocab; i++) {
-        peak = logits[i] > peak ? logits[i] : peak;
+        max = logits[i] > max ? logits[i] : max;
         num_above += logits[i] > its;
     }
-    const float base = peak == -INFINITY ? 0.0f : peak;
+    const float base = max == -INFINITY ? 0.0f : max;
     double total = 0;
     for (int64_t start = 0; start < full; start += BLOCK) {
         Vec sums{};
-        for (int64_t i = start; i < std::min(start + BLOCK, full); i += WIDTH) sums += exp_of(load(logits + i) - base);
+        for (int64_t i = start; i < std::min(start + BLOCK, full); i += WIDTH)
+            sums += exp_of(load(logits + i) - base);
         total += sum(sums);
     }
     for (int64_t i = full; i < vocab; i++) total += exp_of(splat(logits[i] - base))[0];
@@ -205,55 +226,70 @@ void score_row(const float* logits, int64_t token, int64_t vocab, float* log_tot
 
 }  // namespace
 
-extern "C" {
+namespace kernels {
 
-void servd_shift(float* logits, int64_t stride, const void* bitmask, int64_t words, const int64_t* slots,
-                 const int32_t* counts, const float* factors, int64_t rows, int64_t vocab, int64_t* best) {
+// Applies bitmask [rows, words] and penalties to the logits, where they are not null; `best` gets
+// each row's argmax. slots [rows]: where counts [num_slots, vocab] and factors [num_slots, 3] have
+// a row's penalties, or -1.
+void shift(float* logits, int64_t stride, const void* bitmask, int64_t bitmask_rows, int64_t words,
+           const int64_t* slots, int64_t num_slots, const int32_t* counts, const float* factors,
+           int64_t rows, int64_t vocab, int64_t* best) {
+    if (bitmask) check_at_most("rows of the bitmask", rows, bitmask_rows);
+    if (bitmask) check_at_most("vocab of the bitmask", vocab, words * 32);
+    if (slots) check_ids("slots", slots, 0, rows, num_slots, -1);
     parallel_for(rows, 1, [&](int64_t row) {
         float* x = logits + row * stride;
-        if (bitmask) forbid(x, (const uint32_t*)bitmask + row * words, vocab);
-        if (slots && slots[row] >= 0) penalize(x, counts + slots[row] * vocab, factors + slots[row] * 3, vocab);
-        best[row] = best_of(x, vocab);
+        if (bitmask) apply_bitmask(x, (const uint32_t*)bitmask + row * words, vocab);
+        if (slots && slots[row] >= 0)
+            apply_penalties(x, counts + slots[row] * vocab, factors + slots[row] * 3, vocab);
+        best[row] = argmax(x, vocab);
     });
 }
 
-void servd_to_weights(const float* logits, int64_t stride, const float* peaks, const float* temperatures, int64_t rows,
-                      int64_t vocab, float* weights) {
+// peaks and temperatures [rows]; weights [rows, vocab].
+void to_weights(const float* logits, int64_t stride, const float* peaks, const float* temperatures,
+                int64_t rows, int64_t vocab, float* weights) {
     const int64_t full = vocab / WIDTH * WIDTH;
     parallel_for(rows, 1, [&](int64_t row) {
         const float* x = logits + row * stride;
         float* to = weights + row * vocab;
-        // At most 0 before the division, so no temperature can overflow it. No NaN, which has no integer.
-        const auto weigh = [&](Vec logit) {
+        // At most 0 before the division, so no temperature can overflow it. No NaN, which has no
+        // integer.
+        const auto weight_of = [&](Vec logit) {
             const Vec weight = exp_of((logit - peaks[row]) / temperatures[row]) * WEIGHT_ONE;
             return select(weight <= WEIGHT_ONE, weight, Vec{});
         };
-        for (int64_t i = 0; i < full; i += WIDTH) store(to + i, weigh(load(x + i)));
+        for (int64_t i = 0; i < full; i += WIDTH) store(to + i, weight_of(load(x + i)));
         const int rest = int(vocab - full);
-        if (rest) store_first(to + full, weigh(load_first(x + full, rest)), rest);
+        if (rest) store_first(to + full, weight_of(load_first(x + full, rest)), rest);
     });
 }
 
-void servd_narrow(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p, int64_t rows,
-                  int64_t vocab, float* out) {
+// limits [rows]: the lowest weight that top_k (0: all) and top_p keep, at least `lowest`.
+void narrow(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p,
+            int64_t rows, int64_t vocab, float* limits) {
     parallel_for(rows, 1, [&](int64_t row) {
         std::unique_ptr<int32_t[]> found(new int32_t[vocab + 1]);
-        out[row] = narrow_row(weights + row * vocab, lowest[row], top_k[row], top_p[row], vocab, found.get());
+        limits[row] = narrow_row(weights + row * vocab, lowest[row], top_k[row], top_p[row], vocab,
+                                 found.get());
     });
 }
 
-void servd_draw(const float* weights, const float* lowest, const int64_t* seeds, const int64_t* positions, int64_t rows,
-                int64_t vocab, int64_t* out) {
+void draw(const float* weights, const float* lowest, const int64_t* seeds,
+          const int64_t* positions, int64_t rows, int64_t vocab, int64_t* token_ids) {
     parallel_for(rows, 1, [&](int64_t row) {
-        out[row] = draw_row(weights + row * vocab, lowest[row], seeds[row], positions[row], vocab);
+        token_ids[row] =
+            draw_row(weights + row * vocab, lowest[row], seeds[row], positions[row], vocab);
     });
 }
 
-void servd_score(const float* logits, int64_t stride, const int64_t* tokens, int64_t rows, int64_t vocab, float* log_totals,
-                 int64_t* ranks) {
+// log_totals [rows]: log of the sum of e^logit; ranks [rows]: of the token, from 1.
+void score(const float* logits, int64_t stride, const int64_t* token_ids, int64_t rows,
+           int64_t vocab, float* log_totals, int64_t* ranks) {
+    check_ids("token_ids", token_ids, 0, rows, vocab);
     parallel_for(rows, 1, [&](int64_t row) {
-        score_row(logits + row * stride, tokens[row], vocab, log_totals + row, ranks + row);
+        score_row(logits + row * stride, token_ids[row], vocab, log_totals + row, ranks + row);
     });
 }
 
-}  // extern "C"
+}  // namespace kernels

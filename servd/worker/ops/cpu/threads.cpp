@@ -1,5 +1,7 @@
 #include "threads.h"
 
+#include "kernels.h"
+
 #include <pthread.h>
 #include <sched.h>
 
@@ -15,7 +17,8 @@ namespace {
 
 constexpr int MAX_THREADS = 256;
 constexpr int64_t MAX_PARTS = 65535;
-constexpr auto PATIENCE = std::chrono::microseconds(200);  // longer than the gaps between a step's kernels, short beside a step
+// Longer than the gaps between a step's kernels, short beside a step.
+constexpr auto SPIN_TIME = std::chrono::microseconds(200);
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -25,10 +28,10 @@ inline void pause() {
 #endif
 }
 
-// Waits without sleeping until there is what is waited for, or patience is lost; tells which.
+// Spins until the condition holds, or for SPIN_TIME; returns whether it holds.
 template <typename Condition>
-bool is_soon(const Condition& condition) {
-    const auto end = std::chrono::steady_clock::now() + PATIENCE;
+bool spin_until(const Condition& condition) {
+    const auto end = std::chrono::steady_clock::now() + SPIN_TIME;
     do {
         for (int i = 0; i < 32; i++, pause())
             if (condition()) return true;
@@ -36,12 +39,15 @@ bool is_soon(const Condition& condition) {
     return false;
 }
 
-// The parts that a thread has still to do: number of the loop, first part and end, of 32, 16 and 16 bits. The number
-// makes a thread that was held up, and comes to take a part of a loop that is over, find nothing.
+// The parts that a thread has still to do: number of the loop, first part and end, of 32, 16 and
+// 16 bits. Because of the number, a thread that was held up, and comes to take a part of a loop
+// that is over, finds nothing.
 struct alignas(64) Share {
     std::atomic<uint64_t> word{0};
 
-    void set(uint32_t loop, uint64_t first, uint64_t end) { word = uint64_t(loop) << 32 | first << 16 | end; }
+    void set(uint32_t loop, uint64_t first, uint64_t end) {
+        word = uint64_t(loop) << 32 | first << 16 | end;
+    }
 
     // The share's own thread begins at the front, others at the end; -1 if there is nothing.
     int64_t take(uint32_t loop, bool own) {
@@ -49,7 +55,8 @@ struct alignas(64) Share {
         for (;;) {
             const int64_t first = now >> 16 & 0xffff, end = now & 0xffff;
             if (uint32_t(now >> 32) != loop || first == end) return -1;
-            if (word.compare_exchange_weak(now, own ? now + (1 << 16) : now - 1, std::memory_order_acq_rel))
+            const uint64_t rest = own ? now + (1 << 16) : now - 1;
+            if (word.compare_exchange_weak(now, rest, std::memory_order_acq_rel))
                 return own ? first : end - 1;
         }
     }
@@ -59,9 +66,11 @@ class Pool {
   public:
     void run(int64_t count, int64_t size, Part part, const void* body, int threads) {
         const int64_t parts = (count + size - 1) / size;
-        this->count = count, this->size = size, this->part = part, this->body = body, this->threads = threads, left = parts;
+        this->count = count, this->size = size, this->part = part, this->body = body;
+        this->threads = threads, left = parts;
         const uint32_t number = loop.load(std::memory_order_relaxed) + 1;
-        for (int64_t i = 0; i < threads; i++) shares[i].set(number, parts * i / threads, parts * (i + 1) / threads);
+        for (int64_t i = 0; i < threads; i++)
+            shares[i].set(number, parts * i / threads, parts * (i + 1) / threads);
         loop = number;
         start(threads - 1);
         if (sleeping > 0) {
@@ -70,7 +79,7 @@ class Pool {
         }
         work(0, number);
         const auto done = [&] { return left.load(std::memory_order_acquire) == 0; };
-        if (!is_soon(done))
+        if (!spin_until(done))
             while (!done()) sched_yield();  // a thread with a part was interrupted
     }
 
@@ -78,8 +87,10 @@ class Pool {
 
   private:
     void work(int thread, uint32_t number) {
-        // If the loop ends meanwhile, these may be of the next one: but then there is no part to take any more.
-        const int64_t count = this->count.load(std::memory_order_relaxed), size = this->size.load(std::memory_order_relaxed);
+        // If the loop ends meanwhile, these may be of the next one: but then there is no part to
+        // take any more.
+        const int64_t count = this->count.load(std::memory_order_relaxed);
+        const int64_t size = this->size.load(std::memory_order_relaxed);
         const Part part = this->part.load(std::memory_order_relaxed);
         const void* body = this->body.load(std::memory_order_relaxed);
         const int threads = this->threads.load(std::memory_order_relaxed);
@@ -103,7 +114,8 @@ class Pool {
     void live(int thread) {
         for (uint32_t seen = 0;;) {
             const bool takes_part = thread < threads.load(std::memory_order_relaxed);
-            if (!takes_part || !is_soon([&] { return loop.load(std::memory_order_acquire) != seen; })) {
+            const auto has_loop = [&] { return loop.load(std::memory_order_acquire) != seen; };
+            if (!takes_part || !spin_until(has_loop)) {
                 std::unique_lock<std::mutex> lock(mutex);
                 sleeping++;
                 wake.wait(lock, [&] { return loop != seen; });
@@ -126,8 +138,12 @@ class Pool {
 };
 
 Pool* pool = new Pool;  // its threads live as long as the process
-[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });  // a child has none of them
-std::atomic<int> num_threads{std::max(1, std::min(int(std::thread::hardware_concurrency()), MAX_THREADS))};
+// A child process has none of them.
+[[maybe_unused]] const int at_fork =
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+
+int within_limits(int number) { return std::max(1, std::min(number, MAX_THREADS)); }
+std::atomic<int> num_threads{within_limits(int(std::thread::hardware_concurrency()))};
 
 }  // namespace
 
@@ -135,9 +151,10 @@ void run_parts(int64_t count, int64_t size, Part part, const void* body) {
     if (count <= 0) return;
     size = std::max(size, count / MAX_PARTS + 1);
     const int threads = num_threads.load(std::memory_order_relaxed);
-    if (count <= size || threads == 1 || pool->busy.test_and_set(std::memory_order_acquire)) return part(body, 0, count);
+    if (count <= size || threads == 1 || pool->busy.test_and_set(std::memory_order_acquire))
+        return part(body, 0, count);
     pool->run(count, size, part, body, threads);
     pool->busy.clear(std::memory_order_release);
 }
 
-extern "C" void servd_set_threads(int number) { num_threads = std::max(1, std::min(number, MAX_THREADS)); }
+void kernels::set_threads(int number) { num_threads = within_limits(number); }

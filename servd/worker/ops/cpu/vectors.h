@@ -1,9 +1,10 @@
-// Vectors as wide as the machine's registers, numbers of 8 and 16 bits, and e^x: what the CPU kernels of this folder share.
-// They are called through ctypes (../native.py), which states the arguments, and compiled once per instruction set.
+// Vectors as wide as the machine's registers, numbers of 8 and 16 bits, and e^x: what the kernels
+// share. They are compiled once per instruction set.
 //
 // Two rules hold everywhere:
-// - A number is computed by the same operations in the same order whatever else is in the batch, and however the work is
-//   divided over the threads, so that a request gets the same bits alone and among others.
+// - A number is computed by the same operations in the same order whatever else is in the batch,
+//   and however the work is divided over the threads, so that a request gets the same bits alone
+//   and among others.
 // - Weights and cache may have 8 or 16 bits; arithmetic is float32.
 
 #pragma once
@@ -31,7 +32,8 @@ typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_al
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
 
-inline Vec splat(float x) { return x - Vec{}; }  // 0 would not leave -0 alone in a sum, and cost an instruction
+// x - 0 and not x + 0, which would turn -0 into 0 and cost an instruction.
+inline Vec splat(float x) { return x - Vec{}; }
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
 
@@ -49,8 +51,9 @@ inline float widen(Float16 x) {
     uint32_t bits = uint32_t(x.bits & 0x7fff) << 13;
     float result;
     memcpy(&result, &bits, 4);
+    // The exponents differ by 112; what is subnormal here becomes normal.
     if ((x.bits & 0x7c00) == 0x7c00) result = bits & 0x7fffff ? NAN : INFINITY;
-    else result *= 0x1p112f;  // the exponents differ by so much; what is subnormal here becomes normal
+    else result *= 0x1p112f;
     return x.bits & 0x8000 ? -result : result;
 #endif
 }
@@ -71,7 +74,8 @@ inline void narrow(float x, Float16* to) {
     const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
     if (size > 0x7f800000) to->bits = uint16_t(sign | 0x7e00);
     else if (size >= 0x477ff000) to->bits = uint16_t(sign | 0x7c00);  // 65520 and more
-    else if (size >= 0x38800000) to->bits = uint16_t(sign | ((size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13));
+    else if (size >= 0x38800000)
+        to->bits = uint16_t(sign | ((size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13));
     else {  // subnormal: the sum with 0.5 is rounded where it must be
         const float shifted = fabsf(x) + 0.5f;
         memcpy(&bits, &shifted, 4);
@@ -114,7 +118,9 @@ inline Vec load(const int8_t* p) {
 #endif
 }
 
-inline Vec select(IntVec condition, Vec a, Vec b) { return (Vec)((condition & (IntVec)a) | (~condition & (IntVec)b)); }
+inline Vec select(IntVec condition, Vec a, Vec b) {
+    return (Vec)((condition & (IntVec)a) | (~condition & (IntVec)b));
+}
 inline Vec at_most(Vec x, float limit) { return select(x > limit, splat(limit), x); }  // NaN stays
 inline Vec at_least(Vec x, float limit) { return select(x < limit, splat(limit), x); }
 
@@ -124,7 +130,8 @@ inline float sum(Vec x) {
     return total;
 }
 
-// e^x within 2 units in the last place: 2^n times a polynomial on [-ln(2)/2, ln(2)/2]; 0 below -87.3, NaN of NaN.
+// e^x within 2 units in the last place: 2^n times a polynomial on [-ln(2)/2, ln(2)/2]; 0 below
+// -87.3, NaN of NaN.
 inline Vec exp_of(Vec x) {
     const IntVec tiny = x < -87.3f;
     x = at_least(at_most(x, 88.7f), -87.3f);

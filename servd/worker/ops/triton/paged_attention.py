@@ -149,24 +149,18 @@ def paged_attention(
     }  # fmt: skip
     attention_kernel[plan.num_tiles + num_rows * plan.max_splits, num_kv_heads](
         q, kv_cache[0], kv_cache[1], out, partials, lses, block_tables, query_start_loc, seq_lens,
-        q.stride(0), block_tables.stride(0), num_rows, plan.num_tiles, plan.max_queries, plan.max_splits,
-        scale * math.log2(math.e),
-        **sizes, GROUP=group, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HAS_TILES=plan.num_tiles > 0,
+        q.stride(0), block_tables.stride(0), num_rows, plan.num_tiles,
+        plan.max_queries, plan.max_splits, scale * math.log2(math.e),
+        **sizes, GROUP=group, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size,
+        HAS_TILES=plan.num_tiles > 0,
         DECODE_LINES=_lines_of(DECODE_LINES, group), PREFILL_LINES=_lines_of(PREFILL_LINES, group),
         num_warps=tuned.num_warps, num_stages=tuned.num_stages,
     )  # fmt: skip
     if merged:
         merge_kernel[merged, num_heads](
-            partials,
-            lses,
-            out,
-            query_start_loc,
-            seq_lens,
-            plan.max_queries,
-            plan.max_splits,
-            **sizes,
-            num_warps=1,
-        )
+            partials, lses, out, query_start_loc, seq_lens, plan.max_queries, plan.max_splits,
+            **sizes, num_warps=1,
+        )  # fmt: skip
     return out
 
 
@@ -203,12 +197,14 @@ def attention_kernel(
             _prefill_tile(
                 q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
                 q_stride, table_stride, num_rows, num_tiles - 1 - program, score_scale,
-                HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, GROUP, KV_HEADS, BLOCK_SIZE, PREFILL_LINES,
+                HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, GROUP, KV_HEADS, BLOCK_SIZE,
+                PREFILL_LINES,
             )  # fmt: skip
     if program >= num_tiles:
         row, split = (program - num_tiles) // max_splits, (program - num_tiles) % max_splits
         _decode_split(
-            q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
+            q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr,
+            tables_ptr, starts_ptr, seq_lens_ptr,
             q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
             HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, MIN_SPLIT, MAX_SPLITS,
             GROUP, KV_HEADS, BLOCK_SIZE, DECODE_LINES,
@@ -219,7 +215,8 @@ def attention_kernel(
 def _prefill_tile(
     q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
     q_stride, table_stride, num_rows, tile, score_scale,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr, SPLIT_QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
+    SPLIT_QUERIES: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a row that is not split, over all keys that they see."""
@@ -233,7 +230,8 @@ def _prefill_tile(
         q = _load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM)
         result, _ = _attend(
             q, seq_len - query_len + query, key_ptr, value_ptr, tables_ptr + row * table_stride,
-            first_key, first_key // TILE_KEYS * TILE_KEYS, tl.minimum(first_position + QUERIES, seq_len), score_scale,
+            first_key, first_key // TILE_KEYS * TILE_KEYS,
+            tl.minimum(first_position + QUERIES, seq_len), score_scale,
             HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, LINES,
         )  # fmt: skip
         at = (start + query) * (KV_HEADS * GROUP) + head
@@ -259,7 +257,8 @@ def _decode_split(
         q = _load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM)
         result, lse = _attend(
             q, seq_len - query_len + query, key_ptr, value_ptr, tables_ptr + row * table_stride,
-            first_key, begin + split * size, tl.minimum(begin + (split + 1) * size, seq_len), score_scale,
+            first_key, begin + split * size,
+            tl.minimum(begin + (split + 1) * size, seq_len), score_scale,
             HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, LINES,
         )  # fmt: skip
         if num_splits == 1:

@@ -18,8 +18,7 @@ LAST = 2**31 - 1
 @triton.jit
 def shift_kernel(
     logits_ptr, starts_ptr, ids_ptr, biases_ptr, bitmask_ptr, slots_ptr, counts_ptr, factors_ptr,
-    best_ptr, vocab,
-    row_stride, words,
+    best_ptr, vocab, row_stride, words,
     COUNT_BITS: tl.constexpr, LAST: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row and BLOCK tokens; finds the best of them. `slots` is negative in rows
@@ -84,8 +83,8 @@ def shift(
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
     words = 0 if bitmask is None else bitmask.shape[1]
     shift_kernel[best.shape](
-        logits, starts, token_ids, biases, bitmask, slots, counts, factors, best, vocab,
-        logits.stride(0), words,
+        logits, starts, token_ids, biases, bitmask, slots, counts, factors,
+        best, vocab, logits.stride(0), words,
         IN_PROMPT - 1, LAST, ENTRIES, BLOCK, num_warps=8,
     )  # fmt: skip
     return LAST - (best.amax(dim=-1) & 0xFFFFFFFF)

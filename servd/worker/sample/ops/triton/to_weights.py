@@ -15,8 +15,8 @@ BLOCK = 4096
 
 @triton.jit
 def to_weights_kernel(
-    logits_ptr, peaks_ptr, temperatures_ptr, weights_ptr, vocab, row_stride, ONE: tl.constexpr,
-    BLOCK: tl.constexpr
+    logits_ptr, peaks_ptr, temperatures_ptr, weights_ptr, vocab, row_stride,
+    ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row and BLOCK tokens."""
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
