@@ -1,8 +1,8 @@
 // The sampler's passes over the vocabulary: one row per thread, so that a row's result depends on
 // nothing else.
 //
-// Weights are probabilities as integers, kept in float32 (servd/worker/sample/fixed_point.py) and added
-// up in int64. Their bits, as integers, are ordered as they are: what top-k and top-p keep is
+// Weights are probabilities as integers (servd/worker/sample/fixed_point.py), kept in float32 and
+// added up in int64. Their bits, as integers, are ordered as they are: what top-k and top-p keep is
 // searched by these bits, without a sort.
 
 #include <memory>
