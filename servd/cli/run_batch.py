@@ -259,6 +259,7 @@ class Batch:
             request = json.loads(line)
             custom_id = request["custom_id"]
             if custom_id in self.done:
+                self.count(self.done[custom_id])
                 return None
             check(request)
             answer = self.target.ask(connection, "POST", request["url"], request["body"])
@@ -267,9 +268,7 @@ class Batch:
         except (OSError, http.client.HTTPException) as problem:
             connection.close()  # the next request opens it again
             error = {"code": "connection", "message": f"{type(problem).__name__}: {problem}"}
-        if answer is None or answer.status != 200:
-            with self.lock:
-                self.num_failed += 1
+        self.count(answer and answer.status)
         response = answer and {
             "status_code": answer.status,
             "request_id": answer.request_id,
@@ -281,6 +280,11 @@ class Batch:
             "response": response,
             "error": error,
         }
+
+    def count(self, status: int | None) -> None:
+        """Count a failure, of this run or of the run whose answer is kept."""
+        with self.lock:
+            self.num_failed += status != 200
 
 
 def refuse_duplicates(lines: list[tuple[int, str]]) -> None:
@@ -325,24 +329,26 @@ def describe(problem: Exception) -> str:
     return "must be a JSON object" if isinstance(problem, TypeError) else str(problem)
 
 
-def keep_finished(results: Path) -> set[Any]:
-    """Drop from an earlier run's output what has to be done again; returns the ids of what
-    stays.
+def keep_finished(results: Path) -> dict[Any, int]:
+    """Drop from an earlier run's output what has to be done again; returns the HTTP status of what
+    stays, by custom_id.
     """
     if not results.exists():
-        return set()
-    kept: dict[Any, str] = {}
+        return {}
+    lines: dict[Any, str] = {}
+    statuses: dict[Any, int] = {}
     for line in results.read_text(encoding="utf8").split("\n"):
         try:
             entry = json.loads(line)
-            if entry["response"]["status_code"] < 500:
-                kept[entry["custom_id"]] = line
+            status = entry["response"]["status_code"]
+            if status < 500:
+                lines[entry["custom_id"]], statuses[entry["custom_id"]] = line, status
         except (ValueError, KeyError, TypeError):
             continue  # cut off in the middle, or without an answer
     temporary = results.with_name(f"{results.name}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept.values()), encoding="utf8")
+    temporary.write_text("".join(f"{line}\n" for line in lines.values()), encoding="utf8")
     os.replace(temporary, results)
-    return set(kept)
+    return statuses
 
 
 @contextmanager

@@ -69,6 +69,19 @@ def test_a_server_that_is_not_there_is_an_error_of_the_line(tmp_path):
     assert json.loads(results.read_text(encoding="utf8"))["error"]["code"] == "connection"
 
 
+def test_a_refusal_that_is_kept_counts_as_a_failure_again(tmp_path):
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(line, "abc")), encoding="utf8")
+    kept = [
+        json.dumps({"custom_id": name, "response": {"status_code": code}, "error": None})
+        for name, code in (("a", 200), ("b", 400), ("c", 404), ("of another batch", 400))
+    ]
+    results.write_text("\n".join(kept), encoding="utf8")
+    no_server = Target("http://127.0.0.1:1")
+    assert Batch(source, results).run(no_server, concurrency=1) == 2
+    assert results.read_text(encoding="utf8").splitlines() == kept
+
+
 def test_how_long_to_wait(monkeypatch):
     monkeypatch.setattr(run_batch.time, "time", lambda: 1_000_000_000.0)
     assert seconds_of("2") == 2 and seconds_of("0.5") == 0.5 and seconds_of("-1") == 0

@@ -1,0 +1,44 @@
+"""Each file in examples/ does what it says, with the demo model and as its reader would run it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Server, shared
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+# File -> what it prints, among other things. Every file of examples/ must be here.
+PRINTS = {
+    "chat.py": ["8000", " tokens"],
+    "offline.py": ["'The capital of France is' -> ", "choice 2: ", "prompt tokens"],
+    "streaming.py": ["Mia", " tokens"],
+    "structured_output.py": ["Anna is 31 and lives in Oslo"],
+    "tools.py": ['get_weather({"city": "Paris"})', "21"],
+}
+
+
+@pytest.fixture(scope="module")
+def demo_server() -> Iterator[Server]:
+    yield from shared("--device", "cpu")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_example(name: str, demo_server: Server):
+    arguments = [] if name == "offline.py" else [demo_server.url]
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    for part in PRINTS[name]:
+        assert part in result.stdout
