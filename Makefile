@@ -20,6 +20,8 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 # Beside each other: those of whole servers mostly wait. Two processes that compute are enough for two CPUs.
 SERVERS = tests/integration
 ROOMS = tests/api tests/core tests/demo_model tests/parity
+# What tells most within a minute: no server, no model.
+FAST = tests/core tests/cli $(filter-out tests/test_docs.py tests/test_llm.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \
@@ -54,7 +56,10 @@ test-gpu: .gpu ## Run the tests that need a GPU with GPU_PYTHON, in less than 8 
 	@if $(HAS_GPU); then PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' $(GPU_TESTS) $(ARGS); \
 	else echo "no NVIDIA GPU here: nothing to test"; fi
 
-check: format-check lint typecheck test-unit ## Check format, lint and types; run the unit tests (architecture and docs too)
+check: format-check lint ## Check format, lint, types, import rules; run the fast tests, in less than 2 minutes
+	@types=$$(mktemp); $(BIN)/pyright --pythonpath $(BIN)/python >$$types 2>&1 & pid=$$!; \
+	$(BIN)/python -m pytest $(FAST); failed=$$?; \
+	wait $$pid || failed=1; cat $$types; rm -f $$types; exit $$failed
 
 format: $(VENV)/.dev ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format

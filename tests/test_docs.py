@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from servd.cli import make_parser
 from servd.config import options_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tools/*/*.md")])
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 # Flags of other programs that the pages show.
@@ -28,6 +29,7 @@ OTHER_FLAGS = {
     "--url", "--concurrency",  # servd run-batch
     "--num-prompts", "--input-len", "--output-len", "--out",  # servd bench
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
+    "--threads", "--work",  # tools.demo_model.train
     "--parts",  # benchmarks.gpu
 }  # fmt: skip
 
@@ -85,6 +87,29 @@ def test_the_help_has_every_option_and_its_description(capsys):
         assert (section.type.__doc__ or "").splitlines()[0].rstrip(".") in shown
     for name in options_by_name():
         assert name == "model" or f"--{name.replace('_', '-')}" in shown
+
+
+def test_the_index_has_every_page():
+    index = (ROOT / "docs/README.md").read_text(encoding="utf8")
+    pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    assert [name for name in sorted(pages) if f"]({name})" not in index] == []
+
+
+def test_the_functions_on_the_way_of_a_request_exist():
+    """Names in the README's table, such as `Scheduler.schedule`."""
+    text = (ROOT / "README.md").read_text(encoding="utf8")
+    table = text[text.index("| where | what happens |") : text.index("If a process dies")]
+    names = set(re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", table))
+    assert len(names) > 8
+    defined = set()
+    for path in ROOT.glob("servd/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if isinstance(node, ast.ClassDef):
+                methods = (ast.FunctionDef, ast.AsyncFunctionDef)
+                defined |= {f"{node.name}.{m.name}" for m in node.body if isinstance(m, methods)}
+            elif isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef):
+                defined.add(node.name)
+    assert sorted(names - defined) == []
 
 
 def test_all_places_name_the_same_torch():

@@ -233,6 +233,15 @@ def test_report_measures_the_parts_that_are_asked_for(tmp_path: Path):
     assert result.returncode == 2 and "--peer and --peer-url go together" in result.stderr
 
 
+def test_the_page_in_docs_has_only_what_was_measured():
+    """`make bench-cpu` overwrites the page; what people write is in benchmarks-peers.md."""
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf8")
+    written = (ROOT / "benchmarks/cpu.py").read_text(encoding="utf8")
+    headings = [line for line in page.splitlines() if line.startswith("#")]
+    assert [line for line in headings if f'"{line}"' not in written] == []
+    assert page.splitlines()[2] in cpu.page({})
+
+
 def test_report_compares_with_what_the_machine_allows():
     """10 GB/s read 20 M float32 in 8 ms; 8 prompts of 512 tokens over 10 M elements are 81.92
     GFLOP.
