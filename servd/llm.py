@@ -16,6 +16,7 @@ from servd import ipc, launch
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
+from servd.api.prompt import Prompt
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
@@ -36,7 +37,7 @@ from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput, RequestOutput, unpack_vector
 from servd.params import PoolingParams, SamplingParams
 
-Prompt = str | list[int]
+TextOrIds = str | list[int]
 Messages = list[dict[str, Any]]
 Params = SamplingParams | PoolingParams
 
@@ -72,7 +73,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: TextOrIds | Sequence[TextOrIds],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
@@ -101,17 +102,17 @@ class LLM:
             messages: OpenAI-style messages.
             params: for all conversations, or one for each.
             use_tqdm: overrides the setting of this LLM.
-            template_options: further arguments of `Processor.render_chat`, e.g. `tools=[...]`.
+            template_options: further arguments of `ChatTemplate.render`, e.g. `tools=[...]`.
         """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        render = self.engine.processor.render_chat
+        render = self.engine.processor.chat_template.render
         # The template writes its own beginning-of-sequence token.
         prompts = [(render(c, **template_options), False) for c in conversations]  # type: ignore[arg-type]
         return self._run(prompts, params, use_tqdm)
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: TextOrIds | Sequence[TextOrIds],
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
@@ -133,7 +134,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[tuple[Prompt, bool]],
+        prompts: Sequence[tuple[TextOrIds, bool]],
         params: Params | Sequence[Params] | None,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
@@ -194,7 +195,7 @@ class LLMEngine:
         self._close = weakref.finalize(self, _close, self.processor.grammars, self.port)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: Params, *, add_special_tokens: bool = True
+        self, request_id: str, prompt: TextOrIds, params: Params, *, add_special_tokens: bool = True
     ) -> None:
         """Queue a prompt.
 
@@ -205,16 +206,9 @@ class LLMEngine:
             raise InvalidRequest(
                 f"a request with the id {request_id!r} is unfinished", param="request_id"
             )
-        client = self.port.client
-        prepared = (
-            self.processor.process_pooling(
-                request_id, prompt, params, add_special_tokens=add_special_tokens, client=client
-            )
-            if isinstance(params, PoolingParams)
-            else self.processor.process(
-                request_id, prompt, params, add_special_tokens=add_special_tokens, client=client
-            )
-        )
+        whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
+        prepared = self.processor.process(whole, params)
+        self.processor.check_structured_output(prepared)
         self.output_processor.add(prepared)
         self.requests[request_id] = RequestOutput(
             request_id=request_id,
@@ -222,8 +216,7 @@ class LLMEngine:
             prompt_token_ids=prepared.prompt_token_ids,
             outputs=[CompletionOutput(index=i) for i in range(prepared.params.n)],
         )
-        for request in prepared.requests:
-            self.port.send(request)
+        self.port.send(prepared.request)
 
     def step(self) -> list[RequestOutput]:
         """Wait for the next outputs of the engine; return the requests that got some, each whole up

@@ -49,16 +49,42 @@ class Attach(Message, tag=True):
     inbox: str  # address that the engine sends to
 
 
+class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+    """How a request is served, whatever it asks of the model: carried from the route to the
+    engine.
+    """
+
+    priority: int = 0  # lower runs first, under --scheduling-policy priority
+    cache_salt: str | None = None  # requests share cached blocks only with the same salt
+    # Keep only so many tokens of the prompt, the last ones; -1 for as many as fit. None to the
+    # engine, whose prompts are cut.
+    truncate_prompt_tokens: int | None = None
+
+
 class EngineCoreRequest(Message, tag=True):
-    """One validated request: nothing in it can fail in the engine."""
+    """One validated prompt with all its choices: nothing in it can fail in the engine."""
 
     request_id: str
     prompt_token_ids: list[int]  # at least one; with max_tokens within max_model_len
     params: SamplingParams | PoolingParams
     client: int = 0  # which API server gets the outputs
     eos_token_ids: list[int] = []  # end generation; empty under ignore_eos
-    priority: int = 0  # lower runs first, under --scheduling-policy priority
-    cache_salt: str | None = None  # requests share cached blocks only with the same salt
+    options: RequestOptions = RequestOptions()
+
+    def choice_ids(self) -> list[str]:
+        """The ids under which the outputs of the choices come."""
+        n = self.params.n if isinstance(self.params, SamplingParams) else 1
+        return [self.request_id] if n == 1 else [f"{self.request_id}_{i}" for i in range(n)]
+
+    def choices(self) -> list[EngineCoreRequest]:
+        """A request for each choice, with a seed of its own. They share all lists."""
+        params = self.params
+        if not isinstance(params, SamplingParams) or params.n == 1:
+            return [self]
+        return [
+            msgspec.structs.replace(self, request_id=choice_id, params=params.of_choice(index))
+            for index, choice_id in enumerate(self.choice_ids())
+        ]
 
 
 class AbortRequests(Message, tag=True):

@@ -158,6 +158,15 @@ class SamplingParams(
         if self.reasoning_tags is not None:
             bounds.verify(self.reasoning_tags, vocab_size, "thinking_token_budget")
 
+    def of_choice(self, index: int) -> SamplingParams:
+        """Those of one of the `n` choices: successive seeds, and one choice scores the prompt."""
+        # The sum wraps as int64 does.
+        seed = self.seed
+        if seed is not None:
+            seed = (seed + index + INT64_MAX + 1) % 2**64 - INT64_MAX - 1
+        prompt_logprobs = self.prompt_logprobs if index == 0 else None
+        return msgspec.structs.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+
     @property
     def is_greedy(self) -> bool:
         """Temperature 0 (or so close that dividing by it would overflow)."""

@@ -16,11 +16,11 @@ from starlette.routing import Route
 import servd
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import ApiKeyAuth, owners
+from servd.api.context import Context
 from servd.api.middleware import BodyLimit, RequestContext
 from servd.api.protocol.errors import error_reply
 from servd.api.response_store import MAX_BYTES, MIN_BYTES, ResponseStore
 from servd.api.routes import load_routers
-from servd.api.routes._context import Context
 from servd.config import Config
 from servd.errors import NotFound, ServdError
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import TypeVar
 
 import msgspec
 
-from servd.api.message_parser import ToolUse
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.output_processor import OutputProcessor
-from servd.api.processor import Prepared, Processor
+from servd.api.processor import NO_OPTIONS, Prepared, Processor
+from servd.api.prompt import Prompt
 from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded
@@ -25,6 +25,7 @@ from servd.messages import (
     EngineReady,
     EngineStatus,
     FinishReason,
+    RequestOptions,
     SchedulerStats,
 )
 from servd.messages import EngineDead as EngineDeadMessage
@@ -43,17 +44,13 @@ MAX_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 
 
 class _Stream:
-    """Deltas of one request between the engine's channel and the consumer.
+    """Deltas between the engine's channel and one consumer.
 
     What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in
     one step.
     """
 
-    def __init__(self, prepared: Prepared, arrival_ns: int, is_counted: bool) -> None:
-        self.is_counted = is_counted  # in the metrics
-        self.choices = [
-            ChoiceTimes(arrival_ns, len(prepared.prompt_token_ids)) for _ in prepared.requests
-        ]
+    def __init__(self) -> None:
         self._waiting: dict[int, CompletionOutput] = {}  # choice index -> merged delta
         self._failure: EngineError | None = None
         self._wake = asyncio.Event()
@@ -83,6 +80,20 @@ class _Stream:
         return deltas.values()
 
 
+class _Running(msgspec.Struct):
+    """A prompt in the engine, and where the deltas of its choices go."""
+
+    prepared: Prepared
+    stream: _Stream
+    first: int  # index in the stream of its first choice
+    choices: list[ChoiceTimes]
+
+    @property
+    def is_counted(self) -> bool:
+        """In the metrics."""
+        return not self.prepared.is_part
+
+
 class AsyncLLM:
     """Prepares requests, hands them to the engine and gives every one its stream of deltas. Lives
     on one loop.
@@ -90,8 +101,7 @@ class AsyncLLM:
     Attributes:
         status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's state as last reported.
-        num_unfinished: requests of clients whose answers are in the making, or whose structured
-            output is checked.
+        num_unfinished: prompts that are admitted, from before they are prepared to their end.
 
     Args:
         config: resolved.
@@ -125,7 +135,7 @@ class AsyncLLM:
         self.status = EngineStatus("starting the engine")
         self.stats = SchedulerStats()
         self.num_unfinished = 0
-        self._streams: dict[str, _Stream] = {}
+        self._running: dict[str, _Running] = {}  # by request id
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
         self._grammar_threads = ThreadPoolExecutor(
             max_workers=MAX_GRAMMAR_THREADS, thread_name_prefix="grammar"
@@ -152,177 +162,12 @@ class AsyncLLM:
         """Whether the engine serves requests."""
         return isinstance(self.status, EngineReady)
 
-    async def prepare(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        add_special_tokens: bool = True,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        param: str = "prompt",
-    ) -> Prepared:
-        """`Processor.process`, in a thread if the prompt is long or a structured output is new.
+    @contextmanager
+    def admit(self, num_prompts: int = 1) -> Iterator[None]:
+        """Take in a whole request of a client, before anything is done for it, or refuse it.
 
         Raises:
-            InvalidRequest: see `Processor.process`.
-            Overloaded: see `GrammarChecker.check`; and, for a structured output that is new,
-                `check_capacity`.
-        """
-        process = partial(
-            self.processor.process,
-            request_id,
-            prompt,
-            params,
-            add_special_tokens=add_special_tokens,
-            priority=priority,
-            cache_salt=cache_salt,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            client=self.client.client,
-            param=param,
-        )
-        output = params.structured_output
-        if output is None or self.processor.grammars.knows(output):
-            prepared = await self._run(len(prompt) if isinstance(prompt, str) else 0, process)
-        else:  # it may take seconds, and must not keep long prompts waiting
-            self.check_capacity()
-            self.num_unfinished += 1
-            try:
-                prepared = await asyncio.get_running_loop().run_in_executor(
-                    self._grammar_threads, process
-                )
-            finally:
-                self.num_unfinished -= 1
-        self.tracer.mark(request_id, "tokenised")
-        return prepared
-
-    async def prepare_chat(
-        self,
-        request_id: str,
-        messages: list[dict[str, Any]],
-        params: SamplingParams,
-        *,
-        tool_use: ToolUse | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> Prepared:
-        """Render a chat and prepare it, in a thread if it is long. `reply` of the result tells how
-        to read the answer.
-
-        Raises:
-            InvalidRequest: see `Processor.render_chat`, `Processor.process` and
-                `MessageFormat.reply`.
-            Overloaded: see `prepare`.
-        """
-        tools = tool_use.tools if tool_use else None
-        prompt = await self.render_chat(
-            messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs
-        )
-        self.tracer.mark(request_id, "templated")
-        reply = self.processor.message_format.reply(
-            prompt,
-            tool_use,
-            params.structured_output,
-            params.skip_special_tokens,
-            continued=str(messages[-1].get("content") or "") if continue_final_message else "",
-        )
-        if reply.structured_output is not params.structured_output:
-            params = msgspec.structs.replace(params, structured_output=reply.structured_output)
-        if params.thinking_token_budget is not None:
-            # The tags of a chat's messages say nothing of the reply.
-            tags = self.processor.thinking_tags(None if reply.is_thinking else [])
-            budget = params.thinking_token_budget if reply.reasoning_parser else None
-            params = msgspec.structs.replace(
-                params, thinking_token_budget=budget, reasoning_tags=tags
-            )
-        prepared = await self.prepare(
-            request_id,
-            prompt,
-            params,
-            add_special_tokens=False,
-            priority=priority,
-            cache_salt=cache_salt,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            param="messages",
-        )
-        prepared.reply = reply
-        return prepared
-
-    async def prepare_pooling(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: PoolingParams,
-        *,
-        add_special_tokens: bool = True,
-        priority: int = 0,
-        truncate_prompt_tokens: int | None = None,
-        param: str = "input",
-    ) -> Prepared:
-        """`Processor.process_pooling`, in a thread if the prompt is long.
-
-        Raises:
-            InvalidRequest: see `Processor.process_pooling`.
-        """
-        process = partial(
-            self.processor.process_pooling,
-            request_id,
-            prompt,
-            params,
-            add_special_tokens=add_special_tokens,
-            priority=priority,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            client=self.client.client,
-            param=param,
-        )
-        prepared = await self._run(len(prompt) if isinstance(prompt, str) else 0, process)
-        self.tracer.mark(request_id, "tokenised")
-        return prepared
-
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> str:
-        """`Processor.render_chat`, in a thread if the messages are long.
-
-        Raises:
-            InvalidRequest: see `Processor.render_chat`.
-        """
-        render = partial(
-            self.processor.render_chat,
-            messages,
-            tools,
-            add_generation_prompt,
-            continue_final_message,
-            chat_template_kwargs,
-        )
-        return await self._run(_num_chars([messages, tools, chat_template_kwargs]), render)
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`Tokenizer.encode`, in a thread if the text is long.
-
-        Raises:
-            InvalidRequest: see `Tokenizer.encode`.
-        """
-        return await self._run(
-            len(text), partial(self.processor.tokenizer.encode, text, add_special_tokens)
-        )
-
-    def check_capacity(self) -> None:
-        """Whether a request can be taken in now.
-
-        Raises:
-            Overloaded: too many unfinished requests, or the model is still loading.
+            Overloaded: too many prompts are unfinished, or the model is still loading.
             EngineDead: the engine is gone.
         """
         match self.status:
@@ -334,58 +179,86 @@ class AsyncLLM:
                     retry_after=5,
                 )
         limit = self.config.scheduler.max_waiting_requests
-        if self.num_unfinished >= limit:
+        if self.num_unfinished + num_prompts > limit:
+            more = f" and this one has {num_prompts} prompts" if num_prompts > 1 else ""
             raise Overloaded(
-                f"{self.num_unfinished} requests are unfinished, the limit is {limit}: retry later"
+                f"{self.num_unfinished} requests are unfinished{more}, the limit is {limit}: "
+                "retry later"
             )
+        self.num_unfinished += num_prompts
+        try:
+            yield
+        finally:
+            self.num_unfinished -= num_prompts
 
-    def generate(
-        self, prepared: Prepared, is_part: bool = False
-    ) -> AsyncGenerator[CompletionOutput, None]:
-        """Run a request. Errors that need no engine are raised here, not at the first delta.
-
-        Args:
-            prepared: by `prepare` or one of its siblings.
-            is_part: of a request that the caller has admitted by `check_capacity` and counts, here
-                and in the metrics.
-
-        Returns:
-            Deltas of all choices, ending when all have finished. Deltas that wait are merged.
-            Leaving early, by `aclose` or by cancellation, aborts the request at once. While
-            iterating, EngineError tells that the engine failed on this request, and EngineDead that
-            it is gone.
+    async def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | PoolingParams,
+        options: RequestOptions = NO_OPTIONS,
+    ) -> list[Prepared]:
+        """`Processor.process` for all prompts of a request; in a thread if they are long. A
+        structured output that is new is checked in another, for seconds maybe.
 
         Raises:
-            Overloaded: see `check_capacity`.
-            EngineDead: the engine is gone.
-            InvalidRequest: a request with this id is running.
+            InvalidRequest: see `Processor.process` and `Processor.check_structured_output`.
+            Overloaded: see `Processor.check_structured_output`.
         """
-        if not is_part:
-            self.check_capacity()
-        if prepared.request_id in self._streams:
-            raise InvalidRequest(
-                f"a request with the id {prepared.request_id!r} is running", param="request_id"
-            )
-        return self._generate(prepared, is_counted=not is_part)
-
-    async def _generate(
-        self, prepared: Prepared, is_counted: bool
-    ) -> AsyncGenerator[CompletionOutput, None]:
-        if isinstance(
-            self.status, EngineDeadMessage
-        ):  # died between the call and the first iteration
-            raise EngineDead(f"the engine is gone: {self.status.reason}")
-        request_id = prepared.request_id
-        stream = self._streams[request_id] = _Stream(
-            prepared, self.arrival_ns(request_id), is_counted
+        processor = self.processor
+        prepared = await self._run(
+            prompts, lambda: [processor.process(prompt, params, options) for prompt in prompts]
         )
-        self.output_processor.add(prepared)
-        self.tracer.mark(request_id, "sent")
-        for request in prepared.requests:
-            self.client.send(request)
-        num_open = len(prepared.requests)
-        self.num_unfinished += is_counted
+        for one in prepared:
+            output = one.params.structured_output
+            if output is None:
+                continue
+            if processor.grammars.knows(output):
+                processor.check_structured_output(one)
+            else:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(
+                    self._grammar_threads, processor.check_structured_output, one
+                )
+        return prepared
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """`Processor.tokenize`, in a thread if the prompt is long.
+
+        Raises:
+            InvalidRequest: see `Processor.tokenize`.
+        """
+        return await self._run([prompt], lambda: self.processor.tokenize(prompt))
+
+    async def generate(
+        self, prepared: Sequence[Prepared]
+    ) -> AsyncGenerator[CompletionOutput, None]:
+        """Run prompts that `admit` has let in.
+
+        Args:
+            prepared: by `prepare`, each with the same number of choices, `n`.
+
+        Yields:
+            Deltas of all choices, ending when all have finished; index = prompt number * n + i.
+            Deltas that wait are merged. Leaving early, by `aclose` or by cancellation, aborts at
+            once what runs.
+
+        Raises:
+            EngineError: the engine failed on one of them.
+            EngineDead: the engine is gone.
+            InvalidRequest: a request with the same id is running.
+        """
+        if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
+            raise EngineDead(f"the engine is gone: {self.status.reason}")
+        for one in prepared:
+            if one.request_id in self._running:
+                raise InvalidRequest(
+                    f"a request with the id {one.request_id!r} is running", param="request_id"
+                )
+        stream, num_open = _Stream(), 0
         try:
+            for one in prepared:
+                self._start(one, stream, num_open)
+                num_open += one.params.n
             while num_open:
                 for delta in await stream.take():
                     if delta.finish_reason is FinishReason.ERROR:
@@ -393,11 +266,33 @@ class AsyncLLM:
                     num_open -= delta.finish_reason is not None
                     yield delta
         finally:
-            self.num_unfinished -= is_counted
-            del self._streams[request_id]
-            self._abort(request_id, stream)
-            if is_counted:
-                self.metrics.observe_request(prepared.params, stream.choices)
+            for one in prepared:
+                self._end(one.request_id)
+
+    def _start(self, prepared: Prepared, stream: _Stream, first: int) -> None:
+        request_id = prepared.request_id
+        num_prompt_tokens, arrival = len(prepared.prompt_token_ids), self.arrival_ns(request_id)
+        choices = [ChoiceTimes(arrival, num_prompt_tokens) for _ in range(prepared.params.n)]
+        self._running[request_id] = _Running(prepared, stream, first, choices)
+        self.output_processor.add(prepared)
+        self.tracer.extend(request_id, prepared.marks)
+        self.tracer.mark(request_id, "sent")
+        self.client.send(prepared.request)
+
+    def _end(self, request_id: str) -> None:
+        """Forget a prompt; the engine drops the choices that have not ended, if any."""
+        running = self._running.pop(request_id, None)
+        if running is None:
+            return
+        engine_ids = self.output_processor.abort(request_id)
+        if engine_ids and not isinstance(self.status, EngineDeadMessage):
+            self.client.send(AbortRequests(engine_ids))
+            num_tokens = sum(choice.num_tokens for choice in running.choices)
+            log.info("%s: aborted after %d tokens", request_id, num_tokens)
+            if running.is_counted:
+                self.metrics.success[FinishReason.ABORT].inc(len(engine_ids))
+        if running.is_counted:
+            self.metrics.observe_request(running.prepared.params, running.choices)
 
     def arrival_ns(self, request_id: str) -> int:
         """When a request arrived; now, if it has no timeline."""
@@ -408,19 +303,8 @@ class AsyncLLM:
         """End every open request with EngineDead; used when the engine is gone and when the server
         has to stop.
         """
-        for stream in self._streams.values():
-            stream.fail(EngineDead(reason))
-
-    def _abort(self, request_id: str, stream: _Stream) -> None:
-        """Tell the engine to drop the choices that have not ended, if any."""
-        engine_ids = self.output_processor.abort(request_id)
-        if not engine_ids or isinstance(self.status, EngineDeadMessage):
-            return
-        self.client.send(AbortRequests(engine_ids))
-        num_tokens = sum(choice.num_tokens for choice in stream.choices)
-        log.info("%s: aborted after %d tokens", request_id, num_tokens)
-        if stream.is_counted:
-            self.metrics.success[FinishReason.ABORT].inc(len(engine_ids))
+        for running in self._running.values():
+            running.stream.fail(EngineDead(reason))
 
     def _receive(self) -> None:
         try:
@@ -454,34 +338,24 @@ class AsyncLLM:
             if output.marks and (owner := self.output_processor.owner(output.request_id)):
                 request_id, index = owner
                 self.tracer.extend(request_id, output.marks)
-                self._streams[request_id].choices[index].add(output)
+                self._running[request_id].choices[index].add(output)
         deltas, stopped = self.output_processor.process(message.outputs)
         if stopped:
             self.client.send(AbortRequests(stopped))
         now = now_ns()
         for request_id, delta in deltas:
-            stream = self._streams[request_id]
-            times = stream.choices[delta.index]
-            if stream.is_counted:
+            running = self._running[request_id]
+            times = running.choices[delta.index]
+            if running.is_counted:
                 self.metrics.observe_tokens(times, len(delta.token_ids), now)
             if delta.finish_reason is not None:
-                if stream.is_counted:
+                if running.is_counted:
                     self.metrics.observe_finished(times, delta.finish_reason, now)
                 self.tracer.mark(request_id, "detokenised", now)
-            stream.put(delta)
+            delta.index += running.first
+            running.stream.put(delta)
 
-    async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
-        if num_chars <= MAX_INLINE_CHARS:
+    async def _run(self, prompts: Sequence[Prompt], work: Callable[[], T]) -> T:
+        if sum(prompt.num_chars for prompt in prompts) <= MAX_INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def _num_chars(value: Any) -> int:
-    """About how much text a template has to render."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_num_chars, value.values()))
-    if isinstance(value, list):
-        return sum(map(_num_chars, value))
-    return 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Literal
 
@@ -19,8 +19,9 @@ from servd.api.async_llm import AsyncLLM
 from servd.api.detokenizer import Detokenizer
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.processor import Prepared
+from servd.api.tokenizer import Tokenizer
 from servd.errors import EngineError
-from servd.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from servd.messages import FinishReason, TokenLogprobs
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams
 from servd.tracing import now_ns
@@ -33,9 +34,8 @@ class Beam(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     logprob: float  # of all its tokens together
-    score: float = (
-        -math.inf
-    )  # once finished: by which continuations of different lengths are compared
+    # Once finished: by which continuations of different lengths are compared.
+    score: float = -math.inf
 
 
 class BeamSearch:
@@ -60,51 +60,46 @@ class BeamSearch:
         self.max_tokens = params.max_tokens
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
-        self.ends = frozenset(prepared.requests[0].eos_token_ids).union(params.stop_token_ids)
+        self.ends = frozenset(prepared.request.eos_token_ids).union(params.stop_token_ids)
         self.num_candidates = max(2, 1 + len(self.ends)) * self.num_beams  # so many cannot all end
         self.running = [Beam([], 0.0)]
         self.finished: list[Beam] = []  # best first
         self.length = 0
         self.num_cached_tokens = 0
 
-    async def run(self, async_llm: AsyncLLM) -> AsyncGenerator[CompletionOutput, None]:
+    async def run(self, async_llm: AsyncLLM) -> list[CompletionOutput]:
         """The answers, best first, each whole. Errors as of `AsyncLLM.generate`."""
-        async_llm.check_capacity()
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
         arrival_ns = async_llm.arrival_ns(self.prepared.request_id)
-        async_llm.num_unfinished += 1
         try:
-            await self._search(async_llm)
-            answers = [
-                self._answer(async_llm, index, beam) for index, beam in enumerate(self.finished)
-            ]
+            while self.running:
+                self.advance(await self._step(async_llm))
+            tokenizer = async_llm.processor.tokenizer
+            answers = [self._answer(tokenizer, i, beam) for i, beam in enumerate(self.finished)]
             reason = answers[0].finish_reason or reason
         except EngineError:
             reason = FinishReason.ERROR
             raise
         finally:
-            async_llm.num_unfinished -= 1
             self._count(async_llm.metrics, arrival_ns, answers, reason)
-        for answer in answers:
-            yield answer
+        return answers
 
-    async def _search(self, async_llm: AsyncLLM) -> None:
-        """Take steps until the best continuations are known."""
-        while self.running:
-            tasks = [
-                asyncio.ensure_future(_step(async_llm, self._request(i)))
-                for i in range(len(self.running))
-            ]
-            try:
-                outputs = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            if self.length == 0:
-                self.num_cached_tokens = outputs[0].num_cached_tokens
-            self.advance([output.logprobs[0] for output in outputs if output.logprobs])
+    async def _step(self, async_llm: AsyncLLM) -> list[TokenLogprobs]:
+        """The most likely next tokens of all running beams."""
+        requests = [self._request(index) for index in range(len(self.running))]
+        likely: dict[int, TokenLogprobs] = {}
+        try:
+            async with aclosing(async_llm.generate(requests)) as outputs:
+                async for output in outputs:
+                    assert output.logprobs is not None
+                    likely[output.index] = output.logprobs[0]
+                    if self.length == output.index == 0:
+                        self.num_cached_tokens = output.num_cached_tokens
+        finally:
+            for request in requests:  # the timeline is that of the whole search
+                async_llm.tracer.forget(request.request_id)
+        return [likely[index] for index in range(len(requests))]
 
     def _count(
         self,
@@ -159,53 +154,51 @@ class BeamSearch:
 
     def _request(self, index: int) -> Prepared:
         """One token after a running beam."""
-        whole = self.prepared.requests[0]
-        request_id = f"{self.prepared.request_id}-beam-{self.length}-{index}"
-        token_ids = self.prepared.prompt_token_ids + self.running[index].token_ids
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.num_candidates)
-        return Prepared(
-            request_id=request_id,
-            prompt=None,
-            prompt_token_ids=token_ids,
+        request = msgspec.structs.replace(
+            self.prepared.request,
+            request_id=f"{self.prepared.request_id}-beam-{self.length}-{index}",
+            prompt_token_ids=self.prepared.prompt_token_ids + self.running[index].token_ids,
             params=params,
-            requests=[
-                EngineCoreRequest(
-                    request_id,
-                    token_ids,
-                    params,
-                    client=whole.client,
-                    priority=whole.priority,
-                    cache_salt=whole.cache_salt,
-                )
-            ],
+            eos_token_ids=[],
         )
+        return Prepared(prompt=None, params=params, request=request, is_part=True)
 
-    def _answer(self, async_llm: AsyncLLM, index: int, beam: Beam) -> CompletionOutput:
+    def _answer(self, tokenizer: Tokenizer, index: int, beam: Beam) -> CompletionOutput:
         params = self.prepared.params
-        detokenizer = Detokenizer(
-            async_llm.processor.tokenizer, params, self.prepared.prompt_token_ids
-        )
+        detokenizer = Detokenizer(tokenizer, params, self.prepared.prompt_token_ids)
         last = beam.token_ids[-1]
         has_ended = last in self.ends
         hides_last = has_ended and not params.include_stop_str_in_output
         text = detokenizer.push(beam.token_ids[:-1] if hides_last else beam.token_ids)
+        is_stop_token = has_ended and last not in self.prepared.request.eos_token_ids
         return CompletionOutput(
             index=index,
             text=text + detokenizer.flush(),
             token_ids=beam.token_ids,
             finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
-            stop_reason=last
-            if has_ended and last not in self.prepared.requests[0].eos_token_ids
-            else None,
+            stop_reason=last if is_stop_token else None,
             num_cached_tokens=self.num_cached_tokens,
         )
 
 
-async def _step(async_llm: AsyncLLM, prepared: Prepared) -> CompletionOutput:
+async def search(
+    async_llm: AsyncLLM,
+    prepared: Sequence[Prepared],
+    length_penalty: float,
+    early_stopping: EarlyStopping,
+) -> AsyncGenerator[CompletionOutput, None]:
+    """Beam search in place of `AsyncLLM.generate`: all searches run at once."""
+    tasks = [
+        asyncio.ensure_future(BeamSearch(one, length_penalty, early_stopping).run(async_llm))
+        for one in prepared
+    ]
     try:
-        async with aclosing(async_llm.generate(prepared, is_part=True)) as outputs:
-            async for output in outputs:
-                return output
-        raise AssertionError("a request ends with an output")
+        for number, answers in enumerate(await asyncio.gather(*tasks)):
+            for answer in answers:
+                answer.index += number * prepared[number].params.n
+                yield answer
     finally:
-        async_llm.tracer.forget(prepared.request_id)  # the timeline is that of the whole search
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

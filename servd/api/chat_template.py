@@ -36,7 +36,8 @@ DEFAULT_TEMPLATE = """\
 
 # Arguments that `render` sets itself; chat_template_kwargs may not.
 RESERVED = frozenset({
-    "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template",
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize",
+    "chat_template",
     "conversation", "return_dict", "return_tensors", "raise_exception", "strftime_now",
 })  # fmt: skip
 
@@ -97,7 +98,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        variables: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """The prompt, special tokens written out.
 
@@ -106,13 +107,13 @@ class ChatTemplate:
             tools: as in the OpenAI API.
             add_generation_prompt: end with the beginning of an assistant message.
             continue_final_message: end inside the last message, so that the model goes on with it.
-            variables: further ones for the template, e.g. enable_thinking or documents.
+            chat_template_kwargs: further variables for the template, e.g. enable_thinking.
 
         Raises:
             InvalidRequest: the template refuses the messages or fails on them, does not read the
-                documents, or `variables` has a reserved name.
+                documents, or `chat_template_kwargs` has a reserved name.
         """
-        variables = variables or {}
+        variables = chat_template_kwargs or {}
         if reserved := RESERVED & variables.keys():
             raise InvalidRequest(
                 f"chat_template_kwargs may not set {min(reserved)}", param="chat_template_kwargs"

@@ -1,5 +1,5 @@
-"""Parsers of a reply's text that take it in pieces: what they have read so far never has to be read
-again.
+"""Parsers of an output's text that take it in pieces: what they have read so far never has to be
+read again.
 
 A parser is a generator that reads like the grammar of its format and yields where it needs more
 text. How the text was cut into pieces has no influence on what is read, so the same parser serves
@@ -28,7 +28,7 @@ class Content(msgspec.Struct):
 
 
 class Reasoning(msgspec.Struct):
-    """More of the model's thoughts."""
+    """More of the model's reasoning."""
 
     text: str
 
@@ -74,7 +74,7 @@ class Reader:
 
     @property
     def taken(self) -> str:
-        """Text that was consumed and that no delta tells of yet; what is malformed is given back
+        """Text that was consumed and is in no delta yet; what is malformed is given back
         from here.
         """
         return "".join(self._taken)
@@ -253,7 +253,7 @@ class Brackets:
 
 
 class Parser(ABC):
-    """Splits a reply into deltas, whatever the pieces in which it comes."""
+    """Splits an output into deltas, whatever the pieces in which it comes."""
 
     def __init__(self) -> None:
         self.reader = Reader()
@@ -263,7 +263,7 @@ class Parser(ABC):
 
     @abstractmethod
     def parse(self) -> Steps[None]:
-        """Read the whole reply and append to `deltas`."""
+        """Read the whole output and append to `deltas`."""
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text; return what is certain now."""

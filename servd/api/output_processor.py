@@ -32,23 +32,19 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._choices: dict[str, _Choice] = {}  # by the engine's request id
-        self._engine_ids: dict[
-            str, list[str]
-        ] = {}  # request id -> engine ids of its choices that have not ended
+        # Request id -> engine ids of its choices that have not ended.
+        self._engine_ids: dict[str, list[str]] = {}
 
     def add(self, prepared: Prepared) -> None:
         """Expect outputs for all choices of a request."""
         params = prepared.params
-        self._engine_ids[prepared.request_id] = [
-            request.request_id for request in prepared.requests
-        ]
-        for index, request in enumerate(prepared.requests):
-            self._choices[request.request_id] = _Choice(
+        engine_ids = self._engine_ids[prepared.request_id] = prepared.request.choice_ids()
+        visible_ids = prepared.expected.visible_ids
+        for index, engine_id in enumerate(engine_ids):
+            self._choices[engine_id] = _Choice(
                 prepared.request_id,
                 index,
-                Detokenizer(
-                    self.tokenizer, params, prepared.prompt_token_ids, prepared.reply.visible_ids
-                ),
+                Detokenizer(self.tokenizer, params, prepared.prompt_token_ids, visible_ids),
                 params.include_stop_str_in_output,
             )
 
@@ -75,8 +71,7 @@ class OutputProcessor:
 
         Returns:
             Deltas with the ids of their requests, and the engine ids of choices that a stop string
-                ended: the
-            engine does not know of it and has to abort them.
+            ended: the engine does not know of it and has to abort them.
         """
         deltas: list[tuple[str, CompletionOutput]] = []
         stopped: list[str] = []

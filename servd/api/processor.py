@@ -12,25 +12,40 @@ from servd import hf
 from servd.api.chat_template import ChatTemplate
 from servd.api.fill_in_middle import FillInMiddle
 from servd.api.grammar_checker import GrammarChecker
-from servd.api.message_parser import MessageFormat, ReplyFormat
+from servd.api.model_format import ExpectedOutput, ModelFormat
+from servd.api.prompt import Chat, Prompt
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import ModelSpec
-from servd.messages import EngineCoreRequest
-from servd.params import INT64_MAX, PoolingParams, ReasoningTags, SamplingParams
+from servd.messages import EngineCoreRequest, RequestOptions
+from servd.params import PoolingParams, ReasoningTags, SamplingParams
+from servd.tracing import Mark, now_ns
+
+NO_OPTIONS = RequestOptions()
+PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
 
 class Prepared(msgspec.Struct, kw_only=True):
-    """A validated request, and the engine requests that serve it: one per choice."""
+    """A validated prompt, and the message that asks the engine for its choices."""
 
-    request_id: str
     prompt: str | None  # None if given as token ids
-    prompt_token_ids: list[int]
     # as asked, with seed and max_tokens filled in; without output for PoolingParams
     params: SamplingParams
-    requests: list[EngineCoreRequest]
-    reply: ReplyFormat = ReplyFormat()  # of a chat
+    request: EngineCoreRequest
+    expected: ExpectedOutput = ExpectedOutput()
+    marks: list[Mark] = []  # of its timeline
+    is_part: bool = False  # of a request that the metrics count as a whole
+
+    @property
+    def request_id(self) -> str:
+        """As of the prompt."""
+        return self.request.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """What the engine computes."""
+        return self.request.prompt_token_ids
 
 
 class Processor:
@@ -42,18 +57,25 @@ class Processor:
         spec: of the model.
         tokenizer: of the model.
         max_model_len: longest prompt plus output, in tokens.
+        client: number of this API server.
     """
 
     def __init__(
-        self, config: Config, spec: ModelSpec, tokenizer: Tokenizer, max_model_len: int
+        self,
+        config: Config,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        client: int = 0,
     ) -> None:
         self.config = config
         self.spec = spec
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.client = client
         self.chat_template = ChatTemplate.load(tokenizer, config.server.chat_template)
         self.fill_in_middle = FillInMiddle.choose(tokenizer, config.server.fim_template)
-        self.message_format = MessageFormat.choose(config, self.chat_template, tokenizer)
+        self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer)
         # Sampling defaults of the model for fields that a request leaves out. max_tokens is not
         # among them: where a request has none, `process` takes the smaller of the model's default
         # and the room in the context.
@@ -67,142 +89,128 @@ class Processor:
         self.grammars = GrammarChecker(config, spec)
         self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> str:
-        """The prompt for a chat. It has its own BOS: encode it with `add_special_tokens=False`.
-
-        Raises:
-            InvalidRequest: see `ChatTemplate.render`.
-        """
-        return self.chat_template.render(
-            messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs
-        )
-
     def process(
         self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        add_special_tokens: bool = True,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        client: int = 0,
-        param: str = "prompt",
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        options: RequestOptions = NO_OPTIONS,
     ) -> Prepared:
-        """Validate, tokenise and split into one engine request per choice.
+        """Render, tokenise and validate; only `check_structured_output` is left to the caller,
+        since it may take seconds.
 
         Args:
-            request_id: unique among those running.
-            prompt: text, or token ids.
+            prompt: what the client gave.
             params: what is asked; `max_tokens` None means up to the end of the context.
-            add_special_tokens: let the tokenizer add e.g. BOS to a text.
-            priority: lower runs first, under --scheduling-policy priority.
-            cache_salt: requests share cached prompt beginnings only with the same salt.
-            truncate_prompt_tokens: keep only so many tokens, the last ones; -1 for as many as fit.
-            client: number of this API server.
-            param: the request field that holds the prompt, for errors: prompt or messages.
+            options: how it is served.
 
         Raises:
-            InvalidRequest: a parameter is out of bounds, the structured output cannot be generated,
-                or the prompt is empty or not in the vocabulary.
+            InvalidRequest: a parameter is out of bounds, the template refuses the chat, the form of
+                the output cannot be held, or the prompt is empty or not in the vocabulary.
             ContextTooLong: prompt and max_tokens together exceed `max_model_len`.
         """
-        params.verify(self.spec.vocab_size)
-        if params.structured_output is not None:
-            self.grammars.check(params.structured_output)
-        if params.bad_words:
-            params = msgspec.structs.replace(
-                params, bad_words_token_ids=self._encode_bad_words(params.bad_words)
-            )
+        if isinstance(params, PoolingParams):
+            params.verify(self.spec.hidden_size)
+            asked = PROMPT_ONLY
+        else:
             params.verify(self.spec.vocab_size)
-        room = self.max_model_len - _least_output(params)
-        prompt_token_ids, was_cut = self._encode(
-            prompt, add_special_tokens, truncate_prompt_tokens, room, param
-        )
-        if params.thinking_token_budget is not None and params.reasoning_tags is None:
-            params = msgspec.structs.replace(
-                params, reasoning_tags=self.thinking_tags(prompt_token_ids)
-            )
-        params = self._fill(params, len(prompt_token_ids), param, client)
-        return Prepared(
-            request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) and not was_cut else None,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            requests=[
-                EngineCoreRequest(
-                    request_id=request_id if params.n == 1 else f"{request_id}_{index}",
-                    prompt_token_ids=prompt_token_ids,
-                    params=_for_choice(params, index),
-                    client=client,
-                    eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
-                    priority=priority,
-                    cache_salt=cache_salt,
+            asked = params
+        text = self.render(prompt)
+        marks: list[Mark] = []
+        expected = ExpectedOutput(asked.structured_output)
+        if isinstance(prompt.content, Chat):
+            marks.append(Mark("templated", now_ns()))
+            if asked is params:
+                expected = self.model_format.expect(
+                    str(text),
+                    prompt.content.tool_options,
+                    asked.structured_output,
+                    asked.skip_special_tokens,
+                    prompt.content.continued,
                 )
-                for index in range(params.n)
-            ],
-        )
-
-    def process_pooling(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: PoolingParams,
-        *,
-        add_special_tokens: bool = True,
-        priority: int = 0,
-        truncate_prompt_tokens: int | None = None,
-        client: int = 0,
-        param: str = "input",
-    ) -> Prepared:
-        """Validate and tokenise a prompt that becomes a vector. Arguments and errors as of
-        `process`.
-        """
-        params.verify(self.spec.hidden_size)
-        prompt_token_ids, _ = self._encode(
-            prompt, add_special_tokens, truncate_prompt_tokens, self.max_model_len, param
-        )
-        no_output = self._fill(
-            SamplingParams(max_tokens=0, temperature=0.0), len(prompt_token_ids), param, client
+        token_ids, was_cut = self._encode(prompt, text, options.truncate_prompt_tokens, asked)
+        asked = self._complete(prompt, asked, expected, token_ids)
+        marks.append(Mark("tokenised", now_ns()))
+        if options.truncate_prompt_tokens is not None:  # done; it may be too large for a message
+            options = msgspec.structs.replace(options, truncate_prompt_tokens=None)
+        request = EngineCoreRequest(
+            prompt.request_id,
+            token_ids,
+            params if isinstance(params, PoolingParams) else _for_engine(asked),
+            client=self.client,
+            eos_token_ids=[] if asked.ignore_eos else self._eos_token_ids,
+            options=options,
         )
         return Prepared(
-            request_id=request_id,
-            prompt=None,
-            prompt_token_ids=prompt_token_ids,
-            params=no_output,
-            requests=[
-                EngineCoreRequest(request_id, prompt_token_ids, params, client, priority=priority)
-            ],
+            prompt=text if isinstance(text, str) and not was_cut else None,
+            params=asked,
+            request=request,
+            expected=expected,
+            marks=marks,
         )
 
-    def thinking_tags(self, prompt_token_ids: list[int] | None) -> ReasoningTags:
-        """How the engine follows the thoughts of a reply to a prompt; None for one that begins
-        inside them.
+    def check_structured_output(self, prepared: Prepared) -> None:
+        """Block until it is known that an output of the asked form can be generated.
 
         Raises:
-            InvalidRequest: the model does not think, or its tags are not one token each.
+            InvalidRequest: it cannot.
+            Overloaded: see `GrammarChecker.check`.
         """
-        parser = self.message_format.reasoning_parser
+        if prepared.params.structured_output is not None:
+            self.grammars.check(prepared.params.structured_output)
+
+    def render(self, prompt: Prompt) -> str | list[int]:
+        """The text of a prompt, as the tokenizer gets it, or its token ids.
+
+        Raises:
+            InvalidRequest: see `ChatTemplate.render`, or the model has no way to write a suffix.
+        """
+        content = prompt.content
+        if isinstance(content, Chat):
+            return self.chat_template.render(
+                content.messages,
+                content.tools,
+                content.add_generation_prompt,
+                content.continue_final_message,
+                content.chat_template_kwargs,
+            )
+        if not prompt.suffix or not isinstance(content, str):
+            return content
+        if self.fill_in_middle is None:
+            raise InvalidRequest(
+                "`suffix` is not supported: the model has no fill-in-the-middle tokens that servd "
+                "knows. Start the server with --fim-template, or write the model's own tokens in "
+                "`prompt`",
+                param="suffix",
+            )
+        return self.fill_in_middle.prompt(content, prompt.suffix)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, however many they are.
+
+        Raises:
+            InvalidRequest: see `render` and `Tokenizer.encode`.
+        """
+        return self._token_ids(prompt, self.render(prompt))
+
+    def reasoning_tags(self, prompt_token_ids: list[int] | None) -> ReasoningTags:
+        """How the engine follows the reasoning of the answer to a prompt; None for one that begins
+        inside it.
+
+        Raises:
+            InvalidRequest: the model does not reason, or its tags are not one token each.
+        """
+        parser = self.model_format.reasoning_parser
         if parser is None:
             raise InvalidRequest(
-                "this model is not known to think: leave out thinking_token_budget",
+                "this model is not known to reason: leave out thinking_token_budget",
                 param="thinking_token_budget",
             )
         start_id, end_id = map(self.tokenizer.token_id, (parser.start_tag, parser.end_tag))
         if end_id is None or start_id is None:
             tag = parser.end_tag if end_id is None else parser.start_tag
             raise InvalidRequest(
-                f"the {tag} of this model is not one token, so its thoughts cannot be limited: "
-                f"leave out "
-                "thinking_token_budget",
+                f"the {tag} of this model is not one token, so its reasoning cannot be "
+                "limited: leave out thinking_token_budget",
                 param="thinking_token_budget",
             )
         is_thinking = prompt_token_ids is None
@@ -228,12 +236,7 @@ class Processor:
             )
 
     def _encode(
-        self,
-        prompt: str | list[int],
-        add_special_tokens: bool,
-        keep: int | None,
-        room: int,
-        param: str,
+        self, prompt: Prompt, text: str | list[int], keep: int | None, params: SamplingParams
     ) -> tuple[list[int], bool]:
         """Checked token ids, and whether some were cut off."""
         if keep is not None and (keep < -1 or keep == 0):
@@ -241,29 +244,104 @@ class Processor:
                 f"truncate_prompt_tokens must be -1 or at least 1, got {keep}",
                 param="truncate_prompt_tokens",
             )
+        param = prompt.param
         # Tokenising costs a second per few megabytes: what cannot fit, whatever its tokens, is not
         # even tried.
+        is_whole = keep is None and prompt.keep_first is None
         if (
-            isinstance(prompt, str)
-            and keep is None
-            and len(prompt) > self.max_model_len * self.tokenizer.longest_token
+            is_whole
+            and isinstance(text, str)
+            and len(text) > self.max_model_len * self.tokenizer.longest_token
         ):
             raise ContextTooLong(
                 f"This model's maximum context length is {self.max_model_len} tokens, which the "
-                f"{len(prompt)} "
-                f"characters of the {param} exceed. Please reduce the length of the {param}.",
+                f"{len(text)} characters of the {param} exceed. Please reduce the length of the "
+                f"{param}.",
                 param=param,
             )
-        token_ids = (
-            self.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        )
+        token_ids = self._token_ids(prompt, text)
         self.check_token_ids(token_ids, param)
         if not token_ids:
             raise InvalidRequest(f"{param} must not be empty", param=param)
-        if keep is None:
-            return token_ids, False
-        kept = token_ids[-(max(room, 1) if keep == -1 else keep) :]
+        kept = token_ids
+        if prompt.keep_first is not None:
+            kept = self._beginning(token_ids, prompt.keep_first)
+        if keep is not None:
+            room = max(self.max_model_len - _least_output(params), 1)
+            kept = kept[-(room if keep == -1 else keep) :]
         return kept, len(kept) < len(token_ids)
+
+    def _token_ids(self, prompt: Prompt, text: str | list[int]) -> list[int]:
+        if not isinstance(text, str):
+            return text
+        # A chat template writes its own special tokens.
+        adds = prompt.add_special_tokens and not isinstance(prompt.content, Chat)
+        return self.tokenizer.encode(text, adds)
+
+    def _beginning(self, token_ids: list[int], limit: int) -> list[int]:
+        """The first tokens, with the special ones that the tokenizer puts at the end."""
+        if len(token_ids) <= limit:
+            return token_ids
+        num_last = 0
+        while num_last < limit and token_ids[-1 - num_last] in self.tokenizer.special_ids:
+            num_last += 1
+        return token_ids[: limit - num_last] + token_ids[len(token_ids) - num_last :]
+
+    def _complete(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        expected: ExpectedOutput,
+        token_ids: list[int],
+    ) -> SamplingParams:
+        """`params` with all that follows from the prompt and the model, after checking that the
+        request fits into the context.
+        """
+        room = self.max_model_len - len(token_ids)
+        least, param = _least_output(params), prompt.param
+        if room < least:
+            raise ContextTooLong(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"you requested {len(token_ids) + least} tokens ({len(token_ids)} in the {param}, "
+                f"{least} in the completion). Please reduce the length of the {param} or "
+                f"completion.",
+                param=param,
+            )
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = min(room, self._default_max_tokens or room)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most {max_tokens}, the room for output, got "
+                f"{params.min_tokens}",
+                param="min_tokens",
+            )
+        filled: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "structured_output": expected.structured_output,
+        }
+        if params.seed is None and not params.is_greedy:
+            # Different for every request and API server, yet the same in every run of a server with
+            # this --seed.
+            root = f"{self.config.model.seed}/{self.client}/{next(self._ordinal)}"
+            filled["seed"] = random.Random(root).getrandbits(63)
+        if params.bad_words:
+            filled["bad_words_token_ids"] = self._encode_bad_words(params.bad_words)
+        if prompt.suffix and self.fill_in_middle:
+            ends = self.fill_in_middle.end_token_ids
+            filled["stop_token_ids"] = [*params.stop_token_ids, *ends]
+        if params.thinking_token_budget is not None and params.reasoning_tags is None:
+            if isinstance(prompt.content, Chat):  # tags in its messages say nothing of the answer
+                tags = self.reasoning_tags(None if expected.is_reasoning else [])
+                if expected.reasoning_parser is None:
+                    filled["thinking_token_budget"] = None
+            else:
+                tags = self.reasoning_tags(token_ids)
+            filled["reasoning_tags"] = tags
+        completed = msgspec.structs.replace(params, **filled)
+        if params.bad_words:
+            completed.verify(self.spec.vocab_size)
+        return completed
 
     def _encode_bad_words(self, bad_words: list[str]) -> list[list[int]]:
         """Each word as it is written after a space and without one."""
@@ -272,65 +350,14 @@ class Processor:
             map(list, dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants))
         )
 
-    def _fill(
-        self, params: SamplingParams, num_prompt_tokens: int, param: str, client: int
-    ) -> SamplingParams:
-        """`params` with max_tokens and seed, after checking that the request fits into the
-        context.
-        """
-        room = self.max_model_len - num_prompt_tokens
-        least = _least_output(params)
-        if room < least:
-            raise ContextTooLong(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, "
-                f"you requested "
-                f"{num_prompt_tokens + least} tokens ({num_prompt_tokens} in the {param}, "
-                f"{least} in the completion). Please reduce the length of the {param} or "
-                f"completion.",
-                param=param,
-            )
-        max_tokens = (
-            min(room, self._default_max_tokens or room)
-            if params.max_tokens is None
-            else params.max_tokens
-        )
-        if params.min_tokens > max_tokens:
-            raise InvalidRequest(
-                f"min_tokens must be at most {max_tokens}, the room for output, got "
-                f"{params.min_tokens}",
-                param="min_tokens",
-            )
-        seed = params.seed
-        if seed is None and not params.is_greedy:
-            # Different for every request and API server, yet the same in every run of a server with
-            # this --seed.
-            seed = random.Random(
-                f"{self.config.model.seed}/{client}/{next(self._ordinal)}"
-            ).getrandbits(63)
-        return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)
-
 
 def _least_output(params: SamplingParams) -> int:
     """Tokens of the context that are not for the prompt."""
     return 1 if params.max_tokens is None else params.max_tokens
 
 
-def _for_choice(params: SamplingParams, index: int) -> SamplingParams:
-    """What the engine needs for one of n choices: its own seed, and nothing that concerns text."""
-    seed = params.seed
-    if seed is not None:
-        seed = (
-            (seed + index + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1
-        )  # wraps as int64 does
+def _for_engine(params: SamplingParams) -> SamplingParams:
+    """What the engine needs: nothing that concerns text."""
     return msgspec.structs.replace(
-        params,
-        n=1,
-        seed=seed,
-        stop=[],
-        include_stop_str_in_output=False,
-        skip_special_tokens=True,
-        bad_words=[],
-        prompt_logprobs=params.prompt_logprobs
-        if index == 0
-        else None,  # the prompt is the same for all
+        params, stop=[], include_stop_str_in_output=False, skip_special_tokens=True, bad_words=[]
     )

@@ -159,7 +159,7 @@ async def serve(start: Start) -> int:
     client = EngineCoreClient(start.ipc_dir, start.client)
     tokenizer = Tokenizer.of_model(config, spec)
     assert config.model.max_model_len is not None
-    processor = Processor(config, spec, tokenizer, config.model.max_model_len)
+    processor = Processor(config, spec, tokenizer, config.model.max_model_len, client=start.client)
     processor.grammars.start()
     async_llm = AsyncLLM(
         config,

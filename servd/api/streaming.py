@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from servd.api.protocol.errors import error_reply
+from servd.api.protocol.errors import ErrorReply, error_reply
 
 T = TypeVar("T")
 
@@ -49,46 +49,51 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends frames as they are made, a comment while there are none, and `[DONE]`; stops when the
+    """Sends frames as they are made, a comment while there are none, and an end; stops when the
     client leaves.
 
     The status line goes out with the first frame, so what fails before it is still an HTTP error;
-    what fails later becomes an error event.
+    what fails later becomes an error frame.
 
-    Attributes:
+    Args:
+        frames: closed in any case.
+        request_id: of the request, for errors.
+        keep_alive: seconds without a frame after which `pulse` is sent.
+        headers: of the response.
         pulse: what is sent while there is no frame.
         end: what comes after the last frame.
+        error_frame: makes the frame of an error out of what else would have been the response.
     """
 
     media_type = "text/event-stream"
-    pulse: bytes = KEEP_ALIVE
-    end: bytes = DONE
 
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
         *,
         request_id: str,
-        keep_alive: float,  # seconds
+        keep_alive: float,
         headers: Mapping[str, str],
+        pulse: bytes = KEEP_ALIVE,
+        end: bytes = DONE,
+        error_frame: Callable[[ErrorReply], bytes] = lambda reply: event(reply.body),
     ) -> None:
         self.frames = frames
         self.request_id = request_id
         self.keep_alive = keep_alive
+        self.pulse = pulse
+        self.end = end
+        self.error_frame = error_frame
         self.status_code = 200
         self.background = None
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
-    def error_frame(self, error: Exception) -> bytes:
-        """What tells the client of an error after the beginning."""
-        return event(error_reply(error, self.request_id).body)
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the response."""
         writer = _Writer(send, self.raw_headers)
-        await until_disconnect(self._write_all(writer), receive)
+        await until_disconnect(self._write_all(writer, scope["path"]), receive)
 
-    async def _write_all(self, writer: _Writer) -> None:
+    async def _write_all(self, writer: _Writer, path: str) -> None:
         pulse = asyncio.create_task(writer.repeat(self.pulse, self.keep_alive))
         try:
             async with aclosing(self.frames):
@@ -97,7 +102,7 @@ class EventStream(Response):
         except Exception as error:
             if not writer.has_started:
                 raise
-            await writer.write(self.error_frame(error))
+            await writer.write(self.error_frame(error_reply(error, self.request_id, path)))
         finally:
             pulse.cancel()
             await asyncio.gather(pulse, return_exceptions=True)

@@ -54,8 +54,9 @@ class EngineCore:
         """
         match message:
             case EngineCoreRequest():
-                if self.grammars.admit(message):
-                    self.scheduler.add(message)
+                for request in message.choices():
+                    if self.grammars.admit(request):
+                        self.scheduler.add(request)
             case Compiled(error=error):
                 for request in self.grammars.take(message):
                     if error is None:

@@ -99,7 +99,7 @@ class Request:
             num_tokens=num_prompt_tokens,
             params=params,
             eos_token_ids=message.eos_token_ids,
-            cache_salt=message.cache_salt,
+            cache_salt=message.options.cache_salt,
             order=order,
             # The token after a prompt that is all that was asked for is dropped, so it needs no
             # room.

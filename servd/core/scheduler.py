@@ -95,7 +95,7 @@ class Scheduler:
         """Accept a request; it ends in exactly one terminal output unless it is aborted."""
         assert message.request_id not in self.requests
         self._num_arrived += 1
-        order = (message.priority if self.by_priority else 0, self._num_arrived)
+        order = (message.options.priority if self.by_priority else 0, self._num_arrived)
         request = Request.from_message(message, order, self.max_model_len)
         if request.num_prompt_tokens + (not request.is_prompt_only) > self.max_model_len:
             self.reject(message, self._prompt_too_long(request.num_prompt_tokens))

@@ -14,6 +14,7 @@ from servd.api.async_llm import AsyncLLM
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Prepared, Processor
+from servd.api.prompt import Chat, Prompt
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded
@@ -106,7 +107,8 @@ async def llm():
 
 
 def prepare(llm: AsyncLLM, request_id: str = "r", **params) -> Prepared:
-    return llm.processor.process(request_id, "prompt", SamplingParams(temperature=0, **params))
+    prompt = Prompt(content="prompt", request_id=request_id)
+    return llm.processor.process(prompt, SamplingParams(temperature=0, **params))
 
 
 async def collect(stream) -> list[CompletionOutput]:
@@ -120,7 +122,7 @@ async def settle() -> None:
 
 
 async def start(llm: AsyncLLM, prepared: Prepared) -> asyncio.Task:
-    task = asyncio.create_task(collect(llm.generate(prepared)))
+    task = asyncio.create_task(collect(llm.generate([prepared])))
     await settle()
     return task
 
@@ -128,7 +130,6 @@ async def start(llm: AsyncLLM, prepared: Prepared) -> asyncio.Task:
 async def test_a_request_from_end_to_end(llm):
     task = await start(llm, prepare(llm))
     assert [type(m) for m in llm.client.sent] == [EngineCoreRequest]
-    assert llm.num_unfinished == 1
     for text in ("Hello", " wor"):
         llm.client.answer(text)
         await settle()
@@ -136,11 +137,11 @@ async def test_a_request_from_end_to_end(llm):
     deltas = await task
     assert [delta.text for delta in deltas] == ["Hello", " wor", "ld"]
     assert [delta.finish_reason for delta in deltas] == [None, None, FinishReason.LENGTH]
-    assert llm.num_unfinished == 0 and llm.client.aborted() == []
+    assert llm.client.aborted() == []
 
 
 async def test_deltas_that_wait_are_merged(llm):
-    stream = llm.generate(prepare(llm, n=2))
+    stream = llm.generate([prepare(llm, n=2)])
     first = asyncio.ensure_future(anext(stream))
     await settle()
     llm.client.answer("a", request_id="r_0")
@@ -179,7 +180,6 @@ async def test_cancelling_before_the_first_token_aborts(llm, caplog):
         with pytest.raises(asyncio.CancelledError):
             await task
     assert llm.client.aborted() == ["r_0", "r_1"]
-    assert llm.num_unfinished == 0
     assert "r: aborted after 0 tokens" in caplog.text
     llm.client.answer("late", request_id="r_0", marks=[Mark("queued", now_ns())])
     await settle()
@@ -188,7 +188,7 @@ async def test_cancelling_before_the_first_token_aborts(llm, caplog):
 
 
 async def test_closing_the_stream_aborts_only_what_runs(llm):
-    stream = llm.generate(prepare(llm, n=2))
+    stream = llm.generate([prepare(llm, n=2)])
     first = asyncio.ensure_future(anext(stream))
     await settle()
     llm.client.answer("a", FinishReason.LENGTH, "r_0")
@@ -198,9 +198,9 @@ async def test_closing_the_stream_aborts_only_what_runs(llm):
 
 
 async def test_a_stream_that_is_never_read_sends_nothing(llm):
-    stream = llm.generate(prepare(llm))
+    stream = llm.generate([prepare(llm)])
     await stream.aclose()
-    assert llm.client.sent == [] and llm.num_unfinished == 0
+    assert llm.client.sent == []
 
 
 async def test_a_stop_string_aborts_in_the_engine(llm):
@@ -229,7 +229,7 @@ async def test_an_error_of_one_request(llm):
 
 async def test_a_dead_engine_ends_every_request(llm):
     tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
-    unread = llm.generate(prepare(llm, "c"))
+    unread = llm.generate([prepare(llm, "c")])
     llm.client.answer("partial", request_id="a")
     llm.client.push(EngineDeadMessage("out of memory"))
     for task in tasks:
@@ -237,8 +237,8 @@ async def test_a_dead_engine_ends_every_request(llm):
             await task
     with pytest.raises(EngineDead):
         await anext(unread)
-    with pytest.raises(EngineDead, match="out of memory"):
-        llm.generate(prepare(llm, "d"))
+    with pytest.raises(EngineDead, match="out of memory"), llm.admit():
+        pass
     assert llm.num_unfinished == 0 and not llm.is_ready
 
 
@@ -258,7 +258,7 @@ async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served
 
 
 async def test_text_before_the_death_is_delivered(llm):
-    stream = llm.generate(prepare(llm))
+    stream = llm.generate([prepare(llm)])
     first = asyncio.ensure_future(anext(stream))
     await settle()
     llm.client.push(EngineCoreOutputs([EngineCoreOutput("r", [97])]), EngineDeadMessage("gone"))
@@ -276,28 +276,56 @@ async def test_fail_ends_open_requests_while_the_engine_lives(llm):
 
 
 async def test_too_many_requests(llm):
-    tasks = [await start(llm, prepare(llm, name)) for name in "abc"]
-    with pytest.raises(Overloaded, match="limit is 3") as error:
-        llm.generate(prepare(llm, "d"))
-    assert error.value.retry_after >= 1
-    llm.client.answer("", FinishReason.LENGTH, "a")
-    await tasks[0]
-    await start(llm, prepare(llm, "d"))
-    assert llm.num_unfinished == 3
+    with llm.admit(), llm.admit(2):
+        assert llm.num_unfinished == 3
+        with pytest.raises(Overloaded, match="limit is 3") as error, llm.admit():
+            pass
+        assert error.value.retry_after >= 1 and llm.num_unfinished == 3
+    with llm.admit():
+        assert llm.num_unfinished == 1
+
+
+async def test_a_request_is_admitted_with_all_its_prompts_or_not_at_all(llm):
+    with llm.admit(2):
+        with pytest.raises(
+            Overloaded, match="2 requests are unfinished and this one has 2 prompts"
+        ):
+            with llm.admit(2):
+                pass
+        assert llm.num_unfinished == 2
+    with pytest.raises(ZeroDivisionError), llm.admit(3):
+        assert llm.num_unfinished == 3
+        1 / 0  # noqa: B018
+    assert llm.num_unfinished == 0
+
+
+async def test_prompts_of_one_request_share_a_stream(llm):
+    stream = llm.generate([prepare(llm, "a", n=2), prepare(llm, "b", n=2)])
+    first = asyncio.ensure_future(anext(stream))
+    await settle()
+    assert [message.request_id for message in llm.client.sent] == ["a", "b"]
+    llm.client.answer("x", FinishReason.LENGTH, "b_1")
+    assert (await first).index == 3
+    llm.client.answer("y", None, "a_1")
+    await settle()
+    assert (await anext(stream)).index == 1
+    await stream.aclose()
+    assert llm.client.aborted() == ["a_0", "a_1", "b_0"]
 
 
 async def test_a_request_id_in_use(llm):
     await start(llm, prepare(llm))
     with pytest.raises(InvalidRequest, match="'r'"):
-        llm.generate(prepare(llm))
+        await anext(llm.generate([prepare(llm)]))
+    assert llm.client.aborted() == []
 
 
 async def test_loading(llm):
     llm.client.push(EngineStatus("loading weights", 0.25))
     await settle()
     assert not llm.is_ready
-    with pytest.raises(Overloaded, match="loading weights, 25%"):
-        llm.generate(prepare(llm))
+    with pytest.raises(Overloaded, match="loading weights, 25%"), llm.admit():
+        pass
     llm.client.push(EngineReady(READY.worker, max_model_len=500, block_size=16))
     await settle()
     assert llm.is_ready and llm.processor.max_model_len == 500
@@ -306,9 +334,9 @@ async def test_loading(llm):
 async def test_timeline_and_stats(llm):
     begin = now_ns()
     llm.tracer.mark("r", "received")
-    prepared = await llm.prepare_chat(
-        "r", [{"role": "user", "content": "hi"}], SamplingParams(temperature=0)
-    )
+    chat = Chat(messages=[{"role": "user", "content": "hi"}])
+    prompts = [Prompt(content=chat, request_id="r")]
+    (prepared,) = await llm.prepare(prompts, SamplingParams(temperature=0))
     assert prepared.prompt == "User: hi\nAssistant:"
     task = await start(llm, prepared)
     at = now_ns()
@@ -327,7 +355,8 @@ async def test_timeline_and_stats(llm):
     await task
     marks = llm.tracer.finish("r")
     assert [mark.stage for mark in marks] == [
-        "received", "templated", "tokenised", "sent", "queued", "scheduled", "first_token", "finished", "detokenised",
+        "received", "templated", "tokenised", "sent", "queued", "scheduled", "first_token",
+        "finished", "detokenised",
     ]  # fmt: skip
     assert all(begin <= mark.at_ns <= now_ns() for mark in marks)
     assert llm.stats.num_running == 5
@@ -344,32 +373,43 @@ async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
     monkeypatch.setattr(llm.processor.tokenizer, "encode", spy)
     monkeypatch.setattr(llm.processor, "max_model_len", 10**6)
     for size in (10, module.MAX_INLINE_CHARS + 1):
-        prepared = await llm.prepare("r", "x" * size, SamplingParams())
+        (prepared,) = await llm.prepare([Prompt(content="x" * size)], SamplingParams())
         assert len(prepared.prompt_token_ids) == size
     assert threads[0] == "MainThread" and threads[1].startswith("prepare")
-    assert await llm.encode("hi") == [104, 105]
+    assert await llm.tokenize(Prompt(content="hi")) == [104, 105]
 
 
-async def test_requests_whose_grammars_are_checked_count_as_unfinished(llm, monkeypatch):
-    """There may be as many of them as of others; a server that drains waits for them, too."""
-    go_on = threading.Event()
-    monkeypatch.setattr(llm.processor.grammars, "check", lambda output: go_on.wait(30))
+async def test_many_short_prompts_do_not_hold_up_the_loop_either(llm, monkeypatch):
+    threads: set[str] = set()
+    encode = llm.processor.tokenizer.encode
 
-    def checked(number: int) -> asyncio.Task:
-        params = SamplingParams(structured_output=StructuredOutput("regex", f"[a-z]{{{number}}}"))
-        return asyncio.create_task(llm.prepare(f"r{number}", "prompt", params))
+    def spy(*args):
+        threads.add(threading.current_thread().name)
+        return encode(*args)
 
-    tasks = [checked(number) for number in range(4)]
-    await settle()
-    with pytest.raises(Overloaded, match="3 requests are unfinished, the limit is 3"):
-        tasks[3].result()
-    assert llm.num_unfinished == 3
-    tasks[0].cancel()
-    await settle()
-    assert llm.num_unfinished == 2
+    monkeypatch.setattr(llm.processor.tokenizer, "encode", spy)
+    text = "x" * 900
+    prompts = [Prompt(content=text, request_id=str(number)) for number in range(20)]
+    assert len(await llm.prepare(prompts, SamplingParams())) == 20
+    assert len(threads) == 1 and threads.pop().startswith("prepare")
+
+
+async def test_new_structured_outputs_do_not_hold_up_long_prompts(llm, monkeypatch):
+    go_on, threads = threading.Event(), []
+
+    def check(output):
+        threads.append(threading.current_thread().name)
+        go_on.wait(30)
+
+    monkeypatch.setattr(llm.processor.grammars, "check", check)
+    params = SamplingParams(structured_output=StructuredOutput("regex", "[a-z]"))
+    tasks = [asyncio.create_task(llm.prepare([Prompt(content="a")], params)) for _ in range(4)]
+    long = Prompt(content="x" * (module.MAX_INLINE_CHARS + 1))
+    with pytest.raises(InvalidRequest, match="maximum context length"):
+        await asyncio.wait_for(llm.prepare([long], SamplingParams()), 10)
     go_on.set()
-    await asyncio.gather(*tasks[1:3])
-    assert llm.num_unfinished == 0
+    await asyncio.gather(*tasks)
+    assert len(threads) == 4 and all(name.startswith("grammar") for name in threads)
 
 
 async def test_messages_that_arrived_before_the_start_are_read(llm):

@@ -114,8 +114,10 @@ async def test_a_stream_says_the_same(http, path, body):
 
 
 @pytest.mark.parametrize("body", [
-    {"n": 17}, {"stop": ["x"]}, {"logprobs": 1}, {"prompt_logprobs": 0}, {"bad_words": ["x"]}, {"min_tokens": 3},
-    {"logit_bias": {"5": 1}}, {"presence_penalty": 1.0}, {"length_penalty": 11}, {"allowed_token_ids": [5]},
+    {"n": 17}, {"stop": ["x"]}, {"logprobs": 1}, {"prompt_logprobs": 0}, {"bad_words": ["x"]},
+    {"min_tokens": 3},
+    {"logit_bias": {"5": 1}}, {"presence_penalty": 1.0}, {"length_penalty": 11},
+    {"allowed_token_ids": [5]},
     {"max_tokens": 0}, {"stop_token_ids": list(range(40, 60))},
 ], ids=str)  # fmt: skip
 async def test_what_a_search_does_not_look_at_is_refused(http, body):

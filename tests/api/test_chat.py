@@ -302,7 +302,7 @@ async def test_documents_reach_templates_that_read_them(http):
         CHAT, json={"messages": user("hi"), "max_tokens": 1, "documents": documents}
     )
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "documents"
-    template = "{% for document in documents or [] %}{{ document.title }} is {{ document.text }}. {% endfor %}"
+    template = "{% for d in documents or [] %}{{ d.title }} is {{ d.text }}. {% endfor %}"
     async with serve(chat_template=template + "{{ messages[0].content }}") as served:
         body = {"messages": user("hi"), "max_tokens": 3, "return_prompt_text": True}
         assert (await ask(served.http, **body, documents=documents))[
@@ -317,8 +317,10 @@ async def test_documents_reach_templates_that_read_them(http):
 
 async def test_sampling_fields_reach_the_engine(served: Served):
     fields = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -1.0,
-        "repetition_penalty": 1.2, "seed": 5, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [256],
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.2, "seed": 5, "min_tokens": 2, "ignore_eos": True,
+        "stop_token_ids": [256],
         "allowed_token_ids": [97, 98], "logit_bias": {97: 3.5},
     }  # fmt: skip
     body = {
@@ -330,11 +332,12 @@ async def test_sampling_fields_reach_the_engine(served: Served):
         "skip_special_tokens": False,
     }
     await ask(served.http, **body)
-    requests = [message for message in served.engine.sent if isinstance(message, EngineCoreRequest)]
-    assert len(requests) == 2
-    for i, request in enumerate(requests):
+    (sent,) = [message for message in served.engine.sent if isinstance(message, EngineCoreRequest)]
+    assert (sent.options.priority, sent.options.cache_salt) == (3, "s")
+    assert len(sent.choices()) == 2
+    for i, request in enumerate(sent.choices()):
         assert {name: getattr(request.params, name) for name in fields} == {**fields, "seed": 5 + i}
-        assert (request.priority, request.cache_salt, request.eos_token_ids) == (3, "s", [])
+        assert (request.options, request.eos_token_ids) == (sent.options, [])
 
 
 async def test_defaults_come_from_the_generation_config():

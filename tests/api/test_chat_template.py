@@ -21,8 +21,10 @@ CHATML = """{%- if tools %}
         {%- generation %}
         {{- '<|im_start|>assistant\\n' + message.content }}
         {%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '</tool_call>' }}
-            {%- for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}
+{{- '<tool_call>' + call.function.name + ' ' +
+    (call.function.arguments | tojson) + '</tool_call>' }}
+            {%- for key, value in call.function.arguments.items() %}{{
+                key }}={{ value }};{% endfor %}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
         {%- endgeneration %}
@@ -48,10 +50,12 @@ INST = """{{ bos_token }}{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 
-PARTS_ONLY = """{% for message in messages %}{{ message.role }}:{% for part in message.content %}<{{ part.type }}>
+PARTS_ONLY = """{% for message in messages %}{{ message.role }}:{% for part in
+    message.content %}<{{ part.type }}>
 {{- part.text }}{% endfor %};{% endfor %}"""
 
-PARTS_OR_STRING = """{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}
+PARTS_OR_STRING = """{% for m in messages %}{% if m['content'] is string %}{{
+    m['content'] }}{% else %}
 {% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endif %}{% endfor %}"""
 
 TOOLS = [
@@ -116,11 +120,11 @@ def test_tool_call_without_arguments(arguments: str):
 def test_variables_reach_the_template():
     assert (
         ChatTemplate(CHATML)
-        .render(CHAT, variables={"enable_thinking": False})
+        .render(CHAT, chat_template_kwargs={"enable_thinking": False})
         .endswith("<think></think>")
     )
     with pytest.raises(InvalidRequest) as refused:
-        ChatTemplate(CHATML).render(CHAT, variables={"messages": []})
+        ChatTemplate(CHATML).render(CHAT, chat_template_kwargs={"messages": []})
     assert refused.value.param == "chat_template_kwargs"
 
 

@@ -459,9 +459,9 @@ async def test_a_thinking_budget_reaches_the_engine_with_the_tags(special_spec, 
         tokenizer = served.async_llm.processor.tokenizer
         # Tags that the user writes are no thoughts of the model.
         await ask(served, messages=user("what is <think>?"), thinking_token_budget=4, n=2, **body)
-        requests = [m for m in served.engine.sent if isinstance(m, EngineCoreRequest)]
-        assert len(requests) == 2
-        for params in (request.params for request in requests):
+        (request,) = [m for m in served.engine.sent if isinstance(m, EngineCoreRequest)]
+        assert len(request.choices()) == 2
+        for params in (choice.params for choice in request.choices()):
             tags = params.reasoning_tags
             assert tags.end_id == tokenizer.token_id("</think>")
             start_ids = {True: None, False: tokenizer.token_id("<think>")}

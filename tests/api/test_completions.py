@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.routes.completions import TextOffsets
+from servd.api.response_builders.logprobs import TextOffsets
 from servd.api.tokenizer import Tokenizer
 from servd.messages import TokenLogprobs
 from tests.api.harness import MODEL, Served, events, output_text, serve, user
@@ -59,7 +59,8 @@ async def test_a_repetition_ends_the_output():
 
 @pytest.mark.parametrize("fields", [
     {"max_pattern_size": 257, "min_count": 2}, {"max_pattern_size": -1}, {"max_pattern_size": 3},
-    {"max_pattern_size": 3, "min_count": 1}, {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2},
+    {"max_pattern_size": 3, "min_count": 1}, {"max_pattern_size": 3, "min_pattern_size": 4,
+    "min_count": 2},
     {"max_pattern_size": 3.5, "min_count": 2}, {"size": 3}, 5,
 ], ids=str)  # fmt: skip
 async def test_bounds_of_repetition_detection(http, fields):

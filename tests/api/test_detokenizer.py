@@ -88,7 +88,8 @@ def test_an_emoji_over_four_tokens_comes_whole():
     assert [detokenizer.push([i]) for i in "😀!".encode()] == ["", "", "", "😀", "!"]
 
 
-@given(text=st.text("ab", max_size=20), stop=st.text("ab", min_size=1, max_size=3), min_tokens=st.integers(0, 20),
+@given(text=st.text("ab", max_size=20), stop=st.text("ab", min_size=1, max_size=3),
+       min_tokens=st.integers(0, 20),
        size=st.integers(1, 7))  # fmt: skip
 def test_stop_strings_count_after_min_tokens(text: str, stop: str, min_tokens: int, size: int):
     detokenizer = Detokenizer(

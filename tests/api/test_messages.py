@@ -526,7 +526,7 @@ async def test_a_budget_for_thoughts_of_a_model_that_can_keep_it(monkeypatch, ki
     tags = ReasoningTags(end_id=ord("e"), start_id=None)
     async with serve(reasoning_parser="qwen3", strict_fields=strict) as served:
         monkeypatch.setattr(
-            served.async_llm.processor, "thinking_tags", lambda prompt_token_ids: tags
+            served.async_llm.processor, "reasoning_tags", lambda prompt_token_ids: tags
         )
         body = {"messages": user("hi"), "thinking": {"type": kind, "budget_tokens": 3}}
         answer = await served.http.post(URL, json={**body, "max_tokens": 9})

@@ -81,7 +81,7 @@ async def test_answers_are_counted_by_route_and_status():
         body = {"prompt": "a", "max_tokens": 2, "stream": True}
         for _ in range(2):
             await http.post("/v1/completions", json=body)
-        served.async_llm.check_capacity = refuse
+        served.async_llm.admit = refuse
         await http.post("/v1/completions", json=body)
         expected = {
             ("/v1/models", "GET", "401"): 1,
@@ -101,7 +101,7 @@ async def test_answers_are_counted_by_route_and_status():
         assert seconds["http_request_duration_seconds_count"] == sum(expected.values()) + 2
 
 
-def refuse() -> None:
+def refuse(num_prompts) -> None:
     raise Overloaded("too many")
 
 

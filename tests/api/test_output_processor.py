@@ -4,6 +4,7 @@ import pytest
 
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Prepared, Processor
+from servd.api.prompt import Prompt
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.hf import FAKE_SPEC
@@ -16,7 +17,8 @@ EOS = 256
 
 
 def prepare(request_id: str = "r", **params) -> Prepared:
-    return PROCESSOR.process(request_id, "prompt", SamplingParams(temperature=0, **params))
+    prompt = Prompt(content="prompt", request_id=request_id)
+    return PROCESSOR.process(prompt, SamplingParams(temperature=0, **params))
 
 
 def started(*requests: Prepared) -> OutputProcessor:

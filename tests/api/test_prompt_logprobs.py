@@ -47,7 +47,8 @@ async def test_every_choice_of_every_prompt_is_scored_while_the_prompt_is_comput
         logprobs = choice["logprobs"]
         assert "".join(logprobs["tokens"]) == choice["text"] == prompt + output_text(prompt, 2)
         assert logprobs["token_logprobs"][0] is None and None not in logprobs["token_logprobs"][1:]
-    asked = [message.params.prompt_logprobs for message in served.engine.sent]
+    choices = [choice for message in served.engine.sent for choice in message.choices()]
+    asked = [choice.params.prompt_logprobs for choice in choices]
     assert asked == [0, None, None] * 2
 
 

@@ -5,12 +5,19 @@ step.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from typing import Any
 
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, expected_tokens, next_state
 from servd.hf import FAKE_SPEC
-from servd.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+from servd.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    RequestOptions,
+    SchedulerOutput,
+)
 from servd.params import SamplingParams
 
 VOCAB_SIZE = FAKE_SPEC.vocab_size
@@ -82,9 +89,12 @@ def make_request(
     request_id: str, prompt: list[int], max_tokens: int | None = 8, **options
 ) -> EngineCoreRequest:
     """A request; options that a message does not have go to its SamplingParams."""
-    fields = {
-        name: options.pop(name) for name in EngineCoreRequest.__struct_fields__ if name in options
-    }
+
+    def taken(names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: options.pop(name) for name in names if name in options}
+
+    served = RequestOptions(**taken(RequestOptions.__struct_fields__))
+    fields = {"options": served} | taken(EngineCoreRequest.__struct_fields__)
     return EngineCoreRequest(
         request_id,
         prompt,

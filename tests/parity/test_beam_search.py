@@ -21,9 +21,7 @@ def search(folder, prompt, num_beams, eos, length_penalty, early_stopping) -> Be
     """Run BeamSearch with transformers as the engine."""
     params = SamplingParams(n=num_beams, max_tokens=MAX_TOKENS)
     request = EngineCoreRequest("r", prompt, params, eos_token_ids=eos)
-    prepared = Prepared(
-        request_id="r", prompt=None, prompt_token_ids=prompt, params=params, requests=[request]
-    )
+    prepared = Prepared(prompt=None, params=params, request=request)
     beams = BeamSearch(prepared, length_penalty, early_stopping)
     while beams.running:
         likely = []
@@ -46,9 +44,12 @@ def test_sequences_and_scores(checkpoints, num_beams, num_eos, early_stopping, l
     beams = search(folder, prompt, num_beams, eos, length_penalty, early_stopping)
     ids = torch.tensor([prompt])
     expected = reference(folder).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, num_beams=num_beams,
-        num_return_sequences=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
-        eos_token_id=eos or None, pad_token_id=PAD, return_dict_in_generate=True, output_scores=True,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False,
+        num_beams=num_beams,
+        num_return_sequences=num_beams, length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        eos_token_id=eos or None, pad_token_id=PAD, return_dict_in_generate=True,
+        output_scores=True,
     )  # fmt: skip
     assert len(beams.finished) == num_beams
     for i, beam in enumerate(beams.finished):

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.message_parser import ToolUse
+from servd.api.prompt import Chat, Prompt, ToolOptions
 from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Usage
 from servd.api.protocol.validation import RequestBody
 from servd.bounds import INT32_MAX
@@ -179,6 +179,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 class ChatPrompt(RequestBody):
     """The fields of a chat request that make its prompt."""
 
+    messages: Any  # read as list[dict[str, Any]]
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -195,18 +196,28 @@ class ChatPrompt(RequestBody):
         """The function that `tool_choice` names."""
         return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
 
-    def tool_use(self) -> ToolUse | None:
+    def tool_options(self) -> ToolOptions | None:
         """The tools that the model sees; None if it has none or may not call any."""
         name = self.named_tool
         if self.tools is None or self.tool_choice == "none":
             return None
         tools = cast(list[dict[str, Any]], self.tools)
         if name is not None:
-            return ToolUse(
+            return ToolOptions(
                 tools, [tool for tool in tools if tool["function"]["name"] == name], parallel=False
             )
         forced = tools if self.tool_choice == "required" else []
-        return ToolUse(tools, forced, self.parallel_tool_calls is not False)
+        return ToolOptions(tools, forced, self.parallel_tool_calls is not False)
+
+    def chat(self) -> Chat:
+        """The conversation for the template; there must be `messages`."""
+        return Chat(
+            messages=self.messages,
+            tool_options=self.tool_options(),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.template_variables(),
+        )
 
     def template_variables(self) -> dict[str, Any]:
         """`chat_template_kwargs`, `documents`, and what `reasoning_effort` means to templates."""
@@ -250,7 +261,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     def ignored(self) -> list[str]:
         """Fields, and values of fields, that have no effect here."""
-        use = self.tool_use()
+        use = self.tool_options()
         idle = (
             idle_strict([tool["function"] for tool in use.tools], bool(use.forced))
             if use
@@ -272,6 +283,10 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
             if isinstance(content, str)
             else "\n".join(part.get("text", "") for part in content)
         )
+
+    def prompt(self, request_id: str) -> Prompt:
+        """The conversation as the one prompt of a request."""
+        return Prompt(content=self.chat(), request_id=request_id, param="messages")
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The request's sampling parameters over the model's `defaults`; without a limit, up to the
@@ -333,7 +348,7 @@ class MessageToolCall(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """The model's message. Clients are divided over the name of the thoughts, so they come under
+    """The model's message. Clients are divided over the name of the reasoning, so it comes under
     both.
     """
 
@@ -385,7 +400,7 @@ class DeltaToolCall(msgspec.Struct, omit_defaults=True):
     type: str | None = None
 
 
-class Delta(msgspec.Struct, omit_defaults=True):
+class ChoiceDelta(msgspec.Struct, omit_defaults=True):
     """What a chunk adds to the message."""
 
     role: str | None = None
@@ -399,7 +414,7 @@ class ChunkChoice(msgspec.Struct):
     """One choice's part of a chunk."""
 
     index: int
-    delta: Delta
+    delta: ChoiceDelta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None = None

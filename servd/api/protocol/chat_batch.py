@@ -14,7 +14,8 @@ from servd.errors import InvalidRequest
 
 # What is told once, or by call, and so has no place where there are several conversations.
 REFUSED = (
-    "stream", "tools", "use_beam_search", "echo", "prompt_logprobs", "return_token_ids", "return_prompt_text",
+    "stream", "tools", "use_beam_search", "echo", "prompt_logprobs", "return_token_ids",
+    "return_prompt_text",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from servd.api.prompt import Prompt
 from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Usage
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
@@ -73,6 +74,19 @@ class CompletionRequest(GenerationRequest):
                 "`echo` with `logprobs` cannot be streamed: leave out `stream`", param="echo"
             )
         return self
+
+    def prompts(self, response_id: str) -> list[Prompt]:
+        """The prompts, with ids made of the response's."""
+        is_one = len(self.prompt) == 1
+        return [
+            Prompt(
+                content=content,
+                request_id=response_id if is_one else f"{response_id}-{number}",
+                add_special_tokens=self.add_special_tokens,
+                suffix=self.suffix,
+            )
+            for number, content in enumerate(self.prompt)
+        ]
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The request's sampling parameters over the model's `defaults`."""

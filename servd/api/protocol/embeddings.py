@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from servd.api.prompt import Chat, Prompt
 from servd.api.protocol.chat import Messages
 from servd.api.protocol.completions import Prompts, list_of_prompts
 from servd.api.protocol.validation import KeptTokens, RequestBody
 from servd.errors import InvalidRequest
+from servd.messages import RequestOptions
 from servd.params import PoolingParams
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -51,6 +53,25 @@ class VectorRequest(RequestBody):
             else ("add_special_tokens",)
         )
         return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
+
+    def prompts(self) -> list[Prompt]:
+        """The inputs; a chat is one."""
+        if self.messages is None:
+            return [
+                Prompt(content=item, param="input", add_special_tokens=self.add_special_tokens)
+                for item in self.input
+            ]
+        chat = Chat(
+            messages=cast(list[dict[str, Any]], self.messages),
+            add_generation_prompt=self.add_generation_prompt,
+            chat_template_kwargs=self.chat_template_kwargs or {},
+        )
+        return [Prompt(content=chat, param="messages")]
+
+    def request_options(self) -> RequestOptions:
+        """How the inputs are computed."""
+        keep = self.truncate_prompt_tokens
+        return RequestOptions(self.priority or 0, truncate_prompt_tokens=keep)
 
     def params(self, pooling: str | None) -> PoolingParams:
         """How the hidden states of each input become its vector, or its vectors."""

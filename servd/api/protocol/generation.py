@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from servd.api.protocol.structured import StructuredRequest
 from servd.api.protocol.validation import REQUEST_ID, FewKeys, KeptTokens
 from servd.errors import InvalidRequest
+from servd.messages import RequestOptions
 from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
 
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one
@@ -202,6 +203,10 @@ class GenerationRequest(StructuredRequest):
     def continuous_usage(self) -> bool:
         """Every chunk tells the usage so far."""
         return bool((self.stream_options or {}).get("continuous_usage_stats"))
+
+    def request_options(self) -> RequestOptions:
+        """How the request is served."""
+        return RequestOptions(self.priority or 0, self.cache_salt, self.truncate_prompt_tokens)
 
     def shared_params(self) -> dict[str, Any]:
         """The given fields that have the name and meaning of a SamplingParams field."""

@@ -103,7 +103,7 @@ class FunctionCallOutput(TypedDict):
 
 
 class Reasoning(TypedDict):
-    """The thoughts of an earlier answer."""
+    """The reasoning of an earlier answer."""
 
     __pydantic_config__ = OPEN  # type: ignore[misc]
 
@@ -146,9 +146,7 @@ def _as_items(value: Any) -> Any:
 def _check_tool(tool: Any) -> Any:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        message = (
-            "tools of type {kind} are not supported: servd runs no tools itself, send functions"
-        )
+        message = "tools of type {kind} are not supported: servd runs no tools, send functions"
         raise PydanticCustomError("tool", message, {"kind": str(kind)[:64]})
     return tool
 
@@ -303,8 +301,7 @@ def _chat_format(text_format: dict[str, Any] | None) -> Any:
 
 
 def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages of a chat: what the assistant thought, said and called in one turn is one
-    message.
+    """Items as messages of a chat: the reasoning, content and calls of one turn are one message.
 
     System and developer messages at the beginning become one, since most templates know but one,
     and no developer.
@@ -328,8 +325,8 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
                     {"role": "tool", "tool_call_id": item["call_id"], "content": content}
                 )
             case "reasoning":
-                thoughts = _text(item.get("content") or item.get("summary") or "")
-                messages.append({"role": "assistant", "reasoning_content": thoughts})
+                reasoning = _text(item.get("content") or item.get("summary") or "")
+                messages.append({"role": "assistant", "reasoning_content": reasoning})
             case _ if item["role"] == "assistant":
                 if not is_assistant or last.keys() & {"content", "tool_calls"}:
                     messages.append(last := {"role": "assistant"})
@@ -399,7 +396,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """Text of the thoughts."""
+    """Text of the reasoning."""
 
     text: str = ""
 

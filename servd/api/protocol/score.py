@@ -14,6 +14,7 @@ from servd.api.protocol.completions import MAX_PROMPTS
 from servd.api.protocol.embeddings import EmbeddingUsage, Priority
 from servd.api.protocol.validation import KeptTokens, RequestBody
 from servd.errors import InvalidRequest
+from servd.messages import RequestOptions
 from servd.params import PoolingParams
 
 
@@ -51,6 +52,11 @@ class SimilarityRequest(RequestBody):
     truncate_prompt_tokens: KeptTokens | None = None
     priority: Priority | None = None
     user: str | None = None
+
+    def request_options(self) -> RequestOptions:
+        """How the texts are computed."""
+        keep = self.truncate_prompt_tokens
+        return RequestOptions(self.priority or 0, truncate_prompt_tokens=keep)
 
     def params(self) -> PoolingParams:
         """How texts become the vectors whose cosine is the score."""

@@ -18,9 +18,12 @@ from servd.errors import InvalidRequest, RequestError
 # Fields of the chat route that keep their name and meaning in both other APIs, which do not have
 # them of themselves.
 EXTENSIONS = frozenset({
-    "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "frequency_penalty", "guided_choice",
-    "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "logit_bias", "min_p", "min_tokens",
-    "presence_penalty", "priority", "repetition_detection", "repetition_penalty", "seed", "skip_special_tokens", "stop",
+    "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "frequency_penalty",
+    "guided_choice",
+    "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "logit_bias", "min_p",
+    "min_tokens",
+    "presence_penalty", "priority", "repetition_detection", "repetition_penalty", "seed",
+    "skip_special_tokens", "stop",
     "stop_token_ids", "structured_outputs", "top_k",
 })  # fmt: skip
 

@@ -1,3 +1,3 @@
-"""How model families mark their thoughts: one file each, chosen by the chat template or
+"""How model families mark their reasoning: one file each, chosen by the chat template or
 --reasoning-parser.
 """

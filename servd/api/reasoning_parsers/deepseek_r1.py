@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from servd.api.reasoning_parsers._think import ThinkParser
+from servd.api.reasoning_parser import ReasoningParser
 
 
-class Parser(ThinkParser):
-    """A reply begins with thoughts, unless the prompt has already closed the tag."""
+class Parser(ReasoningParser):
+    """An output begins with reasoning, unless the prompt has already closed the tag."""
 
     always = True
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Only by option: the template cannot tell whether the model thinks without being asked
-        to.
+        """Only by option: the template cannot tell whether the model reasons without being
+        asked to.
         """
         return False

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from servd.api.reasoning_parsers._think import ThinkParser
+from servd.api.reasoning_parser import ReasoningParser
 
 
-class Parser(ThinkParser):
+class Parser(ReasoningParser):
     """As for `<think>`, with Mistral's tags."""
 
     start_tag = "[THINK]"

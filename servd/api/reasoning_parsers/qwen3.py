@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from servd.api.reasoning_parsers._think import ThinkParser
+from servd.api.reasoning_parser import ReasoningParser
 
 
-class Parser(ThinkParser):
-    """A reply that does not begin with the tag has no thoughts, unless the prompt opened it."""
+class Parser(ReasoningParser):
+    """An output that does not begin with the tag has no reasoning, unless the prompt opened it."""

@@ -8,12 +8,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import context_of, read_body
 from servd.api.openapi import describes
-from servd.api.processor import Prepared
 from servd.api.protocol.chat import ChatCompletion
 from servd.api.protocol.chat_batch import ChatBatchRequest
-from servd.api.routes._context import context_of, read_body, start_timeline
-from servd.api.routes.chat import ChatAnswer, prepare_chat
+from servd.api.response_builders.chat import ChatBuilder
 
 router = APIRouter()
 
@@ -22,14 +21,9 @@ router = APIRouter()
 @describes(ChatCompletion, body=ChatBatchRequest)
 async def create_chat_completions(request: Request) -> Response:
     """Answer conversations; choice i is the answer to conversation i."""
-    context = context_of(request)
     body = await read_body(request, ChatBatchRequest)
-    model = context.model_name(body.model)
-    answer_id = f"chatcmpl-{request.state.unique_id}"
+    response_id = f"chatcmpl-{request.state.unique_id}"
     chats = body.chats()
-    prepared: list[Prepared] = []
-    for number, chat in enumerate(chats):
-        request_id = f"{answer_id}-{number}"
-        start_timeline(request, request_id)
-        prepared.append(await prepare_chat(context.async_llm, request_id, chat))
-    return await ChatAnswer(request, answer_id, model, chats[0], prepared).respond()
+    prompts = [chat.prompt(f"{response_id}-{number}") for number, chat in enumerate(chats)]
+    params = chats[0].sampling_params(context_of(request).async_llm.processor.default_params)
+    return await ChatBuilder(request, chats[0], response_id, prompts, params).respond()

@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import context_of, read_body
 from servd.api.openapi import describes
 from servd.api.protocol.embeddings import VectorRequest
 from servd.api.protocol.pooling import CLASSIFY
-from servd.api.routes._context import context_of, read_body
 from servd.errors import InvalidRequest
 
 router = APIRouter()

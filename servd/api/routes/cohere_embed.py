@@ -9,7 +9,10 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import context_of, ignored_header, json_response, read_body
+from servd.api.embedding import embed
 from servd.api.openapi import describes
+from servd.api.prompt import Prompt
 from servd.api.protocol.cohere import (
     CohereEmbeddings,
     CohereEmbedRequest,
@@ -17,8 +20,7 @@ from servd.api.protocol.cohere import (
     sign_bits,
 )
 from servd.api.protocol.translation import renamed
-from servd.api.routes._context import context_of, ignored_header, json_response, read_body
-from servd.api.routes._embed import Input, embed
+from servd.messages import RequestOptions
 from servd.outputs import unpack_vector
 from servd.params import PoolingParams
 
@@ -36,10 +38,11 @@ async def create_cohere_embeddings(request: Request) -> Response:
     first, last = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}[
         body.truncate
     ]
-    inputs = [Input(text, "texts", keep_first=first, keep_last=last) for text in body.texts]
+    prompts = [Prompt(content=text, param="texts", keep_first=first) for text in body.texts]
+    options = RequestOptions(body.priority or 0, truncate_prompt_tokens=last)
     params = PoolingParams(dimensions=body.output_dimension)
     with renamed({"dimensions": "output_dimension"}):
-        vectors = await embed(request, "embd", inputs, params, body.priority)
+        vectors = await embed(request, "embd", prompts, params, options)
     numbers = [unpack_vector(data) for data in vectors.data]
     forms = set(body.embedding_types)
     bits = [sign_bits(vector) for vector in numbers] if forms & {"binary", "ubinary"} else []
@@ -59,4 +62,4 @@ async def create_cohere_embeddings(request: Request) -> Response:
             "billed_units": {"input_tokens": vectors.num_prompt_tokens},
         },
     )
-    return json_response(answer, headers=ignored_header(body))
+    return json_response(answer, headers=ignored_header(request))

@@ -8,8 +8,8 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import context_of, json_response
 from servd.api.openapi import describes
-from servd.api.routes._context import context_of, json_response
 from servd.errors import NotFound
 
 router = APIRouter()

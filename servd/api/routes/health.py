@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import servd
+from servd.api.context import context_of, json_response
 from servd.api.openapi import describes
-from servd.api.routes._context import context_of, json_response
 from servd.messages import EngineDead, EngineReady, EngineStatus
 
 router = APIRouter()

@@ -6,8 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import context_of
 from servd.api.openapi import describes
-from servd.api.routes._context import context_of
 
 router = APIRouter()
 

@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import Context, context_of, json_response
 from servd.api.openapi import describes
 from servd.api.protocol.models import ModelCard, ModelList
-from servd.api.routes._context import Context, context_of, json_response
 
 router = APIRouter()
 

@@ -11,10 +11,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from servd.api.context import context_of
 from servd.api.openapi import describes, document
 from servd.api.openapi_page import CONTENT_SECURITY_POLICY, page
 from servd.api.routes import load_routers
-from servd.api.routes._context import context_of
 
 router = APIRouter()
 

@@ -9,12 +9,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import context_of, ignored_header, json_response, read_body
+from servd.api.embedding import embed
 from servd.api.openapi import describes
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
-from servd.api.routes._context import context_of, ignored_header, json_response, read_body
-from servd.api.routes._embed import embed
-from servd.api.routes.embeddings import inputs_of
 from servd.errors import InvalidRequest
 from servd.outputs import unpack_vector
 
@@ -42,9 +41,7 @@ async def pool(request: Request) -> Response:
             )
 
     params = body.params("all" if body.by_token else body.pooling)
-    vectors = await embed(
-        request, "pool", await inputs_of(request, body), params, body.priority, check
-    )
+    vectors = await embed(request, "pool", body.prompts(), params, body.request_options(), check)
 
     def shown(data: bytes) -> list[float] | list[list[float]] | str:
         if body.encoding_format == "base64":
@@ -63,4 +60,4 @@ async def pool(request: Request) -> Response:
         ),
         EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
     )
-    return json_response(answer, headers=ignored_header(body))
+    return json_response(answer, headers=ignored_header(request))

@@ -7,10 +7,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import context_of, ignored_header, json_response, read_body
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
-from servd.api.routes._context import context_of, ignored_header, json_response, read_body
-from servd.api.routes.chat import prepare_chat
 
 router = APIRouter()
 
@@ -22,9 +21,9 @@ async def render_chat_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, ChatCompletionRequest)
     model = context.model_name(body.model)
-    request_id = f"render-{request.state.unique_id}"
-    request.state.traced.append(request_id)
-    prepared = await prepare_chat(context.async_llm, request_id, body)
+    params = body.sampling_params(context.async_llm.processor.default_params)
+    prompts = [body.prompt(f"render-{request.state.unique_id}")]
+    (prepared,) = await context.async_llm.prepare(prompts, params, body.request_options())
     params = msgspec.structs.asdict(prepared.params)
     answer = RenderedChat(model, prepared.prompt, prepared.prompt_token_ids, params)
-    return json_response(answer, headers=ignored_header(body))
+    return json_response(answer, headers=ignored_header(request))

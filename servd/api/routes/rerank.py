@@ -9,12 +9,12 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import context_of, ignored_header, json_response, read_body
+from servd.api.embedding import embed, similarities
 from servd.api.openapi import describes
+from servd.api.prompt import Prompt
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.rerank import RankedDocument, RankedText, Ranking, RerankRequest
-from servd.api.routes._context import context_of, ignored_header, json_response, read_body
-from servd.api.routes._embed import Input, embed
-from servd.api.routes.score import similarities
 
 router = APIRouter()
 
@@ -27,11 +27,10 @@ async def rerank(request: Request) -> Response:
     """The most similar documents first."""
     body = await read_body(request, RerankRequest)
     model = context_of(request).model_name(body.model)
-    keep = body.truncate_prompt_tokens
-    inputs = [Input(body.query, "query", keep_first=body.max_tokens_per_query, keep_last=keep)]
+    prompts = [Prompt(content=body.query, param="query", keep_first=body.max_tokens_per_query)]
     for text in body.documents:
-        inputs.append(Input(text, "documents", keep_first=body.max_tokens_per_doc, keep_last=keep))
-    vectors = await embed(request, "rerank", inputs, body.params(), body.priority)
+        prompts.append(Prompt(content=text, param="documents", keep_first=body.max_tokens_per_doc))
+    vectors = await embed(request, "rerank", prompts, body.params(), body.request_options())
     scores = await similarities(vectors.data[:1], vectors.data[1:])
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = [
@@ -42,4 +41,4 @@ async def rerank(request: Request) -> Response:
     ]
     usage = EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens)
     answer = Ranking(f"rerank-{request.state.unique_id}", model, results, usage)
-    return json_response(answer, headers=ignored_header(body))
+    return json_response(answer, headers=ignored_header(request))

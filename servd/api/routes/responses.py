@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
-from functools import partial
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, cast
 
 import msgspec
@@ -13,12 +12,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
+from servd.api.context import (
+    context_of,
+    ignored_header,
+    json_response,
+    read_body,
+)
 from servd.api.event_log import EventLog
 from servd.api.openapi import describes
-from servd.api.processor import Prepared
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.events import ResponseEvent
 from servd.api.protocol.responses import (
+    CHAT_NAMES,
     DeletedResponse,
     InputItems,
     InputTokens,
@@ -27,21 +32,11 @@ from servd.api.protocol.responses import (
     listed,
 )
 from servd.api.protocol.translation import renamed
+from servd.api.response_builders.events import encode
+from servd.api.response_builders.responses import ResponsesBuilder
 from servd.api.response_store import ResponseStore, Stored
-from servd.api.routes._context import (
-    context_of,
-    ignored_header,
-    json_response,
-    read_body,
-    start_timeline,
-)
-from servd.api.routes._response_turn import ResponseTurn
-from servd.api.routes._turn import encode, respond
-from servd.api.routes.chat import prepare_chat
-from servd.api.routes.tokenize import count_chat_tokens
 from servd.api.streaming import EventStream
 from servd.errors import InvalidRequest, NotFound
-from servd.tracing import Tracer
 
 router = APIRouter()
 
@@ -53,43 +48,41 @@ async def create_response(request: Request) -> HTTPResponse:
     context = context_of(request)
     store = _store(request)
     body = await read_body(request, ResponsesRequest)
-    model = context.model_name(body.model)
+    context.model_name(body.model)
     response_id = f"resp_{request.state.unique_id}"
     is_stored = body.store is not False and store.max_responses > 0
     if body.background and not is_stored:
         raise InvalidRequest("a background response has to be stored", param="background")
     previous = _previous(store, body)
     items = _conversation(previous, body)
-    start_timeline(request, response_id)
-    with renamed(ResponseTurn.names):
-        prepared = await prepare_chat(
-            context.async_llm, response_id, body.as_chat(body.chat_fields(items))
-        )
-    if body.background:
-        store.check_room()
-    answer = _blank(response_id, model, body, prepared, is_stored)
-
+    with renamed(CHAT_NAMES):
+        chat = body.as_chat(body.chat_fields(items))
+        builder = ResponsesBuilder(request, body, response_id, chat, is_stored)
     log = EventLog() if body.background else None
+    task: asyncio.Task[None] | None = None
 
-    def keep(task: asyncio.Task[None] | None = None) -> None:
-        if is_stored:
-            num_bytes = len(msgspec.json.encode([answer, body.input])) + (
-                previous.num_bytes if previous else 0
-            )
-            store.put(Stored(answer, items, num_bytes + (log.num_bytes if log else 0), log, task))
+    def keep() -> None:
+        num_bytes = len(msgspec.json.encode([builder.response, body.input]))
+        num_bytes += (previous.num_bytes if previous else 0) + (log.num_bytes if log else 0)
+        store.put(Stored(builder.response, items, num_bytes, log, task))
 
-    turn = ResponseTurn(request, prepared, answer, keep)
+    if is_stored:
+        builder.keep = keep
     if log is None:
-        return await respond(turn, request, body, {})
-    for event in turn.queue():
+        return await builder.respond()
+    store.check_room()
+    async with AsyncExitStack() as admission:
+        await admission.enter_async_context(builder.admitted())
+        request.state.traced.remove(response_id)  # its timeline is longer than the request
+        task = asyncio.create_task(_run_detached(builder, log, store, admission.pop_all()))
+    for event in builder.queue():
         log.append(encode([event]))
-    request.state.traced.remove(response_id)  # its timeline is longer than the request
-    task = asyncio.create_task(_run_detached(turn, request, log))
-    task.add_done_callback(partial(_end_detached, turn, log, store, context.async_llm.tracer))
-    keep(task)
+    keep()
+    # The task begins before anybody knows of it, so that whoever cancels it finds it in its block.
+    await asyncio.sleep(0)
     if body.stream:
-        return _stream(request, log, 0, ignored_header(body))
-    return json_response(answer, headers=ignored_header(body))
+        return _stream(request, log, 0, ignored_header(request))
+    return json_response(builder.response, headers=ignored_header(request))
 
 
 @router.post("/v1/responses/input_tokens")
@@ -100,11 +93,10 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
     body = await read_body(request, ResponsesRequest)
     context.model_name(body.model)
     items = _conversation(_previous(_store(request), body), body)
-    with renamed(ResponseTurn.names):
-        num_tokens = await count_chat_tokens(
-            context.async_llm, body.as_chat(body.chat_fields(items))
-        )
-    return json_response(InputTokens(num_tokens), headers=ignored_header(body))
+    with renamed(CHAT_NAMES):
+        prompt = body.as_chat(body.chat_fields(items)).prompt(request.state.unique_id)
+        token_ids = await context.async_llm.tokenize(prompt)
+    return json_response(InputTokens(len(token_ids)), headers=ignored_header(request))
 
 
 @router.get("/v1/responses/{response_id}")
@@ -191,11 +183,13 @@ def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, s
     leaves.
     """
     state, keep_alive = request.state, context_of(request).keep_alive
-    stream = EventStream(
-        log.follow(start), request_id=state.request_id, keep_alive=keep_alive, headers=headers
+    return EventStream(
+        log.follow(start),
+        request_id=state.request_id,
+        keep_alive=keep_alive,
+        headers=headers,
+        end=b"",  # the last event says that it is the last
     )
-    stream.end = b""  # the last event says that it is the last
-    return stream
 
 
 def _number(request: Request, name: str, default: int, most: int, least: int = 0) -> int:
@@ -242,54 +236,23 @@ async def _cancel(stored: Stored) -> None:
         await asyncio.wait([stored.task])
 
 
-async def _run_detached(turn: ResponseTurn, request: Request, log: EventLog) -> None:
-    try:
-        await turn.run(lambda event: log.append(encode([event])))
-    except Exception as error:
-        log.append(encode(turn.fail(error_reply(error, request.state.request_id))))
-
-
-def _end_detached(
-    turn: ResponseTurn,
-    log: EventLog,
-    store: ResponseStore,
-    tracer: Tracer,
-    task: asyncio.Task[None],
+async def _run_detached(
+    builder: ResponsesBuilder, log: EventLog, store: ResponseStore, admission: AsyncExitStack
 ) -> None:
-    """What follows in any case, also if the task was cancelled before it began."""
-    if task.cancelled():
-        turn.answer.status = "cancelled"
-    log.close()
-    if turn.answer.id in store:  # not forgotten meanwhile
-        turn.keep()  # with all its bytes, which count in the store
-    tracer.finish(turn.answer.id)
-
-
-def _blank(
-    response_id: str, model: str, body: ResponsesRequest, prepared: Prepared, is_stored: bool
-) -> Response:
-    """The response before there is any output."""
-    return Response(
-        id=response_id,
-        created_at=int(time.time()),
-        background=bool(body.background),
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
-        metadata=body.metadata or {},
-        model=model,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        previous_response_id=body.previous_response_id,
-        reasoning={"effort": (body.reasoning or {}).get("effort"), "summary": None},
-        store=is_stored,
-        temperature=prepared.params.temperature,
-        text={"format": (body.text or {}).get("format") or {"type": "text"}},
-        tool_choice=body.tool_choice or "auto",
-        tools=[_tool(dict(tool)) for tool in body.tools or ()],
-        top_logprobs=body.top_logprobs or 0,
-        top_p=prepared.params.top_p,
-        user=body.user,
-    )
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"description": None, "parameters": None, "strict": None, **tool}
+    """Make a response in the background, to its end or until it is cancelled."""
+    request_id = builder.request.state.request_id
+    try:
+        async with admission, aclosing(builder.outputs()) as outputs:
+            async for output in outputs:
+                for event in builder.events_of(output):
+                    log.append(encode([event]))
+    except asyncio.CancelledError:
+        builder.response.status = "cancelled"
+        raise
+    except Exception as error:
+        log.append(builder.error_frame(error_reply(error, request_id)))
+    finally:
+        log.close()
+        if builder.id in store:  # not forgotten meanwhile
+            builder.keep()  # with all its bytes, which count in the store
+        builder.async_llm.tracer.finish(builder.id)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.async_llm import AsyncLLM
+from servd.api.context import context_of, ignored_header, json_response, read_body
 from servd.api.openapi import describes
-from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.prompt import Prompt
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from servd.api.routes._context import context_of, ignored_header, json_response, read_body
 
 router = APIRouter()
 
@@ -26,40 +25,12 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest)
     context.model_name(body.model)
     tokenizer = context.async_llm.processor.tokenizer
-    if body.prompt is not None:
-        text, add_special_tokens = body.prompt, body.add_special_tokens
-    else:
-        text, add_special_tokens = await render_chat(context.async_llm, body), False
-    token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+    content = body.chat() if body.prompt is None else body.prompt
+    prompt = Prompt(content=content, add_special_tokens=body.add_special_tokens)
+    token_ids = await context.async_llm.tokenize(prompt)
     strings = [tokenizer.token_string(i) for i in token_ids] if body.return_token_strs else None
     answer = Tokenized(len(token_ids), context.max_model_len, token_ids, strings)
-    return json_response(answer, headers=ignored_header(body))
-
-
-async def render_chat(async_llm: AsyncLLM, body: TokenizeRequest | ChatCompletionRequest) -> str:
-    """The prompt of a request with messages.
-
-    Raises:
-        InvalidRequest: see `AsyncLLM.render_chat`.
-    """
-    tool_use = body.tool_use()
-    return await async_llm.render_chat(
-        cast(list[dict[str, Any]], body.messages),
-        tool_use.tools if tool_use else None,
-        body.add_generation_prompt,
-        body.continue_final_message,
-        body.template_variables(),
-    )
-
-
-async def count_chat_tokens(async_llm: AsyncLLM, body: ChatCompletionRequest) -> int:
-    """Tokens of the prompt of a chat, however long it is.
-
-    Raises:
-        InvalidRequest: see `AsyncLLM.render_chat`.
-    """
-    prompt = await render_chat(async_llm, body)
-    return len(await async_llm.encode(prompt, add_special_tokens=False))
+    return json_response(answer, headers=ignored_header(request))
 
 
 @router.get("/tokenizer_info")
@@ -85,4 +56,4 @@ async def detokenize(request: Request) -> Response:
     text = await asyncio.to_thread(
         processor.tokenizer.decode, body.tokens, skip_special_tokens=False
     )
-    return json_response(Detokenized(text), headers=ignored_header(body))
+    return json_response(Detokenized(text), headers=ignored_header(request))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from servd.api.incremental import Steps
-from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import CallSyntax
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
@@ -36,7 +36,7 @@ class Parser(ToolParser):
         return CALL_BEGIN in template
 
     def body(self) -> Steps[None]:
-        """Read the whole reply."""
+        """Read the whole output."""
         yield from self.rest(CALLS_BEGIN, call=self._calls)
 
     def _calls(self) -> Steps[bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from servd.api.incremental import Steps
-from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import CallSyntax
 
 OPEN = "<tool_call>"
@@ -27,7 +27,7 @@ class Parser(ToolParser):
         )
 
     def body(self) -> Steps[None]:
-        """Read the whole reply."""
+        """Read the whole output."""
         yield from self.rest(OPEN, call=self._call)
 
     def _call(self) -> Steps[bool]:

@@ -5,7 +5,7 @@ after a tag.
 from __future__ import annotations
 
 from servd.api.incremental import Steps
-from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import CallSyntax
 
 TAG = "<|python_tag|>"
@@ -26,7 +26,7 @@ class Parser(ToolParser):
         return "[func_name1(" not in template and (TAG in template or example in template)
 
     def body(self) -> Steps[None]:
-        """Read the whole reply."""
+        """Read the whole output."""
         yield from self.reader.space()
         if (yield from self.reader.peek()) == "{":
             yield from self.attempt(self._calls())

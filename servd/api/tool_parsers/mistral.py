@@ -9,7 +9,7 @@ import re
 import string
 
 from servd.api.incremental import Steps
-from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import CallSyntax
 
 TAG = "[TOOL_CALLS]"
@@ -42,7 +42,7 @@ class Parser(ToolParser):
         return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
     def body(self) -> Steps[None]:
-        """Read the whole reply."""
+        """Read the whole output."""
         yield from self.rest(TAG, call=self._calls)
 
     def _calls(self) -> Steps[bool]:

@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 from servd.api.incremental import Steps, without_surrogates
-from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import CallSyntax, NotExpressible, json_rule, properties_of
 
 START = "<|python_start|>"
@@ -60,7 +60,7 @@ class Parser(ToolParser):
         return [*rules, f'{rule}_first{len(properties)}: ""', f'{rule}_more{len(properties)}: ""']
 
     def body(self) -> Steps[None]:
-        """Read the whole reply."""
+        """Read the whole output."""
         yield from self.reader.space()
         yield from self.reader.accept(START)
         yield from self.reader.space()

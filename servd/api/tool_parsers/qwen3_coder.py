@@ -8,7 +8,7 @@ import json
 from typing import Any, NoReturn
 
 from servd.api.incremental import Brackets, Steps
-from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import (
     CallSyntax,
     NotExpressible,
@@ -72,7 +72,7 @@ class Parser(ToolParser):
         return rules
 
     def body(self) -> Steps[None]:
-        """Read the whole reply."""
+        """Read the whole output."""
         yield from self.rest(OPEN, FUNCTION, call=self._call)
 
     def _call(self) -> Steps[bool]:

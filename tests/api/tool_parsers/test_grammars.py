@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from servd import plugins
-from servd.api.message_parser import MessageFormat, ReplyFormat, ToolUse
+from servd.api.forced_calls import ForcedCallsParser
+from servd.api.model_format import ExpectedOutput, ModelFormat
+from servd.api.prompt import ToolOptions
 from servd.api.tokenizer import Tokenizer
-from servd.api.tool_parsers._forced import ForcedCallsParser
 from servd.api.tool_parsers._grammar import calls_grammar, parameters_of
 from servd.config import Config
 from servd.core.structured_output.grammar import Grammar, GrammarError
@@ -106,11 +107,11 @@ def tool(name: str, properties: dict[str, Any], *required: str, **keywords: Any)
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-def forced(name: str, *tools: dict[str, Any], parallel: bool = True) -> ReplyFormat:
+def forced(name: str, *tools: dict[str, Any], parallel: bool = True) -> ExpectedOutput:
     """What a reply must be where one of the tools must be called."""
     parser = plugins.load(PACKAGE, name, "Parser")
-    use = ToolUse(list(tools), forced=list(tools), parallel=parallel)
-    return MessageFormat(Tokenizer.bytes(), parser, None).reply("", use)
+    use = ToolOptions(list(tools), forced=list(tools), parallel=parallel)
+    return ModelFormat(Tokenizer.bytes(), parser, None).expect("", use)
 
 
 HINTS = [b"\n</parameter>", b"</parameter>\n</function>\n</tool_call>", b'")]', b"null"]
@@ -141,7 +142,7 @@ def is_allowed(mask: bytes, token_id: int) -> bool:
 
 
 def check_outputs(
-    reply: ReplyFormat, tools: list[dict[str, Any]], seeds: range, max_tokens: int = 600
+    reply: ExpectedOutput, tools: list[dict[str, Any]], seeds: range, max_tokens: int = 600
 ) -> int:
     """Random outputs are calls that validate; returns how many there were."""
     assert reply.structured_output is not None and reply.tool_parser is not None
@@ -295,8 +296,8 @@ def test_tags_that_are_tokens_without_being_special_are_written_as_tokens():
         load_vocabulary(Config(), read_spec(folder)),
     )
     used = tool("f", {"city": CITY}, "city")
-    reply = MessageFormat(tokenizer, plugins.load(PACKAGE, "hermes", "Parser"), None).reply(
-        "", ToolUse([used], forced=[used], parallel=False)
+    reply = ModelFormat(tokenizer, plugins.load(PACKAGE, "hermes", "Parser"), None).expect(
+        "", ToolOptions([used], forced=[used], parallel=False)
     )
     assert reply.structured_output is not None
     matcher = Grammar(reply.structured_output, vocabulary).matcher()

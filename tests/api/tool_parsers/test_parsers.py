@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servd import plugins
+from servd.api.forced_calls import ForcedCallsParser
 from servd.api.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
-from servd.api.tool_parsers._forced import ForcedCallsParser
 from tests.api.tool_parsers.recorded import TOOLS, Case
 
 PACKAGE = "servd.api.tool_parsers"

@@ -6,7 +6,8 @@ BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
 
 def v3(name: str, arguments: str) -> str:
-    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    return f"{begin}function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```{end}"
 
 
 def v31(name: str, arguments: str) -> str:

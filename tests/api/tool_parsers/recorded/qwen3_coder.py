@@ -2,7 +2,10 @@
 
 from tests.api.tool_parsers.recorded import Case
 
-WEATHER = "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>"
+WEATHER = (
+    "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>"
+)
 WEATHER_JSON = ("get_weather", '{"city": "Paris", "days": 3}')
 
 

@@ -15,18 +15,18 @@ from servd.api.tool_parsers._grammar import CallSyntax, json_rule, parameters_of
 
 
 class ToolParser(Parser):
-    """Finds tool calls in a reply; everything else is content.
+    """Finds tool calls in an output; everything else is content.
 
-    A call is told as soon as its name is certain, and its arguments as they come, in the model's
-    own words. What looked like a call and is none comes out as content. White space around calls is
-    dropped.
+    A call is emitted as soon as its name is certain, and its arguments as they come, as the model
+    writes them. What looked like a call and is none comes out as content. White space around calls
+    is dropped.
 
     Attributes:
         markers: text that may be a special token and that the parser needs to see.
         syntaxes: for grammars of calls; empty where there is none.
 
     Args:
-        tools: of the request.
+        tools: those of the request.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -59,10 +59,10 @@ class ToolParser(Parser):
 
     @abstractmethod
     def body(self) -> Steps[None]:
-        """Read the whole reply, with `content`, `begin_call` and `arguments`."""
+        """Read the whole output, with `content`, `begin_call` and `arguments`."""
 
     def parse(self) -> Steps[None]:
-        """Read the whole reply."""
+        """Read the whole output."""
         yield from self.body()
         if self._space and not self.num_calls:
             self.deltas.append(Content(self._space))
@@ -72,7 +72,7 @@ class ToolParser(Parser):
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def content(self, text: str) -> None:
-        """Tell of text that is no part of a call."""
+        """Emit text that is no part of a call."""
         self.reader.forget()
         text = self._space + (text.lstrip() if self._is_after_call else text)
         visible = text.rstrip()
@@ -95,7 +95,7 @@ class ToolParser(Parser):
                 return
 
     def begin_call(self, name: str) -> None:
-        """Tell of a call."""
+        """Emit the beginning of a call."""
         self.reader.forget()
         self._space = ""
         self.deltas.append(ToolCallStart(self.num_calls, self.new_id(), name))
@@ -103,7 +103,7 @@ class ToolParser(Parser):
         self._is_after_call = True
 
     def arguments(self, text: str) -> None:
-        """Tell of more arguments of the last call."""
+        """Emit more arguments of the last call."""
         self.reader.forget()
         last = self.deltas[-1] if self.deltas else None
         if isinstance(last, ToolCallArguments):

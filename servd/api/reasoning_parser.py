@@ -1,4 +1,4 @@
-"""Thoughts between two tags at the beginning of the reply."""
+"""Reasoning between two tags at the beginning of the output: what all reasoning parsers share."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import ClassVar
 from servd.api.incremental import Content, Parser, Reasoning, Steps
 
 
-class ThinkParser(Parser):
-    """Splits a reply into thoughts and the rest. White space around the thoughts is dropped.
+class ReasoningParser(Parser):
+    """Splits an output into reasoning and the rest. White space around the reasoning is dropped.
 
     Attributes:
-        begin: characters of the reply before the thoughts; None until they begin.
+        begin: characters of the output before the reasoning; None until it begins.
         end: characters before the end tag; None until it came.
         is_over: all that follows is content.
 
     Args:
-        is_thinking: the prompt opened the tag, so the reply begins with thoughts.
+        is_reasoning: the prompt opened the tag, so the output begins with reasoning.
     """
 
     start_tag: ClassVar[str] = "<think>"
     end_tag: ClassVar[str] = "</think>"
     always: ClassVar[bool] = False
-    """Replies begin with thoughts even if nobody opens the tag."""
+    """Outputs begin with reasoning even if nobody opens the tag."""
 
-    def __init__(self, is_thinking: bool) -> None:
-        self.is_thinking = is_thinking
+    def __init__(self, is_reasoning: bool) -> None:
+        self.is_reasoning = is_reasoning
         self.begin: int | None = None
         self.end: int | None = None
         self.is_over = False
@@ -37,10 +37,10 @@ class ThinkParser(Parser):
         return cls.end_tag in template
 
     def parse(self) -> Steps[None]:
-        """Read the whole reply."""
+        """Read the whole output."""
         yield from self.reader.space()
-        if (yield from self.reader.accept(self.start_tag)) or self.is_thinking:
-            yield from self._thoughts()
+        if (yield from self.reader.accept(self.start_tag)) or self.is_reasoning:
+            yield from self._reasoning()
         elif self.reader.taken:
             self.deltas.append(Content(self.reader.taken))
         self.is_over = True
@@ -48,9 +48,9 @@ class ThinkParser(Parser):
             self.reader.forget()
             self.deltas.append(Content(piece[0]))
 
-    def _thoughts(self) -> Steps[None]:
+    def _reasoning(self) -> Steps[None]:
         self.begin = self.reader.num_taken
-        held = ""  # white space that may be the last of the thoughts
+        held = ""  # white space that may be the last of the reasoning
         yield from self.reader.space()
         while True:
             text, marker = yield from self.reader.piece(self.end_tag)

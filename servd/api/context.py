@@ -1,4 +1,4 @@
-"""What the routes share: the context of the server, reading a body, answering with JSON."""
+"""Context: what a request finds of the server; reading its body, answering it with JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
-from servd.api.protocol.validation import Body, RequestBody, parse
+from servd.api.protocol.validation import Body, parse
 from servd.api.response_store import ResponseStore
 from servd.config import Config
 from servd.errors import InvalidRequest, UnknownModel
@@ -76,7 +76,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     data = await request.body()
     request.state.received_ns = now_ns()
     body = parse(kind, data)
-    ignored = body.ignored()
+    ignored = request.state.ignored = body.ignored()
     if ignored and context_of(request).config.server.strict_fields:
         shown = ", ".join(f"`{name[:64]}`" for name in ignored[:MAX_IGNORED])
         raise InvalidRequest(f"these fields have no effect here: {shown}", param=ignored[0][:64])
@@ -100,9 +100,11 @@ def start_timeline(request: Request, engine_request_id: str) -> None:
     tracer.mark(engine_request_id, "parsed")
 
 
-def ignored_header(body: RequestBody) -> Mapping[str, str]:
-    """Names the fields that had no effect, so that a typing error does not pass in silence."""
-    names = [quote(name[:64], safe="") for name in body.ignored()[:MAX_IGNORED]]
+def ignored_header(request: Request) -> Mapping[str, str]:
+    """Names the fields of the body that had no effect, so that a typing error does not pass in
+    silence.
+    """
+    names = [quote(name[:64], safe="") for name in request.state.ignored[:MAX_IGNORED]]
     return {"x-servd-ignored": ", ".join(names)} if names else {}
 
 

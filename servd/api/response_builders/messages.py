@@ -1,4 +1,4 @@
-"""MessageTurn: a chat becomes an Anthropic Message of content blocks, and the events of its
+"""MessageBuilder: a chat becomes an Anthropic Message of content blocks, and the events of its
 stream.
 """
 
@@ -11,68 +11,83 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from servd.api.processor import Prepared
+from servd.api.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
     Block,
     Message,
+    MessagesRequest,
     MessageUsage,
     OutputTokensDetails,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
 )
+from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
-from servd.api.routes._turn import CUT_OFF, Event, Turn
+from servd.api.response_builders.events import CUT_OFF, Event, EventBuilder
 from servd.outputs import CompletionOutput
 
 PING: Event = {"type": "ping"}
 
 
-class MessageTurn(Turn):
+class MessageBuilder(EventBuilder):
     """At most one block is open, the last one of the content; each new one closes it."""
 
     pulse = b'event: ping\ndata: {"type":"ping"}\n\n'
     names = CHAT_NAMES
-    answer: Message
+    response: Message
 
-    def __init__(self, request: Request, prepared: Prepared, answer: Message) -> None:
-        super().__init__(request, prepared, answer)
+    def __init__(
+        self,
+        request: Request,
+        body: MessagesRequest,
+        response_id: str,
+        chat: ChatCompletionRequest,
+    ) -> None:
+        super().__init__(request, body, response_id, chat)
+        usage = MessageUsage(0, 0, 0, OutputTokensDetails(0))
+        self.response = Message(id=response_id, model=self.model, content=[], usage=usage)
         self.block: Block | None = None  # the open one
         self.json = ""  # of its input
 
     def begin(self) -> Iterator[Event]:
-        self.answer.usage = self._usage()
-        yield {"type": "message_start", "message": self.answer}
+        """The message, without content."""
+        self.response.usage = self._usage()
+        yield {"type": "message_start", "message": self.response}
         yield PING
 
-    def content(self, text: str) -> Iterator[Event]:
+    def change(self, delta: Delta) -> Iterator[Event]:
+        """More of the open block, or a new one."""
+        match delta:
+            case Content(text=text):
+                yield from self._text(text)
+            case Reasoning(text=text):
+                if not isinstance(self.block, ThinkingBlock):
+                    yield from self._open(ThinkingBlock())
+                assert isinstance(self.block, ThinkingBlock)
+                self.block.thinking += text
+                yield self._delta({"type": "thinking_delta", "thinking": text})
+            case ToolCallStart(id=call_id, name=name):
+                yield from self._open(ToolUseBlock(call_id, name, {}))
+                self.json = ""
+            case ToolCallArguments(text=text):
+                self.json += text
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def _text(self, text: str) -> Iterator[Event]:
         if not isinstance(self.block, TextBlock):
             yield from self._open(TextBlock())
         assert isinstance(self.block, TextBlock)
         self.block.text += text
         yield self._delta({"type": "text_delta", "text": text})
 
-    def reasoning(self, text: str) -> Iterator[Event]:
-        if not isinstance(self.block, ThinkingBlock):
-            yield from self._open(ThinkingBlock())
-        assert isinstance(self.block, ThinkingBlock)
-        self.block.thinking += text
-        yield self._delta({"type": "thinking_delta", "thinking": text})
-
-    def call(self, call_id: str, name: str) -> Iterator[Event]:
-        yield from self._open(ToolUseBlock(call_id, name, {}))
-        self.json = ""
-
-    def arguments(self, text: str) -> Iterator[Event]:
-        self.json += text
-        yield self._delta({"type": "input_json_delta", "partial_json": text})
-
-    def end(self, output: CompletionOutput) -> Iterator[Event]:
-        if not self.answer.content:
-            yield from self.content("")  # clients read the first block
+    def finish(self, output: CompletionOutput) -> Iterator[Event]:
+        """Why it stopped, and the usage."""
+        if not self.response.content:
+            yield from self._text("")  # clients read the first block
         yield from self._close()
-        answer = self.answer
+        answer = self.response
         answer.usage = self._usage()
         if output.finish_reason in CUT_OFF:
             answer.stop_reason = "max_tokens"
@@ -87,12 +102,13 @@ class MessageTurn(Turn):
         yield {"type": "message_stop"}
 
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
+        """The error itself."""
         yield msgspec.json.decode(reply.body)
 
     def _usage(self) -> MessageUsage:
         return MessageUsage(
-            input_tokens=len(self.prepared.prompt_token_ids) - self.num_cached_tokens,
-            cache_read_input_tokens=self.num_cached_tokens,
+            input_tokens=self.num_prompt_tokens - self.num_cached_tokens[0],
+            cache_read_input_tokens=self.num_cached_tokens[0],
             output_tokens=self.num_output_tokens,
             output_tokens_details=OutputTokensDetails(self.parser.num_reasoning_tokens),
         )
@@ -100,17 +116,17 @@ class MessageTurn(Turn):
     def _open(self, block: Block) -> Iterator[Event]:
         yield from self._close()
         self.block = block
-        self.answer.content.append(block)
+        self.response.content.append(block)
         yield {
             "type": "content_block_start",
-            "index": len(self.answer.content) - 1,
+            "index": len(self.response.content) - 1,
             "content_block": block,
         }
 
     def _delta(self, delta: dict[str, Any]) -> Event:
         return {
             "type": "content_block_delta",
-            "index": len(self.answer.content) - 1,
+            "index": len(self.response.content) - 1,
             "delta": delta,
         }
 
@@ -122,7 +138,7 @@ class MessageTurn(Turn):
                 yield self._delta({"type": "signature_delta", "signature": signature})
             case ToolUseBlock():
                 self.block.input = _object(self.json)
-        yield {"type": "content_block_stop", "index": len(self.answer.content) - 1}
+        yield {"type": "content_block_stop", "index": len(self.response.content) - 1}
         self.block = None
 
 

@@ -1,4 +1,4 @@
-"""MessageFormat: which parsers a template asks for, and what a reply's form is."""
+"""ModelFormat: which parsers a template asks for, and what a reply's form is."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 from llguidance import LLMatcher
 
 from servd.api.chat_template import ChatTemplate
+from servd.api.forced_calls import calls_schema
 from servd.api.incremental import Content, Reasoning, ToolCallStart
-from servd.api.message_parser import MessageFormat, ToolUse
+from servd.api.model_format import ModelFormat
+from servd.api.prompt import ToolOptions
 from servd.api.tokenizer import Tokenizer
 from servd.api.tool_parsers import hermes
-from servd.api.tool_parsers._forced import calls_schema
 from servd.config import Config
-from servd.core.structured_output.grammar import ByteVocabulary
+from servd.core.structured_output.vocabulary import ByteVocabulary
 from servd.errors import ConfigError, InvalidRequest
 from servd.params import StructuredOutput
 
@@ -76,8 +77,8 @@ TEMPLATES = {
 }
 
 
-def choose(template: str, **options: str) -> MessageFormat:
-    return MessageFormat.choose(
+def choose(template: str, **options: str) -> ModelFormat:
+    return ModelFormat.choose(
         Config.load(options), ChatTemplate("{#" + template + "#}"), Tokenizer.bytes()
     )
 
@@ -113,7 +114,7 @@ def test_options_win_over_the_template():
 
 def test_the_template_for_tools_counts():
     template = ChatTemplate("{{ 1 }}", TEMPLATES["Qwen2.5"][0])
-    assert MessageFormat.choose(Config(), template, Tokenizer.bytes()).tool_parser is hermes.Parser
+    assert ModelFormat.choose(Config(), template, Tokenizer.bytes()).tool_parser is hermes.Parser
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_the_template_for_tools_counts():
     ],
 )
 def test_the_prompt_tells_where_the_reply_begins(prompt, continued, first):
-    reply = choose(TEMPLATES["Qwen3"][0]).reply(prompt, continued=continued)
+    reply = choose(TEMPLATES["Qwen3"][0]).expect(prompt, continued=continued)
     parser = reply.new_parser()
     assert parser.feed("Hm.") + parser.finish() == [first]
 
@@ -137,15 +138,14 @@ def test_the_prompt_tells_where_the_reply_begins(prompt, continued, first):
 def test_a_form_cannot_wait_for_a_tag_that_is_no_token():
     schema = StructuredOutput("json_object")
     with pytest.raises(InvalidRequest, match="</think>"):
-        choose(TEMPLATES["Qwen3"][0]).reply("assistant:", structured_output=schema)
-    closed = choose(TEMPLATES["Qwen3"][0]).reply(
+        choose(TEMPLATES["Qwen3"][0]).expect("assistant:", structured_output=schema)
+    closed = choose(TEMPLATES["Qwen3"][0]).expect(
         "<think>\n\n</think>\n\n", structured_output=schema
     )
     assert closed.structured_output == schema
-    # A model that is not known to think by itself is held to the form at once.
-    assert (
-        choose(TEMPLATES["DeepSeek R1"][0]).reply("assistant:", structured_output=schema).is_plain
-    )
+    # A model that is not known to reason by itself is held to the form at once.
+    expected = choose(TEMPLATES["DeepSeek R1"][0]).expect("assistant:", structured_output=schema)
+    assert expected.tool_parser is None and expected.reasoning_parser is None
 
 
 # ---- forms of calls ----
@@ -176,11 +176,12 @@ FORMATS = {
     "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": '
     '"now", "arguments": {}}]',
     "pythonic": '[get_weather(city="Rome"), now()]',
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
-    "</tool_call>\n"
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "</function>\n</tool_call>\n"
     "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-    '```json\n{"city": "Rome"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n'
+    '```json\n{"city": "Rome"}\n```<｜tool▁call▁end｜>\n'
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"
     "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "none": '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", '
     '"arguments": {}}]',
@@ -190,7 +191,7 @@ FORMATS = {
 @pytest.mark.parametrize(("name", "text"), FORMATS.items(), ids=FORMATS)
 def test_forced_calls_are_written_in_the_models_format_and_obey_their_schemas(name, text):
     chosen = choose("", tool_call_parser=name)
-    reply = chosen.reply("", ToolUse(TOOLS, forced=TOOLS))
+    reply = chosen.expect("", ToolOptions(TOOLS, forced=TOOLS))
     assert reply.structured_output is not None
     assert allows(reply.structured_output, text)
     assert not allows(reply.structured_output, text.replace("Rome", "Paris"))
@@ -203,16 +204,18 @@ def test_forced_calls_are_written_in_the_models_format_and_obey_their_schemas(na
         "now",
     ]
     assert not any(isinstance(delta, Content) for delta in deltas)
-    one = chosen.reply("", ToolUse(TOOLS, forced=TOOLS, parallel=False)).structured_output
+    one = chosen.expect("", ToolOptions(TOOLS, forced=TOOLS, parallel=False)).structured_output
     assert one is not None and not allows(one, text)
-    named = chosen.reply("", ToolUse(TOOLS, forced=TOOLS[1:])).structured_output
+    named = chosen.expect("", ToolOptions(TOOLS, forced=TOOLS[1:])).structured_output
     assert named is not None and not allows(named, text)
 
 
 @pytest.mark.parametrize("name", FORMATS.keys() - {"none"})
 def test_content_of_a_form_or_calls(name):
     answer = StructuredOutput("json", '{"type": "array", "items": {"type": "integer"}}')
-    output = choose("", tool_call_parser=name).reply("", ToolUse(TOOLS), answer).structured_output
+    output = (
+        choose("", tool_call_parser=name).expect("", ToolOptions(TOOLS), answer).structured_output
+    )
     assert output is not None
     assert allows(output, "[1, 2]") and allows(output, FORMATS[name])
     assert not allows(output, '["a"]') and not allows(
@@ -226,7 +229,7 @@ def test_any_name_can_be_forced(name):
         tool = {"type": "function", "function": {"name": function}}
         output = (
             choose("", tool_call_parser=name)
-            .reply("", ToolUse([tool], forced=[tool]))
+            .expect("", ToolOptions([tool], forced=[tool]))
             .structured_output
         )
         form = FORMATS["none" if name == "pythonic" and "-" in function else name]
@@ -241,7 +244,10 @@ def test_any_name_can_be_forced(name):
 
 
 def test_free_calls_have_no_form():
-    assert choose("", tool_call_parser="hermes").reply("", ToolUse(TOOLS)).structured_output is None
+    assert (
+        choose("", tool_call_parser="hermes").expect("", ToolOptions(TOOLS)).structured_output
+        is None
+    )
 
 
 def test_references_in_schemas_stay_inside_their_tool():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from servd.api.incremental import Steps
-from servd.api.tool_parsers._base import ToolParser
+from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import moved, parameters_of
 
 
@@ -22,7 +22,7 @@ class ForcedCallsParser(ToolParser):
         return False
 
     def body(self) -> Steps[None]:
-        """Read the whole reply."""
+        """Read the whole output."""
         yield from self.reader.space()
         yield from self.attempt(self.json_calls())
         yield from self.rest()

@@ -1,0 +1,91 @@
+"""Vectors: prompts in, vectors of the engine out, and how similar two of them are."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import Request
+
+from servd.api.async_llm import AsyncLLM
+from servd.api.context import context_of, start_timeline
+from servd.api.processor import Prepared
+from servd.api.prompt import Prompt
+from servd.api.streaming import until_disconnect
+from servd.messages import RequestOptions
+from servd.outputs import unpack_vector
+from servd.params import PoolingParams
+
+
+class Vectors(msgspec.Struct):
+    """What became of the prompts, in their order."""
+
+    data: list[bytes]  # float32, little-endian
+    num_prompt_tokens: int  # of all prompts
+
+
+async def embed(
+    request: Request,
+    prefix: str,
+    prompts: Sequence[Prompt],
+    params: PoolingParams,
+    options: RequestOptions,
+    check: Callable[[int], None] = lambda num_tokens: None,
+) -> Vectors:
+    """Validate all prompts, then compute all vectors; the engine stops when the client leaves.
+
+    Args:
+        request: whose body has been read.
+        prefix: of the ids of the engine's requests.
+        prompts: at least one; they get their ids here.
+        params: of all of them.
+        options: of all of them.
+        check: gets the number of tokens of all prompts before anything is computed, and may refuse
+            them.
+
+    Raises:
+        Overloaded: see `AsyncLLM.admit`.
+        InvalidRequest: see `Processor.process`.
+        ClientDisconnect: the client left.
+    """
+    async_llm, unique_id = context_of(request).async_llm, request.state.unique_id
+    named = [
+        msgspec.structs.replace(prompt, request_id=f"{prefix}-{unique_id}-{number}")
+        for number, prompt in enumerate(prompts)
+    ]
+    for prompt in named:
+        start_timeline(request, prompt.request_id)
+    with async_llm.admit(len(named)):
+        prepared = await async_llm.prepare(named, params, options)
+        num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
+        check(num_tokens)
+        vectors = await until_disconnect(_compute(async_llm, prepared), request.receive)
+    return Vectors(vectors, num_tokens)
+
+
+async def _compute(async_llm: AsyncLLM, prepared: list[Prepared]) -> list[bytes]:
+    vectors = [b""] * len(prepared)
+    async with aclosing(async_llm.generate(prepared)) as outputs:
+        async for output in outputs:
+            assert output.pooled is not None
+            vectors[output.index] = output.pooled
+    return vectors
+
+
+async def similarities(firsts: Sequence[bytes], seconds: Sequence[bytes]) -> list[float]:
+    """Cosines of vectors of length 1, float32 each: of one with all others, or of each with its
+    counterpart.
+    """
+
+    def compute() -> list[float]:
+        left = [unpack_vector(vector) for vector in firsts]
+        left *= len(seconds) // len(left)
+        return [
+            sum(map(operator.mul, one, unpack_vector(other)))
+            for one, other in zip(left, seconds, strict=True)
+        ]
+
+    return await asyncio.to_thread(compute)  # a thousand long vectors take a tenth of a second

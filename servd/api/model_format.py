@@ -1,0 +1,241 @@
+"""ModelFormat: how the served model writes reasoning and tool calls; ExpectedOutput: what that
+means for one request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from servd import plugins
+from servd.api.chat_template import ChatTemplate
+from servd.api.forced_calls import ForcedCallsParser, calls_schema
+from servd.api.grammar_checker import MAX_BYTES
+from servd.api.output_parser import OutputParser
+from servd.api.prompt import ToolOptions
+from servd.api.reasoning_parser import ReasoningParser
+from servd.api.tokenizer import Tokenizer
+from servd.api.tool_parser import ToolParser
+from servd.api.tool_parsers._grammar import NotExpressible, calls_grammar
+from servd.config import Config
+from servd.errors import InvalidRequest
+from servd.params import StructuredOutput
+
+log = logging.getLogger("servd.api")
+
+TOOL_PARSERS = "servd.api.tool_parsers"
+REASONING_PARSERS = "servd.api.reasoning_parsers"
+SCHEMAS = {
+    "json": "{}",
+    "json_object": '{"type": "object"}',
+}  # kinds of structured output that are schemas
+
+
+class ExpectedOutput(msgspec.Struct, frozen=True):
+    """What one request expects its output to be made of."""
+
+    structured_output: StructuredOutput | None = None
+    reasoning_parser: type[ReasoningParser] | None = None
+    is_reasoning: bool = False  # the output begins inside the reasoning
+    tool_parser: type[ToolParser] | None = None
+    tool_options: ToolOptions | None = None
+    visible_ids: frozenset[int] = frozenset()  # added tokens that the parsers need to see as text
+    table: Mapping[int, bytes] = {}  # the bytes of tokens, as the detokenizer sees them
+
+    def new_parser(self) -> OutputParser:
+        """A parser for one choice."""
+        options = self.tool_options
+        return OutputParser(
+            self.reasoning_parser(self.is_reasoning) if self.reasoning_parser else None,
+            self.tool_parser(options.tools) if self.tool_parser and options else None,
+            only_first=options is not None and not options.parallel,
+            table=self.table,
+        )
+
+
+class ModelFormat:
+    """How the served model writes reasoning and tool calls.
+
+    Args:
+        tokenizer: of the model.
+        tool_parser: None if the model has no known format; required and named calls work all the
+            same.
+        reasoning_parser: None if the model does not reason.
+        reasons_unasked: the model begins to reason by itself where the prompt neither opens nor
+            closes the tag.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tool_parser: type[ToolParser] | None,
+        reasoning_parser: type[ReasoningParser] | None,
+        reasons_unasked: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self.reasons_unasked = reasons_unasked
+
+    @classmethod
+    def choose(cls, config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> ModelFormat:
+        """What the options name, else what the chat template shows.
+
+        Raises:
+            ConfigError: no such parser.
+        """
+        tools = _choose(TOOL_PARSERS, config.server.tool_call_parser, template.tool_source)
+        reasoning = _choose(REASONING_PARSERS, config.server.reasoning_parser, template.source)
+        is_asserted = (
+            config.server.reasoning_parser is not None or "enable_thinking" in template.source
+        )
+        return cls(
+            tokenizer,
+            tools if config.server.enable_auto_tool_choice else None,
+            reasoning,
+            is_asserted,
+        )
+
+    def expect(
+        self,
+        prompt: str,
+        tool_options: ToolOptions | None = None,
+        structured_output: StructuredOutput | None = None,
+        skip_special_tokens: bool = True,
+        continued: str = "",
+    ) -> ExpectedOutput:
+        """What to expect after `prompt`.
+
+        Args:
+            prompt: as rendered: its end tells whether the output begins with reasoning.
+            tool_options: None where the model may not call tools.
+            structured_output: what the content must look like, unless the model calls tools.
+            skip_special_tokens: as in the detokenizer.
+            continued: content of the message that the output goes on with.
+
+        Raises:
+            InvalidRequest: the form of the output cannot be held to begin after the reasoning, or
+                is no JSON.
+        """
+        tool_parser: type[ToolParser] | None = None
+        if tool_options is not None:
+            tool_parser, structured_output = self._calls(tool_options, structured_output)
+        reasoning_parser, is_reasoning = self._reasoning(prompt, continued)
+        if reasoning_parser is not None and structured_output is not None:
+            if is_reasoning or self.reasons_unasked:
+                structured_output = self._after_reasoning(
+                    structured_output, reasoning_parser.end_tag
+                )
+            else:
+                reasoning_parser = None  # the form holds from the first token on
+        if tool_parser is None and reasoning_parser is None:
+            return ExpectedOutput(structured_output)
+        markers = [*(tool_parser.markers if tool_parser else ())]
+        if reasoning_parser is not None:
+            markers += [reasoning_parser.start_tag, reasoning_parser.end_tag]
+        visible_ids = frozenset(
+            i for marker in markers if (i := self._added_id(marker)) is not None
+        )
+        return ExpectedOutput(
+            structured_output,
+            reasoning_parser,
+            is_reasoning,
+            tool_parser,
+            tool_options,
+            visible_ids,
+            self.tokenizer.byte_table(skip_special_tokens, visible_ids),
+        )
+
+    def _calls(
+        self, tool_options: ToolOptions, structured_output: StructuredOutput | None
+    ) -> tuple[type[ToolParser] | None, StructuredOutput | None]:
+        """What finds calls in the output, and the form that the output must have."""
+        content_schema = None
+        if not tool_options.forced:
+            if structured_output is None or structured_output.kind not in SCHEMAS:
+                return self.tool_parser, structured_output
+            content_schema = structured_output.value or SCHEMAS[structured_output.kind]
+        try:
+            grammar = self._calls_grammar(tool_options, content_schema)
+        except (ValueError, RecursionError) as error:
+            assert structured_output is not None
+            param = structured_output.param
+            raise InvalidRequest(
+                f"{param}: the schema is not valid JSON: {error}", param=param
+            ) from None
+        if grammar is not None:
+            return self.tool_parser, StructuredOutput("grammar", grammar, param="tools")
+        if not tool_options.forced:
+            return self.tool_parser, structured_output
+        schema = calls_schema(tool_options.forced, tool_options.parallel)
+        return ForcedCallsParser, StructuredOutput("json", schema, param="tools")
+
+    def _calls_grammar(self, tool_options: ToolOptions, content_schema: str | None) -> str | None:
+        """Calls in the model's own format; None if that cannot be held to the tools' schemas."""
+        parser = self.tool_parser
+        if parser is None or not parser.syntaxes:
+            return None
+        tools = tool_options.forced or tool_options.tools
+        try:
+            grammar = calls_grammar(
+                parser.syntaxes,
+                parser.arguments_grammar,
+                tools,
+                tool_options.parallel,
+                self._added_id,
+                content_schema,
+            )
+        except NotExpressible as reason:
+            log.debug("tool calls are held to a JSON array: %s", reason)
+            return None
+        return grammar if len(grammar.encode()) <= MAX_BYTES else None
+
+    def _added_id(self, marker: str) -> int | None:
+        # All of them, special or not: those in angle brackets are special to llguidance, whatever
+        # the tokenizer says.
+        token_id = self.tokenizer.token_id(marker)
+        return token_id if token_id in self.tokenizer.added_ids else None
+
+    def _reasoning(self, prompt: str, continued: str) -> tuple[type[ReasoningParser] | None, bool]:
+        """The parser, if the output can have reasoning; and whether it begins inside it."""
+        parser = self.reasoning_parser
+        if parser is None:
+            return None, False
+        end = prompt[-256:].rstrip()
+        opened, closed = continued.rfind(parser.start_tag), continued.rfind(parser.end_tag)
+        if end.endswith(parser.end_tag) or closed > opened:
+            return None, False
+        is_reasoning = end.endswith(parser.start_tag) or opened >= 0
+        return parser, is_reasoning or (parser.always and not continued)
+
+    def _after_reasoning(
+        self, structured_output: StructuredOutput, end_tag: str
+    ) -> StructuredOutput:
+        end_id = self.tokenizer.token_id(end_tag)
+        if end_id is None:
+            raise InvalidRequest(
+                f"this model reasons before it answers, and its {end_tag} is not one token, so the "
+                "form of the answer cannot be held: switch reasoning off with "
+                '"reasoning_effort": "none"',
+                param=structured_output.param,
+            )
+        return msgspec.structs.replace(structured_output, starts_after=[end_id])
+
+
+def _choose(package: str, name: str | None, template: str) -> Any:
+    """The parser with this name, or the first one that fits the template; None if there is none."""
+    kind = package.rpartition(".")[2].replace("_", " ").removesuffix("s")
+    if name == "none":
+        return None
+    if name is not None:
+        return plugins.load(package, name, "Parser")
+    for name in plugins.names(package):
+        parser = plugins.load(package, name, "Parser")
+        if parser.matches(template):
+            log.info("%s: %s, by the chat template", kind, name)
+            return parser
+    log.info("%s: none, the chat template shows no known format", kind)
+    return None

@@ -1,0 +1,117 @@
+"""OutputParser: the text of one choice taken apart into reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from servd.api.incremental import Brackets, Content, Delta, ToolCallArguments, ToolCallStart
+from servd.api.reasoning_parser import ReasoningParser
+from servd.api.tool_parser import ToolParser
+
+
+class OutputParser:
+    """Splits the output of one choice, whole or piece by piece.
+
+    Attributes:
+        num_calls: tool calls that have begun.
+
+    Args:
+        reasoning: finds the reasoning, in what comes first.
+        tools: finds calls in the rest.
+        only_first: drop all calls after the first.
+        table: the bytes of tokens, for counting those of the reasoning.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        only_first: bool,
+        table: Mapping[int, bytes],
+    ) -> None:
+        self.num_calls = 0
+        self._open_call: Brackets | None = None  # reads its arguments
+        self._reasoning = reasoning  # until it is over
+        self._num_reasoning_tokens = 0  # once it is
+        self._tools = tools
+        self._only_first = only_first
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf8")("replace")
+        self._num_chars = 0
+        # Where tokens begin in the text, in characters, until the reasoning ends.
+        self._token_starts: list[int] = []
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
+        """Take more text; return what is certain now.
+
+        Args:
+            text: from the detokenizer, which may hold some of the tokens' text back.
+            token_ids: all tokens that came since the last call.
+        """
+        if self._reasoning is None:
+            return self._split(text)
+        if self._reasoning.end is None:
+            for token_id in token_ids:
+                self._token_starts.append(self._num_chars)
+                self._num_chars += len(self._decoder.decode(self._table[token_id]))
+        deltas = self._sort(self._reasoning.feed(text))
+        if self._reasoning.is_over:
+            self._num_reasoning_tokens = self.num_reasoning_tokens
+            self._reasoning = None
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """The rest, after the last text."""
+        deltas = self._sort(self._reasoning.finish()) if self._reasoning else []
+        return deltas + (self._select(self._tools.finish()) if self._tools else [])
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the arguments of the last call are not whole yet."""
+        return self._open_call is not None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, without its tags."""
+        if self._reasoning is None or self._reasoning.begin is None:
+            return self._num_reasoning_tokens
+        end = self._reasoning.end
+        num_before_end = (
+            len(self._token_starts) if end is None else bisect_left(self._token_starts, end)
+        )
+        return num_before_end - bisect_left(self._token_starts, self._reasoning.begin)
+
+    def _sort(self, deltas: list[Delta]) -> list[Delta]:
+        """Look for calls in what is not reasoning."""
+        if self._tools is None:
+            return deltas
+        parts = [
+            self._split(delta.text) if isinstance(delta, Content) else [delta] for delta in deltas
+        ]
+        return [delta for part in parts for delta in part]
+
+    def _split(self, text: str) -> list[Delta]:
+        if self._tools is None:
+            return [Content(text)] if text else []
+        return self._select(self._tools.feed(text))
+
+    def _select(self, deltas: list[Delta]) -> list[Delta]:
+        if self._only_first:
+            deltas = [
+                d
+                for d in deltas
+                if not (isinstance(d, ToolCallStart | ToolCallArguments) and d.index > 0)
+            ]
+        for delta in deltas:
+            if isinstance(delta, ToolCallStart):
+                self.num_calls += 1
+                self._open_call = Brackets()
+            elif (
+                isinstance(delta, ToolCallArguments)
+                and self._open_call
+                and self._open_call.end(delta.text, 0)
+            ):
+                self._open_call = None
+        return deltas

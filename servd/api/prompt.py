@@ -1,0 +1,65 @@
+"""What a client gives the model to go on with, in no API's shape: text, token ids or a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ToolOptions(msgspec.Struct, frozen=True):
+    """The tools of a request, in OpenAI's form, and which of them the model may or must call."""
+
+    tools: list[dict[str, Any]]  # shown to the model
+    forced: list[dict[str, Any]] = []  # one of these must be called
+    parallel: bool = True  # else only the first call counts
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation, which the chat template turns into text."""
+
+    messages: list[dict[str, Any]]  # as in the OpenAI API
+    tool_options: ToolOptions | None = None  # None: the model sees no tools
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model sees."""
+        return self.tool_options.tools if self.tool_options else None
+
+    @property
+    def continued(self) -> str:
+        """The beginning of the answer, which the client has written."""
+        return str(self.messages[-1].get("content") or "") if self.continue_final_message else ""
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a request."""
+
+    content: str | list[int] | Chat
+    request_id: str = ""  # unique among those running; not needed to count tokens
+    param: str = "prompt"  # the field of the request that holds it, for errors
+    add_special_tokens: bool = True  # let the tokenizer add e.g. BOS to a text
+    suffix: str | None = None  # of a text: what comes after the one that the model is to write
+    keep_first: int | None = None  # tokens; cuts the end off
+
+    @property
+    def num_chars(self) -> int:
+        """About how much there is to render and to tokenise."""
+        if not isinstance(self.content, Chat):
+            return len(self.content)
+        chat = self.content
+        total, waiting = 0, [chat.messages, chat.tools, chat.chat_template_kwargs]
+        while waiting:
+            match waiting.pop():
+                case str() as text:
+                    total += len(text)
+                case dict() as fields:
+                    waiting += fields.values()
+                case list() as items:
+                    waiting += items
+                case _:
+                    total += 1
+        return total

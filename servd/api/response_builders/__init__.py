@@ -1,0 +1,1 @@
+"""How the outputs of a request become a response: one builder for each API's shapes."""

@@ -1,0 +1,181 @@
+"""ResponseBuilder: the outputs of one request become a JSON body, or the frames of a stream."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import ClassVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.context import context_of, ignored_header, start_timeline
+from servd.api.incremental import Delta
+from servd.api.output_parser import OutputParser
+from servd.api.processor import Prepared
+from servd.api.prompt import Prompt
+from servd.api.protocol.errors import ErrorReply
+from servd.api.protocol.generation import GenerationRequest
+from servd.api.protocol.translation import TranslatedRequest, renamed
+from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, until_disconnect
+from servd.messages import RequestOptions
+from servd.outputs import CompletionOutput
+from servd.params import SamplingParams
+
+
+class ResponseBuilder(ABC):
+    """One request from its admission to the last byte of its response. Subclasses know the shapes.
+
+    Both ways to answer consume the same outputs, so a stream joined is the whole response.
+
+    Attributes:
+        names: chat field -> the field of this API that it was made of, for errors.
+        pulse: what a stream sends while there is no frame.
+        end: what a stream sends after the last frame.
+
+    Args:
+        request: whose body has been read.
+        body: as the client sent it.
+        response_id: the `id` of the body and of all frames.
+        prompts: each with the same number of choices.
+        params: for all prompts.
+        options: for all prompts.
+
+    Raises:
+        UnknownModel: the body names a model that is not served.
+    """
+
+    names: ClassVar[Mapping[str, str]] = {}
+    pulse: ClassVar[bytes] = KEEP_ALIVE
+    end: ClassVar[bytes] = DONE
+
+    def __init__(
+        self,
+        request: Request,
+        body: GenerationRequest | TranslatedRequest,
+        response_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> None:
+        self.request = request
+        self.context = context_of(request)
+        self.async_llm = self.context.async_llm
+        self.tokenizer = self.async_llm.processor.tokenizer
+        self.stream = bool(body.stream)
+        self.id = response_id
+        self.model = self.context.model_name(body.model)
+        self.prompts = prompts
+        self.params = params
+        self.options = options
+        self.n = params.n
+        self.prepared: list[Prepared] = []
+        self.parsers: list[OutputParser] = []  # of the choices
+        self.num_output_tokens = 0
+        self.num_cached_tokens = [0] * len(prompts)
+
+    def start(self) -> None:
+        """The request is valid: make what its choices need."""
+        self.parsers = [one.expected.new_parser() for one in self.prepared for _ in range(self.n)]
+
+    @abstractmethod
+    def frames_of(self, output: CompletionOutput) -> bytes:
+        """What a stream says about an output; may be nothing."""
+
+    @abstractmethod
+    def add(self, output: CompletionOutput) -> None:
+        """Keep an output for the body."""
+
+    @abstractmethod
+    def whole(self) -> msgspec.Struct:
+        """The body, after the last output."""
+
+    def last_frame(self) -> bytes:
+        """What a stream says after the last output; may be nothing."""
+        return b""
+
+    def error_frame(self, reply: ErrorReply) -> bytes:
+        """How a stream ends that has begun and cannot go on; `reply` is what else would have been
+        the response.
+        """
+        return event(reply.body)
+
+    def generate(self) -> AsyncGenerator[CompletionOutput, None]:
+        """The outputs of all choices; index = prompt number * n + i."""
+        return self.async_llm.generate(self.prepared)
+
+    async def respond(self, headers: Mapping[str, str] | None = None) -> Response:
+        """Stream, or wait for all of it; the engine stops when the client leaves.
+
+        Raises:
+            ClientDisconnect: the client left before the whole body was there.
+        """
+        headers = {**(headers or {}), **ignored_header(self.request)}
+        if self.stream:
+            return EventStream(
+                self.frames(),
+                request_id=self.request.state.request_id,
+                keep_alive=self.context.keep_alive,
+                headers=headers,
+                pulse=self.pulse,
+                end=self.end,
+                error_frame=self.error_frame,
+            )
+        content = await until_disconnect(self._collect(), self.request.receive)
+        return Response(content, headers=headers, media_type="application/json")
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Let the whole request in, then prepare it; it counts until the end of the block.
+
+        Raises:
+            Overloaded: see `AsyncLLM.admit`; nothing has been done.
+            EngineDead: the engine is gone.
+            InvalidRequest: see `AsyncLLM.prepare`.
+        """
+        for prompt in self.prompts:
+            start_timeline(self.request, prompt.request_id)
+        with renamed(self.names), self.async_llm.admit(len(self.prompts)):
+            self.prepared = await self.async_llm.prepare(self.prompts, self.params, self.options)
+            self.start()
+            yield
+
+    async def outputs(self) -> AsyncGenerator[CompletionOutput, None]:
+        """Generate and count; to be used while `admitted`."""
+        async with aclosing(self.generate()) as outputs:
+            async for output in outputs:
+                self.num_output_tokens += len(output.token_ids)
+                prompt, choice = divmod(output.index, self.n)
+                if choice == 0:  # later choices find what the first one computed
+                    self.num_cached_tokens[prompt] = max(
+                        self.num_cached_tokens[prompt], output.num_cached_tokens
+                    )
+                yield output
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """All that a stream says."""
+        async with self.admitted(), aclosing(self.outputs()) as outputs:
+            async for output in outputs:
+                if frames := self.frames_of(output):
+                    yield frames
+            if last := self.last_frame():
+                yield last
+
+    async def _collect(self) -> bytes:
+        async with self.admitted(), aclosing(self.outputs()) as outputs:
+            async for output in outputs:
+                self.add(output)
+        return msgspec.json.encode(self.whole())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(one.prompt_token_ids) for one in self.prepared)
+
+    def deltas_of(self, output: CompletionOutput) -> list[Delta]:
+        """What is certain now of an output's text, and of what was held back before it."""
+        parser = self.parsers[output.index]
+        deltas = parser.feed(output.text, output.token_ids)
+        return deltas if output.finish_reason is None else deltas + parser.finish()

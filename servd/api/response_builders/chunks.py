@@ -1,0 +1,139 @@
+"""ChunkBuilder: what both kinds of completions share; a stream is made of chunks."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+
+from servd.api import beam_search
+from servd.api.processor import Prepared
+from servd.api.prompt import Prompt
+from servd.api.protocol.generation import (
+    GenerationRequest,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
+from servd.api.response_builders.builder import ResponseBuilder
+from servd.api.response_builders.logprobs import MIN_LOGPROB
+from servd.api.streaming import event
+from servd.outputs import CompletionOutput
+from servd.params import SamplingParams
+
+
+class ChunkBuilder(ResponseBuilder):
+    """Several choices of one or more prompts, each in pieces or whole."""
+
+    def __init__(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        response_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+    ) -> None:
+        super().__init__(request, body, response_id, prompts, params, body.request_options())
+        self.asked = body
+        self.created = int(time.time())
+        self.choices: list[CompletionOutput] = []
+        self.has_begun: list[bool] = []  # by choice
+        self.encode = msgspec.json.Encoder().encode
+
+    def start(self) -> None:
+        """Make what its choices need."""
+        super().start()
+        self.choices = [CompletionOutput(index=i) for i in range(self.n * len(self.prompts))]
+        self.has_begun = [False] * len(self.choices)
+
+    @abstractmethod
+    def chunks(self, output: CompletionOutput) -> Sequence[msgspec.Struct]:
+        """What a stream says about an output; may be nothing."""
+
+    @abstractmethod
+    def usage_chunk(self) -> msgspec.Struct:
+        """A chunk without choices that tells the usage."""
+
+    def frames_of(self, output: CompletionOutput) -> bytes:
+        """The chunks of an output."""
+        return b"".join([event(self.encode(chunk)) for chunk in self.chunks(output)])
+
+    def last_frame(self) -> bytes:
+        """The usage, if the client asked for it."""
+        return event(self.encode(self.usage_chunk())) if self.asked.include_usage else b""
+
+    def add(self, output: CompletionOutput) -> None:
+        """Append to the choice."""
+        self.choices[output.index].add(output)
+
+    def generate(self) -> AsyncGenerator[CompletionOutput, None]:
+        """By sampling, or by beam search."""
+        body = self.asked
+        if not body.use_beam_search:
+            return self.async_llm.generate(self.prepared)
+        length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        return beam_search.search(
+            self.async_llm, self.prepared, length_penalty, body.early_stopping or False
+        )
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        num_prompt_tokens = self.num_prompt_tokens
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            total_tokens=num_prompt_tokens + self.num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self.num_cached_tokens)),
+        )
+
+    def chunk_usage(self) -> Usage | None | UnsetType:
+        """The `usage` of an ordinary chunk: there only if the client asked for usage."""
+        if self.asked.continuous_usage:
+            return self.usage()
+        return None if self.asked.include_usage else UNSET
+
+    def has_news(self, output: CompletionOutput) -> bool:
+        """Whether a stream says something about an output; its text may be held back for a stop
+        string.
+        """
+        asked_for_tokens = (
+            output.logprobs or self.asked.return_token_ids or self.asked.continuous_usage
+        )
+        return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
+
+    def token_name(self, token_id: int) -> str:
+        """How log-probabilities name a token."""
+        return (
+            f"token_id:{token_id}"
+            if self.asked.return_tokens_as_token_ids
+            else self.tokenizer.token_string(token_id)
+        )
+
+    def prompt_text(self, prepared: Prepared) -> str:
+        """The prompt, written out where only its tokens are known."""
+        if prepared.prompt is not None:
+            return prepared.prompt
+        return self.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)
+
+    def prompt_logprobs(self, output: CompletionOutput) -> PromptLogprobs | UnsetType:
+        """What `prompt_logprobs` asks for; `output` is the first choice of its prompt."""
+        k = self.asked.prompt_logprobs
+        if k is None:
+            return UNSET
+        name = self.tokenizer.token_string
+        entries: PromptLogprobs = [None]
+        for position in output.prompt_logprobs or []:
+            likely = zip(position.token_ids[: 1 + k], position.logprobs, strict=False)
+            ranked = {
+                i: PromptLogprob(max(logprob, MIN_LOGPROB), None, name(i)) for i, logprob in likely
+            }
+            for rank, i in enumerate(position.token_ids[1 : 1 + k], 1):
+                ranked[i].rank = rank
+            ranked[position.token_ids[0]].rank = position.rank
+            entries.append(ranked)
+        return entries

@@ -1,0 +1,107 @@
+"""CompletionBuilder: the shapes of a text completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+
+from servd.api.processor import Prepared
+from servd.api.prompt import Prompt
+from servd.api.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from servd.api.protocol.generation import Usage
+from servd.api.response_builders.chunks import ChunkBuilder
+from servd.api.response_builders.logprobs import TextOffsets
+from servd.outputs import CompletionOutput
+from servd.params import SamplingParams
+
+
+class CompletionBuilder(ChunkBuilder):
+    """Shapes of a text completion."""
+
+    def __init__(
+        self,
+        request: Request,
+        body: CompletionRequest,
+        response_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+    ) -> None:
+        super().__init__(request, body, response_id, prompts, params)
+        self.num_logprobs = body.logprobs
+        self.echo = bool(body.echo)
+        self.offsets: list[TextOffsets] = []  # by choice
+
+    def start(self) -> None:
+        """Make what its choices need."""
+        super().start()
+        skips = self.params.skip_special_tokens
+        skipped = self.tokenizer.special_ids if skips else frozenset[int]()
+        self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in self.choices]
+
+    def chunks(self, output: CompletionOutput) -> list[Completion]:
+        """One chunk; a choice's first one also brings what is told once."""
+        is_first = not self.has_begun[output.index]
+        if not self.has_news(output) and not (is_first and self.echo):
+            return []
+        self.has_begun[output.index] = True
+        return [self._completion([self._choice(output, is_first)], self.chunk_usage())]
+
+    def usage_chunk(self) -> Completion:
+        """Usage, no choices."""
+        return self._completion([], self.usage())
+
+    def whole(self) -> Completion:
+        """The body of an answer that is not streamed."""
+        choices = self.choices
+        for choice in choices:  # only the first of n scores the prompt
+            choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
+        answers = [self._choice(choice, is_first=True) for choice in choices]
+        for answer, choice in zip(answers, choices, strict=True):
+            answer.prompt_logprobs = self.prompt_logprobs(choice)
+        return self._completion(answers, self.usage())
+
+    def _completion(
+        self, choices: list[CompletionChoice], usage: Usage | None | UnsetType
+    ) -> Completion:
+        return Completion(
+            self.id, self.created, self.model, self.context.fingerprint, choices, usage
+        )
+
+    def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionChoice:
+        prepared = self.prepared[output.index // self.n]
+        text = output.text
+        if is_first and self.echo:
+            text = self.prompt_text(prepared) + text
+        return CompletionChoice(
+            output.index,
+            text,
+            self._logprobs(prepared, output),
+            output.finish_reason,
+            output.stop_reason,
+            token_ids=output.token_ids if self.asked.return_token_ids else UNSET,
+            prompt_token_ids=prepared.prompt_token_ids
+            if self.asked.return_token_ids and is_first
+            else UNSET,
+            prompt_text=self.prompt_text(prepared)
+            if self.asked.return_prompt_text and is_first
+            else UNSET,
+        )
+
+    def _logprobs(self, prepared: Prepared, output: CompletionOutput) -> CompletionLogprobs | None:
+        if self.num_logprobs is None:
+            return None
+        offsets = self.offsets[output.index]
+        if not self.echo:
+            return offsets.logprobs(output.logprobs) if output.logprobs is not None else None
+        scores = output.prompt_logprobs or []
+        result = offsets.prompt(
+            self.prompt_text(prepared), prepared.prompt_token_ids, scores, self.num_logprobs
+        )
+        return offsets.logprobs(output.logprobs or [], result)

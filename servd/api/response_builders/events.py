@@ -1,0 +1,105 @@
+"""EventBuilder: what Responses and Messages share; a stream is made of named events, each of which
+changes the body.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from servd.api.context import context_of
+from servd.api.incremental import Delta
+from servd.api.output_parser import OutputParser
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.errors import ErrorReply
+from servd.api.protocol.translation import TranslatedRequest
+from servd.api.response_builders.builder import ResponseBuilder
+from servd.messages import FinishReason
+from servd.outputs import CompletionOutput
+
+Event = dict[str, Any]  # with its name as "type"
+# Both APIs have one word for an output that a limit cut off.
+CUT_OFF = (FinishReason.LENGTH, FinishReason.REPETITION)
+
+
+class EventBuilder(ResponseBuilder):
+    """One choice of one prompt.
+
+    An event shows the body as it is at that moment, so it must be encoded before the next one is
+    asked for. All must be asked for, also where nobody reads them.
+    """
+
+    end = b""  # the last event says that it is the last
+    response: Any
+    """The body, which grows."""
+    has_begun = False
+
+    def __init__(
+        self,
+        request: Request,
+        body: TranslatedRequest,
+        response_id: str,
+        chat: ChatCompletionRequest,
+    ) -> None:
+        params = chat.sampling_params(context_of(request).async_llm.processor.default_params)
+        prompts = [chat.prompt(response_id)]
+        super().__init__(request, body, response_id, prompts, params, chat.request_options())
+
+    @abstractmethod
+    def begin(self) -> Iterator[Event]:
+        """The first output has come."""
+
+    @abstractmethod
+    def change(self, delta: Delta) -> Iterator[Event]:
+        """Add a delta to the body."""
+
+    @abstractmethod
+    def finish(self, output: CompletionOutput) -> Iterator[Event]:
+        """Complete the body after its last output."""
+
+    @abstractmethod
+    def fail(self, reply: ErrorReply) -> Iterator[Event]:
+        """End the stream with an error; `reply` is what else would have been the response."""
+
+    @property
+    def parser(self) -> OutputParser:
+        """Of the only choice."""
+        return self.parsers[0]
+
+    def events_of(self, output: CompletionOutput) -> Iterator[Event]:
+        """Add an output to the body."""
+        if not self.has_begun:
+            self.has_begun = True
+            yield from self.begin()
+        for delta in self.deltas_of(output):
+            yield from self.change(delta)
+        if output.finish_reason is not None:
+            yield from self.finish(output)
+
+    def frames_of(self, output: CompletionOutput) -> bytes:
+        """The events of an output."""
+        return encode(self.events_of(output))
+
+    def add(self, output: CompletionOutput) -> None:
+        """As for a stream."""
+        for _ in self.events_of(output):
+            pass
+
+    def whole(self) -> msgspec.Struct:
+        """The body."""
+        return self.response
+
+    def error_frame(self, reply: ErrorReply) -> bytes:
+        """The event of this API."""
+        return encode(self.fail(reply))
+
+
+def encode(events: Iterable[Event]) -> bytes:
+    """Server-sent events with names."""
+    return b"".join(
+        [b"event: %b\ndata: %b\n\n" % (e["type"].encode(), msgspec.json.encode(e)) for e in events]
+    )
