@@ -119,12 +119,12 @@ def document(routers: Iterable[APIRouter], needs_key: bool) -> Schema:
         needs_key: whether clients have to send an API key.
     """
     routes = [r for router in routers for r in router.routes if isinstance(r, APIRoute)]
-    operations: list[Operation] = [route.endpoint.operation for route in routes]
+    operations: list[Operation] = [vars(route.endpoint)["operation"] for route in routes]
     schemas = _Schemas(operations)
     paths: dict[str, Schema] = {}
     for route, operation in zip(routes, operations, strict=True):
         path = paths.setdefault(route.path.replace(":path}", "}"), {})
-        for method in sorted(route.methods):
+        for method in sorted(route.methods or ()):
             path[method.lower()] = _operation(route, method, operation, schemas, needs_key)
     components = {
         "schemas": schemas.components,

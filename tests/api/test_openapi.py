@@ -32,6 +32,10 @@ DRIVEN = settings(
 # A right body, to which generated fields are added: all at once are hardly ever right.
 BASES = {path: base for path, (base, _) in compatibility.ROUTES.items()}
 BASES |= {
+    "/v1/decisions": {
+        "input": "hi",
+        "questions": [{"type": "predicate", "instructions": "It is a greeting."}],
+    },
     "/tokenize": {"prompt": "hi"},
     "/v1/chat/completions/batch": {"messages": [user("hi"), user("so")]},
     "/v1/chat/completions/render": BASES["/v1/chat/completions"],
@@ -83,7 +87,7 @@ def url() -> Iterator[str]:
     end = threading.Event()
 
     async def run() -> None:
-        async with serve(listen=True, max_model_len=64) as server:
+        async with serve(listen=True, max_model_len=256) as server:
             address.set_result(server.url)
             await asyncio.to_thread(end.wait)
 

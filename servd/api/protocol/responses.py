@@ -116,7 +116,7 @@ def _kind_of_item(item: Any) -> Any:
     return item.get("type", "message") if isinstance(item, dict) else None
 
 
-def _check_kind(item: Any) -> Any:
+def check_kind(item: Any) -> Any:
     kind = _kind_of_item(item)
     if not isinstance(kind, str):
         raise PydanticCustomError("item", "must be an object")
@@ -139,7 +139,7 @@ InputItem = Annotated[
 ]
 
 
-def _as_items(value: Any) -> Any:
+def as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -199,9 +199,9 @@ class ResponsesRequest(TranslatedRequest):
     """Body of POST /v1/responses."""
 
     input: Annotated[
-        list[Annotated[InputItem, BeforeValidator(_check_kind)]],
+        list[Annotated[InputItem, BeforeValidator(check_kind)]],
         Field(fail_fast=True, min_length=1),
-        BeforeValidator(_as_items, str | Annotated[list[InputItem], Field(min_length=1)]),
+        BeforeValidator(as_items, str | Annotated[list[InputItem], Field(min_length=1)]),
     ]
     instructions: str | None = None
     previous_response_id: str | None = None

@@ -1,0 +1,242 @@
+"""Decisions: questions about an input, answered by probabilities of the options that they give."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, NotRequired
+
+import msgspec
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import TypedDict
+
+from servd.api.protocol.responses import InputItem, ResponseUsage, as_items, check_kind
+from servd.api.protocol.validation import RequestBody
+from servd.errors import InvalidRequest
+
+# ---- request ----
+
+MAX_OPTIONS = 2048  # of all questions: each may take two requests to the engine
+
+
+def _text_parts(content: Any) -> Any:
+    """Parts of JSON become text; the others are checked as they are."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "input_text", "text": json.dumps(part.get("data"), ensure_ascii=False)}
+        if isinstance(part, dict) and part.get("type") == "input_json"
+        else part
+        for part in content
+    ]
+
+
+def _with_text_parts(item: Any) -> Any:
+    if isinstance(item, dict) and "content" in item:
+        item = {**item, "content": _text_parts(item["content"])}
+    return check_kind(item)
+
+
+def _joined(instructions: Any) -> Any:
+    """Instructions as one text."""
+    parts = _text_parts(instructions)
+    is_text = isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") == "input_text" and "text" in part
+        for part in parts
+    )
+    return "\n".join(str(part["text"]) for part in parts) if is_text else instructions
+
+
+class InstructionText(TypedDict):
+    """Text of a question."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class InstructionJSON(TypedDict):
+    """JSON that belongs to a question, read as text."""
+
+    type: Literal["input_json"]
+    data: dict[str, Any] | list[dict[str, Any]]
+
+
+Instructions = Annotated[
+    str,
+    BeforeValidator(_joined, str | list[InstructionText | InstructionJSON]),
+    Field(min_length=1),
+]
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class Predicate(TypedDict):
+    """Whether a statement about the input is true."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+    type: Literal["predicate"]
+    instructions: Instructions
+    name: NotRequired[str]
+
+
+class Choice(TypedDict):
+    """An option; a text and a boolean that are written alike are two options."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+    value: str | bool
+    description: NotRequired[str]
+
+
+class ChoiceQuestion(TypedDict):
+    """Which of the options holds."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+    type: Literal["choice"]
+    instructions: Instructions
+    choices: Annotated[list[Choice], Field(fail_fast=True, min_length=2, max_length=255)]
+    name: NotRequired[str]
+
+
+class Level(TypedDict):
+    """A step of a scale."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+    label: str
+    description: NotRequired[str]
+
+
+class ScoreQuestion(TypedDict):
+    """Where the input is on a scale, whose levels are in order."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+    type: Literal["score"]
+    instructions: Instructions
+    levels: Annotated[list[Level], Field(fail_fast=True, min_length=2, max_length=255)]
+    name: NotRequired[str]
+
+
+Question = Annotated[Predicate | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
+
+
+class DecisionsRequest(RequestBody):
+    """Body of POST /v1/decisions."""
+
+    input: Annotated[
+        list[Annotated[InputItem, BeforeValidator(_with_text_parts)]],
+        Field(fail_fast=True, min_length=1),
+        BeforeValidator(as_items, str | Annotated[list[InputItem], Field(min_length=1)]),
+    ]
+    questions: Annotated[list[Question], Field(fail_fast=True, min_length=1, max_length=400)]
+    # Inputs share cached beginnings only under the same key.
+    prompt_cache_key: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    safety_identifier: str | None = None  # for the client's own records
+
+    @model_validator(mode="after")
+    def _check_unique(self) -> DecisionsRequest:
+        num_options = sum(len(options(question)) for question in self.questions)
+        if num_options > MAX_OPTIONS:
+            raise InvalidRequest(
+                f"the questions have {num_options} options together, at most {MAX_OPTIONS} may be "
+                "asked for at once: send fewer questions",
+                param="questions",
+            )
+        for number, question in enumerate(self.questions):
+            texts = [text for text, _ in options(question)]
+            if len(set(texts)) < len(texts):
+                param = f"questions[{number}]"
+                raise InvalidRequest(f"the options of `{param}` must all differ", param=param)
+        return self
+
+
+def options(question: Predicate | ChoiceQuestion | ScoreQuestion) -> list[tuple[str, str]]:
+    """What the model may answer, and what the client says of it."""
+    match question["type"]:
+        case "predicate":
+            return [("yes", ""), ("no", "")]
+        case "score":
+            return [(level["label"], level.get("description", "")) for level in question["levels"]]
+        case "choice":
+            choices = question["choices"]
+            values = [choice["value"] for choice in choices]
+            if any(isinstance(value, bool) for value in values):  # true is not "true"
+                values = [json.dumps(value, ensure_ascii=False) for value in values]
+            return [
+                (str(value), choice.get("description", ""))
+                for value, choice in zip(values, choices, strict=True)
+            ]
+
+
+# ---- response ----
+
+
+class PredicateAnswer(msgspec.Struct, tag_field="type", tag="predicate"):
+    """How likely it is that the statement is true."""
+
+    probability: float
+    name: str | None = None
+
+
+class ChoiceProbability(msgspec.Struct):
+    """How likely an option is."""
+
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(msgspec.Struct, tag_field="type", tag="choice"):
+    """The most likely option; `confidence` is its probability."""
+
+    choice: str | bool
+    confidence: float
+    probabilities: list[ChoiceProbability]
+    name: str | None = None
+
+
+class LevelProbability(msgspec.Struct):
+    """How likely a level is; `value` counts the levels from 0."""
+
+    label: str
+    value: int
+    probability: float
+
+
+class ScoreAnswer(msgspec.Struct, tag_field="type", tag="score"):
+    """The mean value of the levels; `confidence` is the probability of the most likely one."""
+
+    score: float
+    confidence: float
+    probabilities: list[LevelProbability]
+    name: str | None = None
+
+
+Answer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
+
+
+class Decision(msgspec.Struct):
+    """One answer for each question, in their order."""
+
+    model: str
+    answers: list[Answer]
+    usage: ResponseUsage
+
+
+def answer(
+    question: Predicate | ChoiceQuestion | ScoreQuestion, probabilities: list[float]
+) -> Answer:
+    """The answer to a question, whose options have these probabilities."""
+    name, best = question.get("name"), max(probabilities)
+    match question["type"]:
+        case "predicate":
+            return PredicateAnswer(probabilities[0], name)
+        case "choice":
+            values = [choice["value"] for choice in question["choices"]]
+            shown = list(map(ChoiceProbability, values, probabilities))
+            return ChoiceAnswer(values[probabilities.index(best)], best, shown, name)
+        case "score":
+            labels = [level["label"] for level in question["levels"]]
+            levels = list(map(LevelProbability, labels, range(len(labels)), probabilities))
+            mean = sum(level.value * level.probability for level in levels)
+            return ScoreAnswer(mean, best, levels, name)

@@ -1,0 +1,113 @@
+"""POST /v1/decisions: questions about an input, with the probabilities of the options."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from typing import Any, cast
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.decisions import OptionScorer, gather
+from servd.api.openapi import describes
+from servd.api.protocol.decisions import (
+    Answer,
+    Decision,
+    DecisionsRequest,
+    Question,
+    answer,
+    options,
+)
+from servd.api.protocol.responses import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseUsage,
+    chat_messages,
+)
+from servd.api.routes._context import (
+    context_of,
+    ignored_header,
+    json_response,
+    read_body,
+    start_timeline,
+)
+from servd.api.streaming import until_disconnect
+
+router = APIRouter()
+
+MAX_CONCURRENT = 16  # questions
+NO_REASONING = {"enable_thinking": False, "thinking": False}  # as `reasoning_effort: none`
+
+
+@router.post("/v1/decisions")
+@describes(Decision, body=DecisionsRequest)
+async def create_decision(request: Request) -> Response:
+    """Answer questions about an input by how likely the model is to write each option.
+
+    Each question is asked twice, with its options in both orders, and the probabilities are
+    averaged: models favour the first option, or the last.
+    """
+    context = context_of(request)
+    async_llm = context.async_llm
+    body = await read_body(request, DecisionsRequest)
+    model = context.model_name(body.model)
+    request_id = f"decision-{request.state.unique_id}"
+    start_timeline(request, request_id)
+    scorer = OptionScorer(async_llm, request_id, body.prompt_cache_key)
+    answers = await until_disconnect(_answers(scorer, body), request.receive)
+    usage = ResponseUsage(
+        scorer.num_prompt_tokens,
+        InputTokensDetails(scorer.num_cached_tokens),
+        scorer.num_output_tokens,
+        OutputTokensDetails(0),
+        scorer.num_prompt_tokens + scorer.num_output_tokens,
+    )
+    return json_response(Decision(model, answers, usage), headers=ignored_header(body))
+
+
+async def _answers(scorer: OptionScorer, body: DecisionsRequest) -> list[Answer]:
+    messages = chat_messages(None, cast(list[dict[str, Any]], body.input))
+    may_run = asyncio.Semaphore(MAX_CONCURRENT)
+
+    async def bounded(question: Question) -> Answer:
+        async with may_run:
+            return await _answer(scorer, messages, question)
+
+    with scorer.admitted():
+        first = await bounded(body.questions[0])  # brings the input into the prefix cache
+        return [first, *await gather(map(bounded, body.questions[1:]))]
+
+
+async def _answer(
+    scorer: OptionScorer, messages: list[dict[str, Any]], question: Question
+) -> Answer:
+    listed = options(question)
+    given = await _probabilities(scorer, messages, question, listed)
+    reverse = await _probabilities(scorer, messages, question, listed[::-1])
+    pairs = zip(given, reverse[::-1], strict=True)
+    return answer(question, list(map(statistics.fmean, pairs)))
+
+
+async def _probabilities(
+    scorer: OptionScorer,
+    messages: list[dict[str, Any]],
+    question: Question,
+    listed: list[tuple[str, str]],
+) -> list[float]:
+    """Of the options in this order, asked for in the last message of the conversation."""
+    async_llm = scorer.async_llm
+    lines = [f"- {text}: {meaning}" if meaning else f"- {text}" for text, meaning in listed]
+    asked = "\n".join([question["instructions"], "", "Answer with one of these only:", *lines])
+    prompt = await async_llm.render_chat(
+        [*messages, {"role": "user", "content": asked}], chat_template_kwargs=NO_REASONING
+    )
+    token_ids = await async_llm.encode(prompt, add_special_tokens=False)
+    end = async_llm.spec.eos_token_ids[:1]  # tells "no" from the beginning of "nothing"
+    encode = async_llm.processor.tokenizer.encode
+
+    def encode_options() -> list[list[int]]:
+        return [[*encode(text, False), *end] for text, _ in listed]
+
+    return await scorer.probabilities(token_ids, await asyncio.to_thread(encode_options))
