@@ -12,12 +12,14 @@ import asyncio
 import itertools
 import math
 from collections.abc import Awaitable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import TypeVar
 
 import msgspec
 
 from servd.api.async_llm import AsyncLLM
+from servd.api.prompt import Prompt
+from servd.messages import RequestOptions
 from servd.outputs import CompletionOutput
 from servd.params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 
@@ -61,7 +63,7 @@ def branches(options: list[list[int]]) -> list[Branch]:
 
 
 class OptionScorer:
-    """Probabilities of options after prompts; one request of a client, however many it takes.
+    """Probabilities of options after prompts, for a request that `AsyncLLM.admit` has let in.
 
     Attributes:
         num_prompt_tokens: of all prompts.
@@ -72,25 +74,10 @@ class OptionScorer:
     def __init__(self, async_llm: AsyncLLM, request_id: str, cache_salt: str | None) -> None:
         self.async_llm = async_llm
         self.request_id = request_id
-        self.cache_salt = cache_salt
+        self.options = RequestOptions(cache_salt=cache_salt)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self._numbers = itertools.count()
         self._may_run = asyncio.Semaphore(MAX_CONCURRENT)
-
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count as one request.
-
-        Raises:
-            Overloaded: see `AsyncLLM.check_capacity`.
-            EngineDead: the same.
-        """
-        self.async_llm.check_capacity()
-        self.async_llm.num_unfinished += 1
-        try:
-            yield
-        finally:
-            self.async_llm.num_unfinished -= 1
 
     async def probabilities(
         self, prompt_token_ids: list[int], options: list[list[int]]
@@ -139,11 +126,12 @@ class OptionScorer:
         params = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=token_ids
         )
-        prepared = await self.async_llm.prepare(
-            request_id, prompt, params, cache_salt=self.cache_salt, param="input"
-        )
+        prompts = [Prompt(content=prompt, request_id=request_id, param="input")]
+        prepared = await self.async_llm.prepare(prompts, params, self.options)
+        for one in prepared:
+            one.is_part = True
         try:
-            async with aclosing(self.async_llm.generate(prepared, is_part=True)) as outputs:
+            async with aclosing(self.async_llm.generate(prepared)) as outputs:
                 async for output in outputs:
                     return output
             raise AssertionError("a request ends with an output")

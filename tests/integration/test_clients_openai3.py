@@ -1,4 +1,4 @@
-"""The tests of the openai client once more, under its current major version, which is installed into
+"""The tests of the openai client again, under its current major version. That is installed into
 a folder of its own: two versions do not fit into one environment.
 """
 

@@ -10,8 +10,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.context import (
+    context_of,
+    ignored_header,
+    json_response,
+    read_body,
+    start_timeline,
+)
 from servd.api.decisions import OptionScorer, gather
 from servd.api.openapi import describes
+from servd.api.prompt import Chat, Prompt
 from servd.api.protocol.decisions import (
     Answer,
     Decision,
@@ -25,13 +33,6 @@ from servd.api.protocol.responses import (
     OutputTokensDetails,
     ResponseUsage,
     chat_messages,
-)
-from servd.api.routes._context import (
-    context_of,
-    ignored_header,
-    json_response,
-    read_body,
-    start_timeline,
 )
 from servd.api.streaming import until_disconnect
 
@@ -64,7 +65,7 @@ async def create_decision(request: Request) -> Response:
         OutputTokensDetails(0),
         scorer.num_prompt_tokens + scorer.num_output_tokens,
     )
-    return json_response(Decision(model, answers, usage), headers=ignored_header(body))
+    return json_response(Decision(model, answers, usage), headers=ignored_header(request))
 
 
 async def _answers(scorer: OptionScorer, body: DecisionsRequest) -> list[Answer]:
@@ -75,7 +76,7 @@ async def _answers(scorer: OptionScorer, body: DecisionsRequest) -> list[Answer]
         async with may_run:
             return await _answer(scorer, messages, question)
 
-    with scorer.admitted():
+    with scorer.async_llm.admit():
         first = await bounded(body.questions[0])  # brings the input into the prefix cache
         return [first, *await gather(map(bounded, body.questions[1:]))]
 
@@ -100,10 +101,9 @@ async def _probabilities(
     async_llm = scorer.async_llm
     lines = [f"- {text}: {meaning}" if meaning else f"- {text}" for text, meaning in listed]
     asked = "\n".join([question["instructions"], "", "Answer with one of these only:", *lines])
-    prompt = await async_llm.render_chat(
-        [*messages, {"role": "user", "content": asked}], chat_template_kwargs=NO_REASONING
-    )
-    token_ids = await async_llm.encode(prompt, add_special_tokens=False)
+    asking = [*messages, {"role": "user", "content": asked}]
+    chat = Chat(messages=asking, chat_template_kwargs=NO_REASONING)
+    token_ids = await async_llm.tokenize(Prompt(content=chat, param="input"))
     end = async_llm.spec.eos_token_ids[:1]  # tells "no" from the beginning of "nothing"
     encode = async_llm.processor.tokenizer.encode
 
