@@ -163,6 +163,20 @@ def wrong_rooms(source: Source) -> list[str]:
     ]
 
 
+def wrong_siblings(source: Source) -> list[str]:
+    """Imports of one route by another, and of templates, parsers and grammars by wire shapes."""
+    if source.path.startswith("servd/api/routes/"):
+        return [name for name in source.imports if name.startswith("servd.api.routes.")]
+    if source.path.startswith("servd/api/protocol/"):
+        allowed = ("servd.api.protocol.", "servd.api.prompt.")
+        return [
+            name
+            for name in source.imports
+            if name.startswith("servd.api") and not name.startswith(allowed)
+        ]
+    return []
+
+
 def wrong_doors(source: Source) -> list[str]:
     """Libraries imported where they may not be."""
     libraries = (
@@ -236,6 +250,12 @@ def words(source: Source) -> set[str]:
 @every_file
 def test_rooms_import_only_what_they_may(source):
     assert wrong_rooms(source) == []
+
+
+@every_file
+def test_routes_and_wire_shapes_stand_by_themselves(source):
+    found = wrong_siblings(source)
+    assert [name for name in found if not name.endswith(".load_routers")] == []
 
 
 @every_file
@@ -363,6 +383,8 @@ BROKEN = [
     (wrong_rooms, "servd/messages.py", "from servd.core import client"),
     (wrong_rooms, "servd/hf.py", "from servd import LLM"),
     (wrong_rooms, "servd/llm.py", "from servd.worker import worker"),
+    (wrong_siblings, "servd/api/routes/x.py", "from servd.api.routes.chat import router"),
+    (wrong_siblings, "servd/api/protocol/x.py", "from servd.api.model_format import ModelFormat"),
     (wrong_doors, "servd/api/x.py", "import torch.nn"),
     (wrong_doors, "servd/core/x.py", "from zmq import Context"),
     (wrong_doors, "servd/core/x.py", "import a_new_library"),

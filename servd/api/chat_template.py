@@ -121,8 +121,7 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message goes on with the last message and add_generation_prompt "
-                "begins a new one: "
-                "set only one of them",
+                "begins a new one: set only one of them",
                 param="continue_final_message",
             )
         compiled = self._tool_template if tools else self._template
@@ -143,13 +142,7 @@ class ChatTemplate:
             "tools": tools or None,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            prompt = compiled.template.render(context)
-        # templates call Python: TypeError, OverflowError, KeyError... all mean "refused"
-        except Exception as error:
-            raise InvalidRequest(
-                f"the chat template refuses the messages: {error}", param="messages"
-            ) from None
+        prompt = compiled.render(context)
         if not continue_final_message:
             return prompt
         end = prompt.rfind(_CONTINUE_HERE)
@@ -182,6 +175,20 @@ class _Compiled:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+            ) from None
+
+    def render(self, context: dict[str, Any]) -> str:
+        """The text.
+
+        Raises:
+            InvalidRequest: the template fails.
+        """
+        try:
+            return self.template.render(context)
+        # Templates call Python: TypeError, OverflowError, KeyError... all mean "refused".
+        except Exception as error:
+            raise InvalidRequest(
+                f"the chat template refuses the messages: {error}", param="messages"
             ) from None
 
 

@@ -18,7 +18,8 @@ from openai.types.responses import Response as SDKResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from servd.api.protocol.responses import Response, chat_messages
+from servd.api.protocol.response_items import chat_messages
+from servd.api.protocol.responses import Response
 from servd.api.response_store import ResponseStore, Stored
 from servd.errors import NotFound
 from servd.messages import AbortRequests, EngineDead

@@ -22,6 +22,7 @@ from servd.api.event_log import EventLog
 from servd.api.openapi import describes
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.events import ResponseEvent
+from servd.api.protocol.response_items import listed
 from servd.api.protocol.responses import (
     CHAT_NAMES,
     DeletedResponse,
@@ -29,7 +30,6 @@ from servd.api.protocol.responses import (
     InputTokens,
     Response,
     ResponsesRequest,
-    listed,
 )
 from servd.api.protocol.translation import renamed
 from servd.api.response_builders.events import encode

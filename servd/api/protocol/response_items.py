@@ -1,0 +1,94 @@
+"""Items of a conversation in the Responses API: as a chat, and as the server lists them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ITEM_PREFIX = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+
+
+def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages of a chat: the reasoning, content and calls of one turn are one message.
+
+    System and developer messages at the beginning become one, since most templates know but one,
+    and no developer.
+    """
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": instructions}] if instructions else []
+    )
+    for item in items:
+        last = messages[-1] if messages else {}
+        is_assistant = last.get("role") == "assistant"
+        match item.get("type", "message"):
+            case "function_call":
+                if not is_assistant:
+                    messages.append(last := {"role": "assistant"})
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                last.setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                content = _chat_content(item["output"])
+                messages.append(
+                    {"role": "tool", "tool_call_id": item["call_id"], "content": content}
+                )
+            case "reasoning":
+                reasoning = _text(item.get("content") or item.get("summary") or "")
+                messages.append({"role": "assistant", "reasoning_content": reasoning})
+            case _ if item["role"] == "assistant":
+                if not is_assistant or last.keys() & {"content", "tool_calls"}:
+                    messages.append(last := {"role": "assistant"})
+                last["content"] = _chat_content(item["content"])
+            case _ if item["role"] == "user":
+                messages.append({"role": "user", "content": _chat_content(item["content"])})
+            case _:  # system or developer
+                if len(messages) == 1 and last["role"] == "system":
+                    last["content"] += "\n\n" + _text(item["content"])
+                else:
+                    messages.append({"role": "system", "content": _text(item["content"])})
+    return messages
+
+
+def _chat_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part.get("text", part.get("refusal"))} for part in content]
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    content = _chat_content(content)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def listed(response_id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as the server shows them: each with an id, a status, and its texts as parts."""
+    name = response_id.removeprefix("resp_")
+    shown: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        item = {"type": kind, "status": "completed", **item}
+        item["id"] = item.get("id") or f"{ITEM_PREFIX[kind]}_{name}_in{number}"
+        match kind:
+            case "message":
+                is_answer = item["role"] == "assistant"
+                item["content"] = _parts(
+                    item["content"], "output_text" if is_answer else "input_text"
+                )
+            case "reasoning":
+                item["summary"] = _parts(item.get("summary") or [], "summary_text")
+                item["content"] = _parts(item.get("content") or [], "reasoning_text")
+            case _:
+                pass
+        shown.append(item)
+    return shown
+
+
+def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    if not isinstance(content, str):
+        return content
+    part: dict[str, Any] = {"type": kind, "text": content}
+    return [part | {"annotations": []} if kind == "output_text" else part]
