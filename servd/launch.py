@@ -20,6 +20,7 @@ from servd import hf, ipc, log, plugins
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.child import Child
 from servd.config import Config
+from servd.core.client import EngineCoreClient, identity
 from servd.errors import ConfigError, UnsupportedModel
 from servd.messages import EngineDead
 from servd.resolve import look_at_machine, resolve
@@ -32,6 +33,7 @@ LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
 
 DEATH_GRACE = 1.0  # seconds that API servers get to answer open requests after the engine died
 API_STOP_TIMEOUT = 1.0  # seconds from SIGTERM, the second one at that, to SIGKILL
+ATTACH_TIMEOUT = 5.0  # seconds for an engine's first word
 ENGINE_STOP_TIMEOUT = 3.0  # the same
 
 
@@ -49,6 +51,8 @@ def serve(config: Config) -> int:
     try:
         config, spec = find_and_resolve(config)
         with SocketFolder(config) as ipc_dir:
+            if config.server.attach:
+                check_engine(ipc_dir, identity(config, spec))
             tree = ProcessTree(config, spec, ipc_dir, started_at)
             try:
                 tree.start(listener)
@@ -156,6 +160,34 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def check_private(folder: str, flag: str) -> None:
+    """Check that nobody else can reach the sockets in a folder: who can drives the engine.
+
+    Raises:
+        ConfigError: it belongs to another user, or others may enter it.
+    """
+    status = os.stat(folder)
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"{flag} {folder}: this folder belongs to another user")
+    if status.st_mode & 0o077:
+        raise ConfigError(f"{flag} {folder}: other users may enter this folder; chmod 700 it")
+
+
+def check_engine(ipc_dir: str, identity: str) -> None:
+    """Check that the engine that listens in a folder takes an API server of this identity.
+
+    Raises:
+        ConfigError: it is of another version or model.
+    """
+    client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity)
+    try:
+        answer = client.recv(ATTACH_TIMEOUT)  # None from one that has just begun: asked again
+    finally:
+        client.close()
+    if isinstance(answer, EngineDead):
+        raise ConfigError(f"--attach {ipc_dir}: {answer.reason}; start both with the same options")
+
+
 class SocketFolder:
     """The folder of the sockets between processes: --attach's, --ipc-dir, or a private one removed
     at the end.
@@ -171,6 +203,8 @@ class SocketFolder:
                 f"--ipc-dir {self.path}: too long by {longest - ipc.MAX_SOCKET_PATH} bytes for "
                 f"the path of a socket"
             )
+        if server.attach and os.path.isdir(self.path):
+            check_private(self.path, "--attach")
         has_engine = somebody_listens(os.path.join(self.path, "engine"))
         if server.attach and not has_engine:
             raise ConfigError(
@@ -182,12 +216,7 @@ class SocketFolder:
             )
         if server.ipc_dir:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
-            if (
-                os.stat(self.path).st_mode & 0o077
-            ):  # whoever can write to the sockets drives the engine
-                raise ConfigError(
-                    f"--ipc-dir {self.path}: other users may enter this folder; chmod 700 it"
-                )
+            check_private(self.path, "--ipc-dir")
         self.has_engine = not server.attach
 
     def __enter__(self) -> str:

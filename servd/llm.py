@@ -19,7 +19,7 @@ from servd.api.processor import Processor
 from servd.api.prompt import Prompt
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
-from servd.core.client import EngineCoreClient
+from servd.core.client import EngineCoreClient, identity
 from servd.core.engine_core import EngineCore
 from servd.core.engine_core_proc import start_executor
 from servd.core.structured_output.manager import Compiled
@@ -308,7 +308,7 @@ class SeparateProcess:
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
         self.ipc_dir = str(ipc.private_dir())
-        self.engine_client = EngineCoreClient(self.ipc_dir, self.client)
+        self.engine_client = EngineCoreClient(self.ipc_dir, self.client, identity(config, spec))
         self.child = launch.start_engine(config, spec, self.ipc_dir, time.monotonic())
         try:
             while not isinstance(message := self.wait_for_message(), EngineReady):

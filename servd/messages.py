@@ -43,10 +43,15 @@ class FinishReason(StrEnum):
 
 
 class Attach(Message, tag=True):
-    """An API server introduces itself; the engine answers with EngineStatus or EngineReady."""
+    """An API server introduces itself; the engine answers with EngineStatus or EngineReady, or with
+    EngineDead if it is of another identity.
+
+    Versions of servd may change every message but this one.
+    """
 
     client: int
     inbox: str  # address that the engine sends to
+    identity: str = ""  # see `servd.core.client.identity`
 
 
 class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):

@@ -31,7 +31,7 @@ from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.tokenizer import Tokenizer
 from servd.child import read_start
 from servd.config import ServerConfig
-from servd.core.client import EngineCoreClient
+from servd.core.client import EngineCoreClient, identity
 from servd.errors import ConfigError
 from servd.messages import EngineDead
 from servd.tracing import Tracer
@@ -156,7 +156,7 @@ async def serve(start: Start) -> int:
     """Run the server; return the process's exit code."""
     config, spec = start.config, start.spec
     listener = socket.socket(fileno=start.listener)
-    client = EngineCoreClient(start.ipc_dir, start.client)
+    client = EngineCoreClient(start.ipc_dir, start.client, identity(config, spec))
     tokenizer = Tokenizer.of_model(config, spec)
     assert config.model.max_model_len is not None
     processor = Processor(config, spec, tokenizer, config.model.max_model_len, client=start.client)

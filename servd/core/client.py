@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+
+import msgspec
+
+import servd
+from servd.config import Config
+from servd.hf import ModelSpec
 from servd.ipc import Inbox, Outbox, address
 from servd.messages import Attach, FromEngine, ToEngine
+
+
+def identity(config: Config, spec: ModelSpec) -> str:
+    """What an engine and those who attach to it must have in common: servd's version, the model and
+    the tokenizer. In words that an error can quote, with a fingerprint.
+    """
+    folder = os.path.realpath(spec.folder) if spec.folder else "fake"
+    deciding = [msgspec.structs.replace(spec, folder=folder), config.model.tokenizer]
+    fingerprint = hashlib.sha256(msgspec.json.encode(deciding)).hexdigest()[:12]
+    return f"servd {servd.__version__} with model {os.path.basename(folder)} ({fingerprint})"
 
 
 class EngineCoreClient:
     """Sends ToEngine and receives FromEngine. Belongs to one thread.
 
     The engine may start later: messages wait in the socket. Attaching makes it answer with
-    EngineStatus while it loads and EngineReady afterwards.
+    EngineStatus while it loads and EngineReady afterwards; with EngineDead if the engine does not
+    have the `identity` that the client has.
     """
 
-    def __init__(self, ipc_dir: str, client: int) -> None:
+    def __init__(self, ipc_dir: str, client: int, identity: str) -> None:
         self.client = client
         at = address(ipc_dir, f"client-{client}")
         self.inbox: Inbox[FromEngine] = Inbox(at, FromEngine)
         self.outbox = Outbox(address(ipc_dir, "engine"))
-        self.send(Attach(client, at))
+        self.send(Attach(client, at, identity))
 
     def send(self, message: ToEngine) -> None:
         """Queue a message to the engine; never blocks."""

@@ -4,6 +4,7 @@ idle.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import queue
@@ -19,6 +20,7 @@ import msgspec
 from servd import hf, log, plugins
 from servd.child import read_start
 from servd.config import Config
+from servd.core.client import identity
 from servd.core.engine_core import EngineCore
 from servd.core.executor._base import Executor, Progress
 from servd.core.structured_output.manager import Compiled
@@ -104,19 +106,15 @@ class EngineCoreProc:
         try:
             engine = self.load()
             self.busy_loop(engine)
-        except (
-            SystemExit
-        ):  # API servers of this tree have ended before; those that attached must hear of it
+        except SystemExit:
+            # API servers of this tree have ended before; those that attached must hear of it.
             self.outputs.put((None, EngineDead("the engine was stopped")))
             raise
         except Exception as error:
-            # Clients get the kind of the failure; details, which may show paths, are for the log
-            # alone.
-            reason = (
-                str(error)
-                if isinstance(error, ConfigError)
-                else f"the engine failed ({type(error).__name__})"
-            )
+            # Clients get the kind of the failure; its details are for the log alone. What a
+            # ConfigError says, LLM raises again; an API server hides the paths in it.
+            is_config = isinstance(error, ConfigError)
+            reason = str(error) if is_config else f"the engine failed ({type(error).__name__})"
             self.outputs.put((None, EngineDead(reason)))
             raise
         finally:
@@ -157,9 +155,8 @@ class EngineCoreProc:
         while True:
             while not engine.has_work or not self.inputs.empty():
                 message = self.next_input(engine)
-                if isinstance(
-                    message, WorkerFailed
-                ):  # a worker or thread ended while no step was awaited
+                if isinstance(message, WorkerFailed):
+                    # A worker or thread ended while no step was awaited.
                     raise EngineError(message.reason)
                 engine.handle(
                     all_of(message.client, engine) if isinstance(message, ClientGone) else message
@@ -204,9 +201,17 @@ class EngineCoreProc:
         outboxes: dict[int, Outbox] = {}
         latest: FromEngine | None = None  # what a client that attaches now must know
         line = StatsLine()
+        own = identity(self.start.config, self.start.spec)
         while (item := self.outputs.get()) is not None:
             if isinstance(item, Attach):
-                outboxes[item.client] = Outbox(item.inbox, is_bound=True)
+                outbox = Outbox(item.inbox, is_bound=True)
+                if item.identity != own:
+                    reason = f"the engine is {own}, not {item.identity or 'of that version'}"
+                    with contextlib.suppress(ConnectionError):
+                        outbox.send(EngineDead(reason))
+                    outbox.close()
+                    continue
+                outboxes[item.client] = outbox
                 if latest is None:
                     continue
                 item = item.client, latest
@@ -297,9 +302,8 @@ def main() -> None:
     log.setup("engine", start.config.observability.log_level)
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # a second one would cut short the stopping of the workers
+        # A second one would cut short the stopping of the workers.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, stop)

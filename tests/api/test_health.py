@@ -38,6 +38,20 @@ async def test_from_loading_to_ready_to_dead(path):
         assert (dead.status_code, dead.json()) == (503, {"status": "dead", "reason": "killed"})
 
 
+async def test_no_path_of_the_server_is_shown(served: Served):
+    """/health needs no key."""
+    reason = "cannot read /home/me/model/x.safetensors: 17 bytes at 0x7f12ab34cd56, not ./a/b"
+    served.engine.tell(EngineDead(reason))
+    await until(lambda: not served.async_llm.is_ready)
+    health = await served.http.get("/health")
+    completion = await served.http.post("/v1/completions", json={"prompt": "a"})
+    assert health.status_code == completion.status_code == 503
+    for answer in (health, completion):
+        assert "17 bytes" in answer.text
+        for secret in ("home", "model", "0x7f", "a/b"):
+            assert secret not in answer.text
+
+
 async def test_version(http):
     assert (await http.get("/version")).json() == {"version": servd.__version__}
 

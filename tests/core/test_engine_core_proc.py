@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
+import pytest
+
 from servd import ipc
 from servd.config import Config
+from servd.core.client import identity
 from servd.core.engine_core_proc import ClientGone, EngineCoreProc, Start, all_of
 from servd.hf import FAKE_SPEC
 from servd.ipc import Inbox
@@ -14,6 +18,7 @@ from servd.messages import (
     Attach,
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineDead,
     EngineStatus,
     FromEngine,
 )
@@ -32,7 +37,7 @@ def test_a_client_that_is_gone_is_told_to_the_engine_and_others_go_on():
     try:
         proc.outputs.put((None, EngineStatus("loading")))
         for client, inbox in inboxes.items():
-            proc.outputs.put(Attach(client, inbox.at))
+            proc.outputs.put(Attach(client, inbox.at, identity(Config(), FAKE_SPEC)))
         assert all(inbox.recv(30) == EngineStatus("loading") for inbox in inboxes.values())
         inboxes[1].close()
         while proc.inputs.empty():  # until the socket has noticed
@@ -46,6 +51,35 @@ def test_a_client_that_is_gone_is_told_to_the_engine_and_others_go_on():
         proc.outputs.put(None)
         thread.join(30)
         inboxes[2].close()
+        folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "",  # of a version that has no identity
+        identity(Config.load({"tokenizer": "./other"}), FAKE_SPEC),
+        identity(Config(), msgspec.structs.replace(FAKE_SPEC, vocab_size=1000)),
+        identity(Config(), FAKE_SPEC).replace("servd 0", "servd 99"),
+    ],
+)
+def test_a_client_of_another_model_or_version_is_refused(other: str):
+    folder = ipc.private_dir()
+    inbox: Inbox[FromEngine] = Inbox(ipc.address(folder, "client-1"), FromEngine)
+    proc = EngineCoreProc(Start(Config(), FAKE_SPEC, str(folder), 0.0))
+    thread = threading.Thread(target=proc.send_outputs)
+    thread.start()
+    try:
+        proc.outputs.put((None, EngineStatus("loading")))
+        proc.outputs.put(Attach(1, inbox.at, other))
+        answer = inbox.recv(30)
+        assert isinstance(answer, EngineDead) and other in answer.reason
+        proc.outputs.put((None, EngineStatus("loading more")))
+        assert inbox.recv(0.2) is None
+    finally:
+        proc.outputs.put(None)
+        thread.join(30)
+        inbox.close()
         folder.rmdir()
 
 

@@ -21,8 +21,10 @@ import pytest
 
 from servd.config import Config
 from servd.core.engine_core_proc import Start
+from servd.errors import ConfigError
 from servd.hf import FAKE_SPEC
 from servd.ipc import Outbox
+from servd.launch import check_private
 from servd.messages import EngineReady
 from tests.integration.conftest import Server
 from tests.integration.test_processes import socket_folder
@@ -65,6 +67,46 @@ def test_ipc_dir_that_is_too_long_is_refused(tmp_path: Path):
     result = run_serve("--headless", "--ipc-dir", str(tmp_path / ("x" * 100)))
     assert result.returncode == 2
     assert "too long" in result.stderr
+
+
+def test_attach_refuses_an_engine_of_another_model_and_an_open_folder(
+    start, tmp_path: Path, tiny_llama: Path
+):
+    folder = tmp_path / "ipc"
+    engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
+    other = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "servd",
+            "serve",
+            str(tiny_llama),
+            "--port",
+            "0",
+            "--attach",
+            folder,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert other.returncode == 2 and "Traceback" not in other.stderr
+    assert re.search(r"the engine is servd \S+ with model fake .*, not servd .*", other.stderr)
+    folder.chmod(0o750)
+    opened = run_serve("--port", "0", "--attach", str(folder))
+    assert opened.returncode == 2 and "other users may enter this folder" in opened.stderr
+    folder.chmod(0o700)
+    front = start("--executor", "fake", "--attach", str(folder))
+    httpx.get(f"{front.url}/v1/models").raise_for_status()
+    assert engine.process.poll() is None
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch):
+    tmp_path.chmod(0o700)
+    check_private(str(tmp_path), "--attach")
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
+    with pytest.raises(ConfigError, match="another user"):
+        check_private(str(tmp_path), "--attach")
 
 
 def test_nohup_survives_the_end_of_the_terminal():

@@ -5,6 +5,7 @@ exception.
 from __future__ import annotations
 
 import logging
+import re
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -14,6 +15,7 @@ from servd.errors import EngineDead, EngineError, Overloaded, RequestError, Unau
 log = logging.getLogger("servd.api")
 
 MAX_MESSAGE = 2000  # characters; a message may quote what the client sent
+SECRET = re.compile(r"(?<![\w.])[~.]{0,2}/[^\s:'\",;)]+|0x[0-9a-fA-F]{6,}")  # paths, addresses
 ANTHROPIC_ROUTES = "/v1/messages"
 TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error"}
 
@@ -76,10 +78,12 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
             elif isinstance(error, Unauthorized):
                 headers["WWW-Authenticate"] = "Bearer"
         case EngineDead():
-            status, detail = 503, ErrorDetail(str(error), "server_error", code="engine_dead")
+            message = without_paths(str(error))
+            status, detail = 503, ErrorDetail(message, "server_error", code="engine_dead")
         case EngineError():
             log.error("request %s failed: %s", request_id, error)
-            status, detail = 500, ErrorDetail(str(error), "server_error", code="engine_error")
+            message = without_paths(str(error))
+            status, detail = 500, ErrorDetail(message, "server_error", code="engine_error")
         case HTTPException():  # raised by the router and by the body limit
             status, detail = (
                 error.status_code,
@@ -97,6 +101,11 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
     if path.startswith(ANTHROPIC_ROUTES):
         return _anthropic(status, detail, headers, request_id)
     return ErrorReply(status, msgspec.json.encode(ErrorBody(detail)), headers)
+
+
+def without_paths(message: str) -> str:
+    """What the server says of its own failure, without its files and addresses."""
+    return SECRET.sub("(see the log)", message)
 
 
 def _type_of(status: int) -> str:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 import servd
 from servd.api.context import context_of, json_response
 from servd.api.openapi import describes
+from servd.api.protocol.errors import without_paths
 from servd.messages import EngineDead, EngineReady, EngineStatus
 
 router = APIRouter()
@@ -39,7 +40,7 @@ async def health(request: Request) -> Response:
             }
             return json_response({"status": "loading", **progress}, 503, {"retry-after": "1"})
         case EngineDead() as status:
-            return json_response({"status": "dead", "reason": status.reason}, 503)
+            return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)
 
 
 @router.get("/version")
