@@ -9,10 +9,12 @@ from html import escape
 from typing import Any
 
 STYLE = """
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
 h2 { margin-top: 2em; }
 summary { cursor: pointer; padding: .3em 0; }
 code { font-size: 13px; }
+pre { overflow-x: auto; }
 details > div { margin: 0 0 1em 1.2em; }
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: left; vertical-align: top; padding: .2em .6em; }
@@ -22,6 +24,11 @@ _HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
+)
+HEAD = (  # of every page here; the title follows
+    '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    f"<style>{STYLE}</style>"
 )
 BOUNDS = {
     "minimum": "≥ {}",
@@ -45,8 +52,8 @@ def page(document: Mapping[str, Any]) -> str:
 def _page(document: Mapping[str, Any]) -> Iterator[str]:
     info = document["info"]
     title = escape(f"{info['title']} {info['version']}")
-    yield f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-    yield f"<style>{STYLE}</style></head><body><h1>{title}</h1><p>{escape(info['description'])}</p>"
+    yield f"{HEAD}<title>{title}</title></head><body><h1>{title}</h1>"
+    yield f"<p>{escape(info['description'])}</p>"
     yield '<p>The same as JSON: <a href="/openapi.json">/openapi.json</a></p>'
     if schemes := document["components"]["securitySchemes"]:
         yield f"<p>An API key is needed, in one of these forms: {escape(', '.join(schemes))}.</p>"

@@ -9,6 +9,7 @@ import pytest
 from starlette.routing import Route
 
 from servd.api.auth import OPEN_PATHS
+from servd.api.routes import load_routers
 from tests.api.harness import MODEL, Served, serve, user
 
 KEYS = ["first-key", "zweiter-schlüssel"]
@@ -31,11 +32,13 @@ async def test_every_route_but_liveness_needs_a_key(guarded: Served):
         "/docs",
         "/openapi.json",
     }
-    routes = guarded.app.routes
-    paths |= {route.path for route in routes if isinstance(route, Route)} | {
-        "/v1/chat/completions",
-        "/metrics",
+    paths |= {
+        route.path
+        for router in load_routers()
+        for route in router.routes
+        if isinstance(route, Route)
     }
+    assert {"/", "/v1/chat/completions", "/metrics"} <= paths
     for path in sorted(paths - OPEN_PATHS):
         for method in ("GET", "POST", "OPTIONS"):
             answer = await guarded.http.request(method, path)
