@@ -15,6 +15,7 @@ from servd.api.protocol.validation import Body, parse
 from servd.api.response_store import ResponseStore
 from servd.config import Config
 from servd.errors import InvalidRequest, UnknownModel
+from servd.messages import RequestOptions
 from servd.tracing import now_ns
 
 MAX_IGNORED = 32  # names in the header
@@ -81,6 +82,16 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         shown = ", ".join(f"`{name[:64]}`" for name in ignored[:MAX_IGNORED])
         raise InvalidRequest(f"these fields have no effect here: {shown}", param=ignored[0][:64])
     return body
+
+
+def with_private_cache(request: Request, options: RequestOptions) -> RequestOptions:
+    """`options` by which API keys share no cached prompts: `usage` and the time to the first token
+    would tell one key what another has sent.
+    """
+    if len(context_of(request).responses) == 1:  # all requests have the same owner
+        return options
+    salt = f"{request.state.owner}/{options.cache_salt or ''}"
+    return msgspec.structs.replace(options, cache_salt=salt)
 
 
 def name_request(request: Request, asked: str | None) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from servd.api.async_llm import AsyncLLM
-from servd.api.context import context_of, start_timeline
+from servd.api.context import context_of, start_timeline, with_private_cache
 from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
 from servd.api.streaming import until_disconnect
@@ -59,7 +59,7 @@ async def embed(
     for prompt in named:
         start_timeline(request, prompt.request_id)
     with async_llm.admit(len(named)):
-        prepared = await async_llm.prepare(named, params, options)
+        prepared = await async_llm.prepare(named, params, with_private_cache(request, options))
         num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
         check(num_tokens)
         vectors = await until_disconnect(_compute(async_llm, prepared), request.receive)

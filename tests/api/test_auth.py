@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import httpx
 import openai
 import pytest
 from starlette.routing import Route
 
 from servd.api.auth import OPEN_PATHS
 from servd.api.routes import load_routers
+from servd.messages import EngineCoreRequest
 from tests.api.harness import MODEL, Served, serve, user
 
 KEYS = ["first-key", "zweiter-schlüssel"]
@@ -93,3 +95,58 @@ async def test_the_openai_client(guarded: Served):
         with pytest.raises(openai.AuthenticationError) as refused:
             await client.with_options(api_key="wrong").models.list()
         assert refused.value.code == "invalid_api_key"
+
+
+PROMPT = "the same long beginning " * 10
+REQUESTS = [
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}),
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "use_beam_search": True, "n": 2}),
+    ("/v1/chat/completions", {"messages": user(PROMPT), "max_tokens": 1}),
+    ("/v1/responses", {"input": PROMPT, "max_output_tokens": 1}),
+    ("/v1/messages", {"model": MODEL, "messages": user(PROMPT), "max_tokens": 1}),
+]
+
+
+def num_cached_tokens(answer: httpx.Response) -> int:
+    """However the API calls them."""
+    usage = answer.json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_no_key_sees_in_the_cache_what_another_has_sent(path: str, body: dict[str, object]):
+    async with serve(api_key=KEYS[:1] + ["second-key"]) as served:
+
+        async def cached(key: str, **more: str) -> int:
+            headers = {"x-api-key": key}
+            answer = await served.http.post(path, json={**body, **more}, headers=headers)
+            assert answer.status_code == 200, answer.text
+            return num_cached_tokens(answer)
+
+        assert await cached("first-key") == 0
+        assert await cached("second-key") == 0
+        assert await cached("first-key") > 0 and await cached("second-key") > 0
+        assert await cached("first-key", cache_salt="mine") == 0
+        assert await cached("second-key", cache_salt="mine") == 0
+        assert await cached("second-key", cache_salt="mine") > 0
+
+
+async def test_vectors_share_no_cache_between_keys_either():
+    async with serve(api_key=KEYS[:1] + ["second-key"]) as served:
+        for key in ("first-key", "second-key"):
+            await served.http.post(
+                "/v1/embeddings", json={"input": PROMPT}, headers={"x-api-key": key}
+            )
+        salts = [
+            r.options.cache_salt for r in served.engine.sent if isinstance(r, EngineCoreRequest)
+        ]
+        assert len(set(salts)) == 2 and None not in salts
+
+
+async def test_one_key_shares_its_cache_as_without_keys():
+    async with serve(api_key=KEYS[:1]) as served:
+        path, body = REQUESTS[0]
+        for _ in range(2):
+            await served.http.post(path, json=body, headers={"x-api-key": KEYS[0]})
+        assert {r.options.cache_salt for r in served.engine.sent} == {None}

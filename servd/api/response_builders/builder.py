@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, start_timeline
+from servd.api.context import context_of, ignored_header, start_timeline, with_private_cache
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.processor import Prepared
@@ -69,7 +69,7 @@ class ResponseBuilder(ABC):
         self.model = self.context.model_name(body.model)
         self.prompts = prompts
         self.params = params
-        self.options = options
+        self.options = with_private_cache(request, options)
         self.n = params.n
         self.prepared: list[Prepared] = []
         self.parsers: list[OutputParser] = []  # of the choices

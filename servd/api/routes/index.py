@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 import servd
+from servd.api.context import context_of
 from servd.api.openapi import describes
 from servd.api.openapi_page import CONTENT_SECURITY_POLICY, HEAD
-from servd.api.routes._context import context_of
 
 router = APIRouter()
 
