@@ -62,14 +62,15 @@ class Inbox(Generic[T]):
             return None
         return self.decoder.decode(self.socket.recv())
 
-    def drain(self) -> list[T]:
-        """All messages that are there now, without waiting."""
+    def drain(self, most: int = 2**31) -> list[T]:
+        """The messages that are there now, up to so many, without waiting."""
         messages: list[T] = []
-        while True:
+        while len(messages) < most:
             try:
                 messages.append(self.decoder.decode(self.socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
-                return messages
+                break
+        return messages
 
     def fileno(self) -> int:
         """For an event loop's add_reader. Edge-triggered: call `drain` at every event, and once at

@@ -43,6 +43,10 @@ MAX_INLINE_CHARS = 4096
 MAX_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 
 
+# An engine faster than this process would otherwise hold its event loop ever longer.
+MAX_MESSAGES = 8  # taken in one turn of the event loop
+
+
 class _Stream:
     """Deltas between the engine's channel and one consumer.
 
@@ -153,6 +157,7 @@ class AsyncLLM:
         self.fail("the server has stopped")
         if self._reading_on is not None:
             self._reading_on.remove_reader(self.client.fileno())
+            self._reading_on = None
         self._threads.shutdown(wait=False)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         self.processor.grammars.close()
@@ -307,6 +312,8 @@ class AsyncLLM:
             running.stream.fail(EngineDead(reason))
 
     def _receive(self) -> None:
+        if self._reading_on is None:  # closed meanwhile
+            return
         try:
             self._take_messages()
         except Exception:
@@ -315,7 +322,10 @@ class AsyncLLM:
             self.fail("the API server could not take an answer of the engine; its log says why")
 
     def _take_messages(self) -> None:
-        for message in self.client.drain():
+        messages = self.client.drain(MAX_MESSAGES)
+        if len(messages) == MAX_MESSAGES:  # the channel tells only once
+            asyncio.get_running_loop().call_soon(self._receive)
+        for message in messages:
             match message:
                 case EngineCoreOutputs():
                     self._take_outputs(message)

@@ -47,9 +47,9 @@ class EngineCoreClient:
         """Wait for one message, at most `timeout` seconds; None when time is up."""
         return self.inbox.recv(timeout)
 
-    def drain(self) -> list[FromEngine]:
-        """All messages that have arrived."""
-        return self.inbox.drain()
+    def drain(self, most: int) -> list[FromEngine]:
+        """The messages that have arrived, up to so many."""
+        return self.inbox.drain(most)
 
     def fileno(self) -> int:
         """Readable when messages may have arrived (edge-triggered, see Inbox.fileno)."""

@@ -130,10 +130,10 @@ class InProcessEngine:
         self._arrived.append(message)
         os.write(self._written, b"!")
 
-    def drain(self) -> list[FromEngine]:
-        if self._arrived:
-            os.read(self._readable, len(self._arrived))
-        arrived, self._arrived = self._arrived, []
+    def drain(self, most: int) -> list[FromEngine]:
+        arrived, self._arrived = self._arrived[:most], self._arrived[most:]
+        if arrived:
+            os.read(self._readable, len(arrived))
         return arrived
 
     def fileno(self) -> int:

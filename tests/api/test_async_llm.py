@@ -59,7 +59,7 @@ class FakeClient:
         self.inbox.extend(messages)
         os.eventfd_write(self.event, 1)
 
-    def drain(self) -> list:
+    def drain(self, most: int) -> list:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.event)
         messages = list(self.inbox)
