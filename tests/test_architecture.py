@@ -259,7 +259,7 @@ def test_routes_and_wire_shapes_stand_by_themselves(source):
 
 
 @every_file
-def test_every_library_has_one_door(source):
+def test_libraries_are_imported_only_where_allowed(source):
     assert wrong_doors(source) == []
 
 
@@ -274,7 +274,7 @@ def test_sizes(source):
 
 
 @every_file
-def test_every_file_says_what_it_is_for(source):
+def test_every_module_has_a_docstring(source):
     docstring = ast.get_docstring(source.tree)
     assert docstring
     assert docstring.split("\n\n")[0].strip().endswith((".", ":", "?"))
@@ -289,7 +289,7 @@ def test_no_catch_all_modules():
     assert [s.path for s in SOURCES if BAD_NAMES & set(s.module.split("."))] == []
 
 
-def test_core_names_the_worker_in_its_executors_only_once_in_each():
+def test_only_executors_name_the_worker_and_each_does_once():
     named = [
         source.path
         for source in SOURCES
@@ -313,7 +313,7 @@ PLUGIN_FILES = [
 
 
 @pytest.mark.parametrize(("source", "name"), PLUGIN_FILES)
-def test_every_plugin_has_the_name_that_its_package_asks_for(source, name):
+def test_every_plugin_defines_the_name_its_package_requires(source, name):
     defined = [
         node.name for node in source.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
     ]

@@ -43,7 +43,7 @@ def test_defaults_pass_their_own_bounds():
     assert msgspec.convert(msgspec.to_builtins(Config()), Config) == Config()
 
 
-def test_nothing_given_is_all_defaults():
+def test_no_flags_means_all_defaults():
     assert Config.load({}) == Config()
 
 

@@ -49,7 +49,7 @@ def test_generated_pages_are_current():
 
 
 @every_page
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf8"))
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (page.parent / link).exists()] == []
@@ -112,7 +112,7 @@ def test_the_functions_on_the_way_of_a_request_exist():
     assert sorted(names - defined) == []
 
 
-def test_all_places_name_the_same_torch():
+def test_the_torch_version_is_the_same_everywhere():
     places = ["Makefile", "README.md", "docker/Dockerfile.cpu", "docs/docker.md"]
     versions = {
         place: set(re.findall(r"torch==([\d.]+\d)", (ROOT / place).read_text())) for place in places

@@ -13,9 +13,9 @@ from servd.hf import ModelSpec
 from servd.resolve import Machine, look_at_machine, resolve
 
 SPEC = ModelSpec(
-    folder="/m", model_type="llama", architecture="LlamaForCausalLM", vocab_size=512, hidden_size=64, num_layers=2,
-    num_heads=8, num_kv_heads=4, head_dim=8, max_position_embeddings=2048, dtype="bfloat16", eos_token_ids=[3],
-    config={},
+    folder="/m", model_type="llama", architecture="LlamaForCausalLM", vocab_size=512,
+    hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8,
+    max_position_embeddings=2048, dtype="bfloat16", eos_token_ids=[3], config={},
 )  # fmt: skip
 CPU = Machine()
 CUDA = Machine(num_gpus=2, torch_has_cuda=True)
@@ -56,16 +56,16 @@ def test_two_devices_need_a_process_each():
     assert decide(CUDA, tensor_parallel_size=2).parallel.executor == "multiproc"
 
 
-def test_a_gpu_with_a_cpu_build_of_torch_is_a_cpu_and_is_said(caplog):
+def test_a_gpu_with_a_cpu_build_of_torch_falls_back_to_cpu_with_a_warning(caplog):
     config = decide(Machine(num_gpus=1, torch_has_cuda=False))
     assert config.parallel.device == "cpu"
     assert "CUDA build" in caplog.text
 
 
 GIVEN = {
-    "device": "cpu", "dtype": "float16", "shorten_max_model_len": False, "max_model_len": 100, "max_num_seqs": 3,
-    "max_num_batched_tokens": 7, "async_scheduling": True, "served_model_name": ["x"], "executor": "fake",
-    "block_size": 4,
+    "device": "cpu", "dtype": "float16", "shorten_max_model_len": False, "max_model_len": 100,
+    "max_num_seqs": 3, "max_num_batched_tokens": 7, "async_scheduling": True,
+    "served_model_name": ["x"], "executor": "fake", "block_size": 4,
 }  # fmt: skip
 
 
@@ -93,9 +93,10 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
     # Absent on purpose, or decided where the knowledge is: the worker finds its backend and its
     # memory, the API its parsers in the chat template.
     assert open_still == {
-        "model", "tokenizer", "revision", "download_dir", "load_format", "generation_config", "kv_cache_memory",
-        "kv_cache_dtype", "quantization", "attention_backend", "uds", "chat_template", "tool_call_parser",
-        "reasoning_parser", "fim_template", "attach", "ipc_dir",
+        "model", "tokenizer", "revision", "download_dir", "load_format", "generation_config",
+        "kv_cache_memory", "kv_cache_dtype", "quantization", "attention_backend", "uds",
+        "chat_template", "tool_call_parser", "reasoning_parser", "fim_template", "attach",
+        "ipc_dir",
     }  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
         (CPU, {"reasoning_parser": "thoughts"}, ["--reasoning-parser 'thoughts'", "none", "qwen3"]),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_numbers(machine, options, parts):
+def test_impossible_settings_are_refused_with_numbers(machine, options, parts):
     with pytest.raises(ConfigError) as error:
         decide(machine, **options)
     for part in parts:

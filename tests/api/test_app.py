@@ -83,13 +83,13 @@ async def test_no_request_leaves_an_open_timeline(served: Served):
     assert served.async_llm.tracer.marks == {}
 
 
-async def test_a_body_that_is_too_long_is_refused_by_its_header(http):
+async def test_an_oversized_body_is_refused_by_its_content_length(http):
     answer = await http.post("/v1/completions", content=b"x" * (MAX_BODY + 1))
     assert answer.status_code == 413
     assert str(MAX_BODY) in answer.json()["error"]["message"]
 
 
-async def test_a_chunked_body_that_is_too_long_is_refused_as_it_arrives(http):
+async def test_an_oversized_chunked_body_is_refused_while_it_arrives(http):
     async def endless():
         while True:
             yield b" " * 2**20
@@ -101,9 +101,7 @@ async def test_a_chunked_body_that_is_too_long_is_refused_as_it_arrives(http):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_failure_of_the_server_tells_only_the_request_id(
-    served: Served, monkeypatch, caplog
-):
+async def test_an_internal_error_reveals_only_the_request_id(served: Served, monkeypatch, caplog):
     async def prepare(*args, **kwargs):
         raise RuntimeError("secret detail")
 

@@ -120,7 +120,7 @@ async def test_a_stream_says_the_same(http, path, body):
     {"allowed_token_ids": [5]},
     {"max_tokens": 0}, {"stop_token_ids": list(range(40, 60))},
 ], ids=str)  # fmt: skip
-async def test_what_a_search_does_not_look_at_is_refused(http, body):
+async def test_parameters_that_beam_search_does_not_support_are_refused(http, body):
     answer = await http.post(COMPLETIONS, json={"prompt": "a", "use_beam_search": True, **body})
     check(answer, 400, next(iter(body)))
 

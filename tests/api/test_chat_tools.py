@@ -154,7 +154,7 @@ async def test_a_reply_without_calls():
         assert choice["finish_reason"] == "stop"
 
 
-async def test_a_call_that_is_cut_off_ends_by_length_and_its_beginning_is_told():
+async def test_a_truncated_call_finishes_by_length_and_reports_what_it_has():
     async with scripted(CALLS) as served:
         max_tokens = len(CALLS[: CALLS.index('", "days')].encode())
         (choice,) = (await ask(served, tools=TOOLS, max_tokens=max_tokens))["choices"]
@@ -167,7 +167,7 @@ async def test_a_call_that_is_cut_off_ends_by_length_and_its_beginning_is_told()
     ("tool_call", "stop"), ("get_w", "stop"), ("days", "stop"), ('"now', "tool_calls"),
     ("\n</tool_call>", "tool_calls"),
 ])  # fmt: skip
-async def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_run(choice, stop, reason):
+async def test_a_call_cut_by_a_stop_string_is_not_reported_as_a_tool_call(choice, stop, reason):
     async with scripted(CALLS) as served:
         body = {"tools": TOOLS, "tool_choice": choice, "stop": [stop]}
         if choice == "required":  # the script's beginning has not the form
@@ -214,7 +214,7 @@ async def test_required_calls_obey_their_schemas(template):
             assert [tuple(call) for call in streamed["calls"]] == [(name, arguments)]
 
 
-async def test_a_stop_string_in_the_midst_of_required_calls_is_a_stop():
+async def test_a_stop_string_within_required_calls_finishes_by_stop():
     async with scripted(None) as served:
         body = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 2000, "stop": ["days"]}
         (choice,) = (await ask(served, **body))["choices"]
@@ -275,7 +275,7 @@ async def test_a_broken_schema_of_a_required_call_is_refused():
 
 
 @pytest.mark.parametrize("schema", ["no JSON", "[" * 50_000])
-async def test_a_schema_as_text_beside_tools_that_is_no_json_is_refused(schema):
+async def test_an_invalid_schema_beside_tools_is_refused(schema):
     async with scripted("") as served:
         answer = await served.http.post(
             CHAT, json={"messages": user("?"), "tools": TOOLS, "guided_json": schema}

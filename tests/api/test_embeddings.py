@@ -111,7 +111,7 @@ async def test_inputs_beyond_the_context(http):
     assert answer["data"][0]["embedding"] == pytest.approx(expected("x" * 4096), rel=1e-6)
 
 
-async def test_a_timeline_of_every_input_and_nothing_left_running(served: Served):
+async def test_every_input_has_a_timeline_and_nothing_keeps_running(served: Served):
     await ask(served.http, input=["a", "b"])
     assert served.async_llm.num_unfinished == 0 and not served.engine.core.scheduler.requests
     assert len(served.async_llm.tracer.recent) == 2 and not served.async_llm.tracer.marks

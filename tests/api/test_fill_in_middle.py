@@ -49,7 +49,7 @@ def test_codestral_has_the_suffix_first():
     assert found and found.prompt("a", "b") == "[SUFFIX]b[PREFIX]a"
 
 
-def test_a_part_of_the_tokens_is_not_enough():
+def test_some_of_the_tokens_are_not_enough():
     assert FillInMiddle.choose(tokenizer_with("<|fim_prefix|>", "<|fim_middle|>")) is None
 
 

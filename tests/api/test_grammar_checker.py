@@ -88,14 +88,14 @@ def make(monkeypatch):
         checker.close()
 
 
-def test_a_process_that_died_between_two_grammars_refuses_none(make):
+def test_a_checker_that_dies_between_grammars_refuses_none(make):
     checker = make(1, 9)
     checker.check(FORMS[0])
     checker.check(FORMS[1])
     assert FakeProcess.num_started == 2
 
 
-def test_a_grammar_of_which_every_process_dies_is_refused_and_remembered(make):
+def test_a_grammar_that_kills_every_checker_is_refused_and_remembered(make):
     checker = make(0, 0, 9)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="too complex"):
@@ -112,7 +112,7 @@ def test_a_process_that_cannot_start_is_tried_again_by_the_next_request(make, li
     checker.check(FORMS[0])
 
 
-def test_it_cannot_start_at_first_or_after_a_death(make):
+def test_a_checker_that_fails_to_start_or_restart(make):
     checker = make(None, 0, None, 9)
     checker.start()
     with pytest.raises(Overloaded):

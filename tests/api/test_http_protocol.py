@@ -67,7 +67,7 @@ async def connect() -> AsyncIterator[Callable[[str], Awaitable[Client]]]:
             await client.writer.wait_closed()
 
 
-async def test_a_silent_client_is_closed_without_a_word(served: Served, connect):
+async def test_a_silent_connection_is_closed_without_a_response(served: Served, connect):
     async with listening(served.app, header_timeout=0.1) as url:
         client = await connect(url)
         assert await client.send_slowly([], 0) == b""
@@ -180,12 +180,12 @@ async def protocol() -> HttpProtocol:
     return protocol
 
 
-async def test_a_client_that_takes_nothing_is_cut_off(protocol):
+async def test_a_client_that_reads_nothing_is_disconnected(protocol):
     protocol.pause_writing()
     await until(lambda: protocol.transport.is_aborted)
 
 
-async def test_a_client_that_takes_little_is_not(protocol):
+async def test_a_client_that_reads_slowly_is_not_disconnected(protocol):
     def take_some() -> int:
         transport.num_looks += 1
         transport.num_left -= 1 if transport.num_looks < 20 else 0

@@ -201,7 +201,7 @@ async def test_stop_sequences(http):
     ("ln", ("stop_sequence", "ln"), [{}]), ('"arguments": {"city": "B', ("tool_use", None),
     [{"city": "Köln"}]),
 ])  # fmt: skip
-async def test_a_call_that_a_stop_sequence_cuts_off_is_not_to_be_run(
+async def test_a_call_cut_by_a_stop_sequence_is_not_reported_as_a_tool_call(
     scripted: Served, stop, reason, inputs
 ):
     asked = body_of(tools=[WEATHER], max_tokens=500, stop_sequences=[stop])
@@ -522,7 +522,7 @@ async def test_what_has_no_effect_is_named(http):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", ["enabled", "disabled"])
-async def test_a_budget_for_thoughts_of_a_model_that_can_keep_it(monkeypatch, kind, strict):
+async def test_a_reasoning_budget_is_kept_where_the_model_reasons(monkeypatch, kind, strict):
     tags = ReasoningTags(end_id=ord("e"), start_id=None)
     async with serve(reasoning_parser="qwen3", strict_fields=strict) as served:
         monkeypatch.setattr(

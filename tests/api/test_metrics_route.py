@@ -105,7 +105,7 @@ def refuse(num_prompts) -> None:
     raise Overloaded("too many")
 
 
-async def test_what_never_became_a_request_is_counted_too(served: Served):
+async def test_refused_requests_are_counted_too(served: Served):
     metrics = served.async_llm.metrics
     async with listening(served.app, on_refused=metrics.observe_refusal) as url:
         port = int(url.rpartition(":")[2])
@@ -141,7 +141,7 @@ async def test_the_format_that_is_asked_for(served: Served, accept: str, content
     assert samples["vllm:generation_tokens_total"] == 2
 
 
-def test_a_loop_that_is_held_up_is_measured_and_logged_now_and_then(monkeypatch, caplog):
+def test_event_loop_lag_is_measured_and_logged_occasionally(monkeypatch, caplog):
     metrics = Metrics("m")
     lag = LoopLag(metrics)
     now = 1000.0

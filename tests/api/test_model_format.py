@@ -135,7 +135,7 @@ def test_the_prompt_tells_where_the_reply_begins(prompt, continued, first):
     assert parser.feed("Hm.") + parser.finish() == [first]
 
 
-def test_a_form_cannot_wait_for_a_tag_that_is_no_token():
+def test_a_structure_cannot_wait_for_a_tag_that_is_not_a_token():
     schema = StructuredOutput("json_object")
     with pytest.raises(InvalidRequest, match="</think>"):
         choose(TEMPLATES["Qwen3"][0]).expect("assistant:", structured_output=schema)

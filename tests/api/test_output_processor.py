@@ -63,7 +63,7 @@ def test_the_end_token_shows_if_asked():
     assert delta.text == "b<eos>"
 
 
-def test_a_part_of_a_character_comes_at_the_end():
+def test_an_incomplete_character_is_emitted_at_the_end():
     processor = started(prepare())
     delta, _ = one(processor, out([0xC3]))
     assert delta.text == "" and delta.token_ids == [0xC3]

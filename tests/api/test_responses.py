@@ -86,7 +86,7 @@ async def test_an_answer_that_goes_round_in_circles_is_cut_off():
     assert answer.output_text == "ab" * 4
 
 
-async def test_a_call_that_a_stop_string_cuts_off_is_incomplete(scripted: Served):
+async def test_a_call_cut_by_a_stop_string_is_incomplete(scripted: Served):
     body = {"input": "How is it?", "tools": [WEATHER], "stop": ["nn"]}
     answer = SDKResponse.model_validate((await scripted.http.post(URL, json=body)).json())
     assert answer.status == "completed"
@@ -236,7 +236,7 @@ async def test_one_call_only(scripted: Served):
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
 
 
-async def test_a_conversation_is_what_the_same_chat_would_be(client: openai.AsyncOpenAI):
+async def test_a_conversation_equals_the_same_chat(client: openai.AsyncOpenAI):
     first = await client.responses.create(
         model=MODEL, input="one", instructions="be brief", max_output_tokens=5
     )

@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_aborts_its_requests(
     await until(lambda: not served.async_llm.tracer.marks)
 
 
-async def test_a_client_that_stops_reading_and_leaves(listening_server: Served):
+async def test_a_client_that_stops_reading_and_disconnects(listening_server: Served):
     served = listening_server
     body = {"prompt": "a", "n": 100, "max_tokens": 3000, "stream": True}
     async with served.http.stream("POST", COMPLETIONS, json=body) as answer:

@@ -127,7 +127,7 @@ REFUSED = [
 ]
 
 
-async def test_what_cannot_be_generated_is_refused_and_serving_goes_on(http, monkeypatch):
+async def test_unsupported_structures_are_refused_and_serving_continues(http, monkeypatch):
     monkeypatch.setattr(grammar_checker, "TIME_LIMIT", 1.0)
     for body, param, reason in REFUSED:
         for stream in (False, True):

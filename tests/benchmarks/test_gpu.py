@@ -79,7 +79,7 @@ def test_ratios_are_taken_against_the_ceilings():
     ]  # fmt: skip
 
 
-def test_what_is_missing_is_named_and_the_rest_stays(
+def test_a_failed_part_is_named_and_the_rest_is_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd
 ):
     scripts = {

@@ -19,7 +19,7 @@ def no_key_in_the_environment(monkeypatch):
     monkeypatch.delenv("SERVD_API_KEY", raising=False)
 
 
-def test_nothing_given_is_all_defaults():
+def test_no_flags_means_all_defaults():
     assert load() == Config()
 
 

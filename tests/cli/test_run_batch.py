@@ -48,7 +48,7 @@ def line(custom_id: str) -> str:
     return json.dumps({"custom_id": custom_id, "url": COMPLETIONS, "body": {"prompt": custom_id}})
 
 
-def test_connections_that_died_are_opened_again(tmp_path):
+def test_dropped_connections_are_reopened(tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -62,7 +62,7 @@ def test_connections_that_died_are_opened_again(tmp_path):
     assert [answer["response"]["body"]["prompt"] for answer in answers] == [*"abcd"]
 
 
-def test_a_server_that_is_not_there_is_an_error_of_the_line(tmp_path):
+def test_an_unreachable_server_is_reported_per_line(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(line("a"), encoding="utf8")
     assert Batch(source, results).run(Target("http://127.0.0.1:1"), 1) == 1
@@ -82,7 +82,7 @@ def test_a_refusal_that_is_kept_counts_as_a_failure_again(tmp_path):
     assert results.read_text(encoding="utf8").splitlines() == kept
 
 
-def test_how_long_to_wait(monkeypatch):
+def test_retry_after_is_read_as_seconds_or_a_date(monkeypatch):
     monkeypatch.setattr(run_batch.time, "time", lambda: 1_000_000_000.0)
     assert seconds_of("2") == 2 and seconds_of("0.5") == 0.5 and seconds_of("-1") == 0
     assert seconds_of("Sun, 09 Sep 2001 01:46:50 GMT") == 10
@@ -91,7 +91,7 @@ def test_how_long_to_wait(monkeypatch):
     assert seconds_of(None) is seconds_of("soon") is seconds_of("nan") is None
 
 
-def test_ids_that_occur_twice_are_refused_with_their_lines(tmp_path):
+def test_duplicate_ids_are_refused_with_their_line_numbers(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(["{", line("a"), "", line("b"), "[]", line("a")]), encoding="utf8")
     with pytest.raises(ConfigError, match="lines 2 and 6 have the same custom_id 'a'"):
@@ -99,7 +99,7 @@ def test_ids_that_occur_twice_are_refused_with_their_lines(tmp_path):
     assert not results.exists()
 
 
-def test_the_files_are_looked_at_before_a_server_is_started(tmp_path, monkeypatch, capsys):
+def test_the_files_are_checked_before_a_server_is_started(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         run_batch, "own_server", lambda options: pytest.fail("a server was started")
     )

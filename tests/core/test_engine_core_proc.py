@@ -25,7 +25,7 @@ from servd.messages import (
 from tests.core.engines import make_engine, make_request
 
 
-def test_a_client_that_is_gone_is_told_to_the_engine_and_others_go_on():
+def test_the_engine_learns_of_a_dead_client_and_others_continue():
     folder = ipc.private_dir()
     inboxes = {
         client: Inbox(ipc.address(folder, f"client-{client}"), FromEngine) for client in (1, 2)

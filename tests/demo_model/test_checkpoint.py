@@ -58,7 +58,7 @@ def test_servd_reads_it(tokenizer):
 
 
 @given(text=st.text(max_size=60))
-def test_any_text_comes_back(tokenizer, text):
+def test_tokenizing_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 

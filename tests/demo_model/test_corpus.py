@@ -100,7 +100,7 @@ def test_conversations_alternate_and_think_all_or_nothing(examples):
         assert set(thoughts) == {example["thinking"]}
 
 
-def test_no_slot_or_choice_is_left_open(examples):
+def test_every_slot_and_choice_is_filled(examples):
     for example in examples:
         texts = (
             [example["text"]]

@@ -137,7 +137,7 @@ def test_examples_in_a_row_do_not_see_each_other(tokenizer):
     assert together == pytest.approx(alone, abs=1e-4)
 
 
-def test_loss_falls(batches):
+def test_training_reduces_the_loss(batches):
     trainer = new_trainer()
     before = evaluate(trainer.model, batches, CPU)
     for step in range(30):
@@ -145,7 +145,7 @@ def test_loss_falls(batches):
     assert evaluate(trainer.model, batches, CPU) < before - 0.5
 
 
-def test_an_interrupted_training_goes_on_as_if_it_had_not_been(batches, tmp_path):
+def test_a_resumed_training_equals_an_uninterrupted_one(batches, tmp_path):
     whole = new_trainer()
     expected = [whole.update(batches[step]) for step in range(6)]
 
@@ -159,7 +159,7 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(batches, tmp_path
     assert [second.update(batches[step]) for step in range(3, 6)] == expected[3:]
 
 
-def test_a_checkpoint_of_another_training_is_refused(tmp_path):
+def test_a_checkpoint_from_a_different_training_is_refused(tmp_path):
     """Its weights would be exported with a tokenizer that they do not know."""
     torch.manual_seed(0)
     one, other = (
@@ -170,12 +170,12 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
         other.load(tmp_path / "checkpoint.pt")
 
 
-def test_the_origin_of_a_training_is_its_text_and_its_options():
+def test_a_training_is_identified_by_its_text_and_options():
     assert origin_of(parse([])) == origin_of(parse(["--threads", "9", "--out", "x", "--work", "y"]))
     assert origin_of(parse([])) != origin_of(parse(["--seed", "4"]))
 
 
-def test_a_longer_training_begins_with_the_same_steps(tokenizer):
+def test_a_longer_training_starts_with_the_same_steps(tokenizer):
     def first_step(num_examples):
         args = parse(["--examples", str(num_examples)])
         return next(steps(Corpus(0), tokenizer, args, 256))

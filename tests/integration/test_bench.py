@@ -90,7 +90,7 @@ async def test_failures_are_counted_apart(slow_server: str):
         _report.summarise(records[1:], seconds)
 
 
-async def test_a_server_that_refuses_to_list_its_models_is_there(slow_server: str):
+async def test_a_server_that_refuses_to_list_its_models_counts_as_running(slow_server: str):
     with pytest.raises(ServdError, match="/v1/models: HTTP 404"):
         await _load.first_model(slow_server, None)
 

@@ -66,7 +66,7 @@ def test_errors_are_one_line(fake_server: Server):
     assert "Traceback" not in nobody.stderr + refused.stderr
 
 
-def test_a_server_that_hangs_up_is_one_line():
+def test_a_lost_connection_is_a_one_line_error():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

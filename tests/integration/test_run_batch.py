@@ -95,7 +95,7 @@ def test_bad_lines_fail_alone(tmp_path, url):
     )
 
 
-def test_it_goes_on_where_it_stopped(tmp_path, url, fake_server):
+def test_a_second_run_resumes_the_first(tmp_path, url, fake_server):
     lines = [line(str(i), prompt=f"text {i}", max_tokens=2) for i in range(40)]
     run(tmp_path, *lines, options=[*url, "--concurrency", "7"])
     results = tmp_path / "out.jsonl"
@@ -127,7 +127,7 @@ def test_only_line_feeds_end_lines(tmp_path, url):
     assert answers[text]["response"]["body"]["choices"][0]["text"].startswith(text)
 
 
-def test_errors_of_the_start(tmp_path):
+def test_startup_errors_are_one_line_and_exit_code_2(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text(line("a", prompt="a"), encoding="utf8")
     base = [sys.executable, "-m", "servd", "run-batch", "-o", str(tmp_path / "out.jsonl")]
@@ -168,7 +168,7 @@ def test_an_output_that_cannot_be_written_is_an_error(tmp_path, url):
     assert len(answers) == 40
 
 
-def test_its_server_ends_with_it(tmp_path):
+def test_the_private_server_ends_with_the_command(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(
         "\n".join(line(str(i), prompt="a", max_tokens=99) for i in range(9999)), encoding="utf8"

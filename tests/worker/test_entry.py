@@ -124,16 +124,14 @@ def test_every_number_alone(engine: Engine, name: str):
 
 
 @pytest.mark.parametrize("prompt", [[2**31], [2**64], [-1], [512]])
-def test_a_token_that_the_model_does_not_have_is_this_requests_error(
-    engine: Engine, prompt: list[int]
-):
+def test_a_token_outside_the_vocabulary_fails_only_that_request(engine: Engine, prompt: list[int]):
     for params in (EXPECTED, PoolingParams(), PoolingParams(pooling="all")):
         [output] = engine.run(params, [*PROMPT, *prompt])
         assert output.finish_reason is FinishReason.ERROR
     assert engine.still_answers()
 
 
-def test_a_bug_while_a_request_enters_is_this_requests_error(engine: Engine, monkeypatch):
+def test_a_bug_while_a_request_enters_fails_only_that_request(engine: Engine, monkeypatch):
     """Also while another one decodes, and in the middle of chunked prefill."""
     add = Sampler.add
 

@@ -252,12 +252,12 @@ INEXPRESSIBLE = {
 
 
 @pytest.mark.parametrize("used", INEXPRESSIBLE.values(), ids=INEXPRESSIBLE)
-def test_what_plain_text_cannot_be_held_to_is_written_as_json(used):
+def test_arguments_that_plain_text_cannot_constrain_are_written_as_json(used):
     assert forced("qwen3_coder", used).tool_parser is ForcedCallsParser
 
 
 @pytest.mark.parametrize("name", ["class", "a-b", "größe", "9"])
-def test_what_is_no_python_is_written_as_json(name):
+def test_values_that_are_not_python_are_written_as_json(name):
     assert forced("pythonic", tool("f", {name: CITY})).tool_parser is ForcedCallsParser
     if name != "class":
         assert forced("pythonic", tool(name, {})).tool_parser is ForcedCallsParser

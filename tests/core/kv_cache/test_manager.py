@@ -15,7 +15,7 @@ def cached_tokens(log: Log, request_id: str) -> int:
     return log.outputs[request_id][0].num_cached_tokens
 
 
-def test_a_second_request_finds_the_blocks_of_the_first_but_computes_at_least_one_token():
+def test_a_second_request_reuses_the_blocks_of_the_first_but_computes_at_least_one_token():
     engine = make_engine()
     first, second, longer = (
         make_request(name, prompt)

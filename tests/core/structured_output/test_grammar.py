@@ -119,13 +119,13 @@ def test_other_white_space_may_be_asked_for():
         ("json", "[" * 10_000, "recursion"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_with_a_reason(kind, value, reason):
+def test_grammars_that_do_not_compile_are_refused_with_a_reason(kind, value, reason):
     with pytest.raises(GrammarError, match=re.escape(reason)) as error:
         compile_grammar(kind, value).matcher().bitmask()
     assert len(str(error.value)) <= MAX_MESSAGE and "\n" not in str(error.value)
 
 
-def test_a_form_that_no_output_has_is_refused():
+def test_a_structure_that_no_output_can_satisfy_is_refused():
     with pytest.raises(GrammarError, match="no output could satisfy it"):
         compile_grammar("json", '{"$ref": "#"}').matcher().bitmask()
 

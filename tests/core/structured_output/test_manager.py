@@ -76,7 +76,7 @@ def test_outputs_have_their_form_whatever_runs_beside_them(depth, num_blocks):
     assert bool(log.total("num_preemptions")) is (num_blocks == 13)
 
 
-def test_a_request_whose_grammar_compiles_holds_nothing():
+def test_a_request_takes_no_slot_while_its_grammar_compiles():
     engine = make_engine(max_num_seqs=1)
     driver = Driver(
         engine, make_request("bound", [1], structured_output=REGEX), make_request("free", [1])

@@ -135,13 +135,13 @@ def test_the_stand_in_has_the_parameters_of_flashinfer(monkeypatch: pytest.Monke
         ({"head_dim": 96}, "needs a head_dim of 64, 128, 256, not 96"),
     ],
 )
-def test_it_says_why_it_cannot_run(changes: dict[str, object], reason: str | None):
+def test_an_unsupported_case_names_the_reason(changes: dict[str, object], reason: str | None):
     assert (
         flashinfer.Backend.supports(spec_of(**{"device": torch.device("cuda")} | changes)) == reason
     )
 
 
-def test_it_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch):
     spec = spec_of(device=torch.device("cuda"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'servd[flashinfer]'" in (flashinfer.Backend.supports(spec) or "")

@@ -121,7 +121,7 @@ def test_writing_leaves_everything_else_alone(spec):
         ({"dtype": torch.float64}, "not torch.float64"),
     ],
 )
-def test_it_says_why_it_cannot_run(spec, change, reason):
+def test_an_unsupported_case_names_the_reason(spec, change, reason):
     assert reason in (Backend.supports(dataclasses.replace(spec, **change)) or "")
 
 

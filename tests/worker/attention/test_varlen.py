@@ -97,7 +97,7 @@ def supported(**changes: object):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch):
+def test_an_unsupported_case_names_the_reason(monkeypatch: pytest.MonkeyPatch):
     assert supported() is None
     assert (
         supported(dtype=torch.float32, kv_dtype=torch.float32)

@@ -57,7 +57,7 @@ def test_masks_equal_transformers(seed):
         step.update(sampled, rows)
 
 
-def test_a_word_of_the_greatest_length():
+def test_the_longest_allowed_word():
     step = BadWords(VOCAB_SIZE, 1, CPU)
     word = [3] * MAX_BAD_WORD_TOKENS
     uses = step.add(SlotRequest(0, SamplingParams(bad_words_token_ids=[word]), word[:-2], [], []))
