@@ -20,8 +20,8 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 # Beside each other: those of whole servers mostly wait. Two processes that compute are enough for two CPUs.
 SERVERS = tests/integration
 ROOMS = tests/api tests/core tests/demo_model tests/parity
-# What tells most within a minute: no server, no model.
-FAST = tests/core tests/cli $(filter-out tests/test_docs.py tests/test_llm.py,$(wildcard tests/test_*.py))
+# What tells most within a minute: no server, no model, no long property test.
+FAST = --ignore=tests/core/structured_output tests/core tests/cli $(filter-out tests/test_docs.py tests/test_llm.py tests/test_messages.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \
