@@ -13,7 +13,7 @@ import torch
 
 from servd import plugins
 from servd.worker import attention
-from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.attention import AttentionBatch, AttentionSpec
 
 # (tokens of the step, tokens in all) per row
 WORKLOADS = {
@@ -31,7 +31,7 @@ def measure(device: torch.device, is_tiny: bool) -> Iterator[tuple[str, dict[str
     package = attention.__name__
     sizes, dtype = ((4, 2, 16), torch.float32) if is_tiny else ((32, 8, 128), torch.bfloat16)
     spec = AttentionSpec(*sizes, 16, None, dtype, dtype, device)
-    for name in attention.PREFERENCE[device.type]:
+    for name in attention.auto_backends(device.type):
         backend_class = plugins.load(package, name, "Backend")
         reason = backend_class.supports(spec)
         if reason is not None:

@@ -18,7 +18,7 @@ import torch
 
 from servd.config import Config
 from servd.core.engine_core import EngineCore
-from servd.core.executor._base import PendingOutput
+from servd.core.executor import PendingOutput
 from servd.core.executor.uniproc import Executor
 from servd.hf import read_spec
 from servd.messages import EngineCoreRequest, GrammarBitmask, ModelRunnerOutput, SchedulerOutput

@@ -162,7 +162,7 @@ def _attention(facts: Facts) -> list[str]:
         lines += ["", "## Attention backends", "",
                   "One layer of 8B shapes, milliseconds on the device. The order in which `auto` "
                   "tries them is",
-                  "to follow this table: `PREFERENCE` in `servd/worker/attention/__init__.py`.", "",
+                  "to follow this table: `auto_order` in `servd/worker/attention/`.", "",
                   f"| | {' | '.join(times)} |", "|---" * (len(times) + 1) + "|"]  # fmt: skip
         for workload in workloads:
             lines.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from servd.config import Config
-from servd.core.executor._base import Executor, PendingOutput
+from servd.core.executor import Executor, PendingOutput
 from servd.core.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
 from servd.hf import ModelSpec

@@ -22,7 +22,7 @@ from servd.child import read_start
 from servd.config import Config
 from servd.core.client import identity
 from servd.core.engine_core import EngineCore
-from servd.core.executor._base import Executor, Progress
+from servd.core.executor import Executor, Progress
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineError
 from servd.ipc import Inbox, Outbox, address

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from servd.messages import ScheduledRequest
-from servd.worker.attention._base import AttentionBatch
+from servd.worker.attention import AttentionBatch
 from servd.worker.device import upload
 from servd.worker.request_states import RequestStates
 

@@ -12,7 +12,7 @@ import torch
 from servd.config import Config, format_bytes
 from servd.errors import NotEnoughMemory
 from servd.hf import ModelSpec
-from servd.worker.attention._base import Backend
+from servd.worker.attention import Backend
 
 log = logging.getLogger("servd.worker")
 

@@ -20,8 +20,8 @@ from servd import plugins
 from servd.errors import ModelNotFound, UnsupportedModel
 from servd.hf import ModelSpec, weight_files
 from servd.worker.layers._matrix import Form, Matrix
-from servd.worker.layers._weight import Weight
 from servd.worker.layers.attention import Attention, ForwardContext
+from servd.worker.layers.weight import Weight
 from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 from servd.worker.staging import Staging

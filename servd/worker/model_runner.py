@@ -21,8 +21,7 @@ from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
 from servd.params import SamplingParams
 from servd.worker import kv_cache, model_loader, readers
-from servd.worker.attention import make_backend
-from servd.worker.attention._base import AttentionBatch, AttentionSpec, Backend
+from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, make_backend
 from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
 from servd.worker.layers.attention import ForwardContext

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from servd.worker.attention._base import AttentionBatch
+from servd.worker.attention import AttentionBatch
 from servd.worker.input_batch import InputBatch
 from servd.worker.ops import native
 

@@ -10,7 +10,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from servd.core.executor._base import PendingOutput
+from servd.core.executor import PendingOutput
 from servd.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from tests.core.engines import AuditedExecutor
 

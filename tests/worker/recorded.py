@@ -15,8 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from servd.worker.attention import torch_sdpa
-from servd.worker.attention._base import AttentionBatch
+from servd.worker.attention import AttentionBatch, torch_sdpa
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.gpu_model_runner import GPUModelRunner
 from tests.parity.families import LLAMA

@@ -1,1 +1,58 @@
 """Ways to run workers, one file each with `class Executor`; `--executor NAME` is the file name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from servd.config import Config
+from servd.hf import ModelSpec
+from servd.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
+
+Progress = Callable[[str, float], None]
+"""Called with a start-up phase ("loading weights") and how far it is, 0 to 1."""
+
+
+class PendingOutput(Protocol):
+    """The output of a launched step, which may still be computed."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and return its sampled tokens. Called once."""
+        ...
+
+
+class Executor(ABC):
+    """Runs steps on one or more workers. Steps are launched and harvested in order.
+
+    Every step is two calls, `execute_model` then `sample_tokens`; calling out of order raises
+    RuntimeError.
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
+        self.config = config
+        self.spec = spec
+        self.progress = progress
+        # Called from another thread when a worker process ends by itself, even while no result is
+        # awaited.
+        self.on_failure: Callable[[str], None] = lambda reason: None
+
+    @abstractmethod
+    def start(self) -> WorkerReady:
+        """Load the model and make the KV cache; afterwards steps can run.
+
+        Raises:
+            ConfigError: the model cannot be loaded here.
+        """
+
+    @abstractmethod
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Launch the forward pass of one step and return at once where the device allows it."""
+
+    @abstractmethod
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
+        """Launch sampling for the step that `execute_model` launched last."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the workers. May be called more than once."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from servd.config import Config
-from servd.core.executor import _base
+from servd.core import executor
 from servd.hf import ModelSpec
 from servd.messages import (
     GrammarBitmask,
@@ -133,14 +133,14 @@ class AtOnce:
         return Done(call(*args))
 
 
-class FakeExecutor(_base.Executor):
+class FakeExecutor(executor.Executor):
     """Computes a token by hashing it with what the KV cache holds for the token before it.
 
     So a block that is owned twice, freed too early or wrongly shared changes the text, as with a
     real model. With asynchronous scheduling the steps run on a thread of their own, as on a device.
     """
 
-    def __init__(self, config: Config, spec: ModelSpec, progress: _base.Progress) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, progress: executor.Progress) -> None:
         super().__init__(config, spec, progress)
         self.block_size = config.cache.block_size
         self.cache = array("Q")  # one state per token
@@ -179,7 +179,7 @@ class FakeExecutor(_base.Executor):
             raise RuntimeError("execute_model was called twice without sample_tokens")
         self.launched = self.stream.submit(self._forward, scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> _base.PendingOutput:
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
         """Launch sampling."""
         if self.launched is None:
             raise RuntimeError("sample_tokens was called without execute_model")

@@ -7,7 +7,7 @@ import shutil
 
 from servd.child import Child
 from servd.config import Config
-from servd.core.executor import _base
+from servd.core import executor
 from servd.errors import ConfigError, EngineDead
 from servd.hf import ModelSpec
 from servd.ipc import Inbox, Outbox, address, private_dir
@@ -32,12 +32,12 @@ POLL_INTERVAL = 0.1  # seconds between looks at the workers while their message 
 STOP_TIMEOUT = 1.0  # seconds from Shutdown to SIGTERM, and from there to SIGKILL
 
 
-class MultiProcExecutor(_base.Executor):
+class MultiProcExecutor(executor.Executor):
     """Sends every message to all workers; the worker of rank 0 answers for all."""
 
     worker_module = "servd.worker.worker_proc"
 
-    def __init__(self, config: Config, spec: ModelSpec, progress: _base.Progress) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, progress: executor.Progress) -> None:
         super().__init__(config, spec, progress)
         self.folder = private_dir()
         self.inbox: Inbox[FromWorker] = Inbox(address(self.folder, "executor"), FromWorker)
@@ -73,7 +73,7 @@ class MultiProcExecutor(_base.Executor):
         self.is_launched = True
         self._send(scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> _base.PendingOutput:
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
         """Let the workers sample; they answer in the order of the steps."""
         if not self.is_launched:
             raise RuntimeError("sample_tokens was called without execute_model")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from servd.core.executor import _base
+from servd.core import executor
 from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
 
 WORKER_MODULE = "servd.worker.worker"
 
 
-class UniProcExecutor(_base.Executor):
+class UniProcExecutor(executor.Executor):
     """Calls the Worker directly. Its room is imported in `start`, as this is what takes seconds."""
 
     worker: Any = None  # a Worker, whose type the core room does not import
@@ -29,7 +29,7 @@ class UniProcExecutor(_base.Executor):
         """Launch the forward pass."""
         self.worker.execute_model(scheduled)
 
-    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> _base.PendingOutput:
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
         """Launch sampling."""
         return self.worker.sample_tokens(bitmask)
 

@@ -1,26 +1,178 @@
-"""One file per attention backend, with a class `Backend`; tests/worker/attention runs its contract
-over all files.
+"""Attention of a mixed batch over the paged KV cache: one file per backend, with a class `Backend`.
+
+tests/worker/attention runs the contract over all files.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
 
 from servd import plugins
 from servd.errors import ConfigError
-from servd.worker.attention._base import AttentionSpec, Backend
+from servd.worker.layers.rotary import Rotation, rotate
 
 log = logging.getLogger("servd.worker")
 
-# For "auto", by type of the device: the fastest first. On CUDA not measured yet (`make bench-gpu`
-# compares them): FlashAttention 3 is tuned by hand for the one chip that it runs on, the Triton
-# kernels read the cache in place, FlashInfer is without graphs, and torch_sdpa copies what it
-# reads.
-PREFERENCE = {
-    "cuda": ("varlen", "triton", "flashinfer", "torch_sdpa"),
-    "cpu": ("native", "torch_sdpa"),
-}
+
+class StepMetadata(Protocol):
+    """What a backend knows of a step; the same in all layers."""
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """int64 [num_tokens]: block * block_size + offset."""
+        ...
+
+
+Metadata = TypeVar("Metadata", bound=StepMetadata)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of a model on one rank, equal in all layers."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    sliding_window: int | None  # a token sees itself and the sliding_window - 1 tokens before
+    dtype: torch.dtype  # of queries, keys and values
+    kv_dtype: torch.dtype  # of the cache
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step, as a backend sees it. Row r computes the last query_lens[r] of its seq_lens[r]
+    tokens.
+    """
+
+    query_lens: np.ndarray  # int64 [num_rows], at least 1
+    # int64 [num_rows], with the tokens of this step; in a captured step only a bound, see Backend
+    seq_lens: np.ndarray
+    query_start_loc: torch.Tensor  # int32 [num_rows + 1], first token of each row, on the device
+    seq_lens_device: torch.Tensor  # int32 [num_rows]
+    block_tables: (
+        torch.Tensor
+    )  # int32 [num_rows, max_blocks], on the device; entries past the length are any block
+    slot_mapping: torch.Tensor  # int64 [num_tokens]: block * block_size + offset, on the device
+
+
+class Backend(ABC, Generic[Metadata]):
+    """Attention over a KV cache in blocks. `Metadata` is what a step needs in all layers, built
+    once.
+
+    A backend with `supports_graphs` can be captured in decode steps (every query_len is 1):
+    `build_metadata`, `write` and `attend` run once, and their kernels again for other steps with
+    the same number of rows. So they take sequence lengths, block tables and slots from the batch's
+    device tensors, whose contents change; the host's `seq_lens` are max_model_len in every row,
+    good for the size of a grid or a buffer; and the device is not waited for. Rows of padding have
+    length 1 and a block of their own.
+    """
+
+    supports_graphs: ClassVar[bool] = False
+    # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.
+    auto_order: ClassVar[Mapping[str, int]] = {}
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.fused_write = fused_write(spec)
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """None if the backend can run this here, otherwise the reason why not."""
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's cache: keys and values, then blocks."""
+        spec = self.spec
+        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+    @abstractmethod
+    def build_metadata(self, batch: AttentionBatch) -> Metadata:
+        """Index tensors and masks of a step."""
+
+    def write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """Turn queries and keys by their positions, and store keys and values at their slots.
+
+        Numbers beyond the range of a cache of float8_e4m3fn become its largest.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim].
+            k: [num_tokens, num_kv_heads, head_dim].
+            v: like k.
+            kv_cache: of this layer, see `kv_cache_shape`.
+            metadata: of this step.
+            rotation: None for a model without rotary positions.
+
+        Returns:
+            The queries to attend with, like q.
+        """
+        if self.fused_write is not None:
+            return self.fused_write(q, k, v, kv_cache, metadata.slot_mapping, rotation)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if kv_cache.dtype == torch.float8_e4m3fn:
+            largest = torch.finfo(kv_cache.dtype).max
+            k, v = k.clamp(-largest, largest), v.clamp(-largest, largest)
+        cache = kv_cache.view(2, -1, *k.shape[1:])
+        cache[0, metadata.slot_mapping] = k.to(cache.dtype)
+        cache[1, metadata.slot_mapping] = v.to(cache.dtype)
+        return q
+
+    @abstractmethod
+    def attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+    ) -> torch.Tensor:
+        """Attention of the step's tokens over the cache, which has their own keys and values
+        already.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], as `write` returned it.
+            kv_cache: of this layer.
+            metadata: of this step.
+            scale: factor on the scores.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], contiguous.
+        """
+
+
+def fused_write(spec: AttentionSpec) -> Callable[..., torch.Tensor] | None:
+    """`rotate_and_store` of ops/triton, which reads and writes every number once; None where it
+    cannot run.
+    """
+    if (
+        spec.device.type != "cuda"
+        or spec.head_dim & (spec.head_dim - 1)
+        or find_spec("triton") is None
+    ):
+        return None
+    from servd.worker.ops.triton.rotary import rotate_and_store
+
+    return rotate_and_store
+
+
+def auto_backends(device_type: str) -> list[str]:
+    """Names of the backends that "auto" asks on such a device, in order."""
+    classes = {name: plugins.load(__name__, name, "Backend") for name in plugins.names(__name__)}
+    names = [name for name in classes if device_type in classes[name].auto_order]
+    return sorted(names, key=lambda name: classes[name].auto_order[device_type])
 
 
 def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
@@ -29,7 +181,7 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
     Raises:
         ConfigError: no such backend, or it cannot run here; with its reason.
     """
-    for candidate in PREFERENCE[spec.device.type] if name == "auto" else (name,):
+    for candidate in auto_backends(spec.device.type) if name == "auto" else (name,):
         backend = plugins.load(__name__, candidate, "Backend")
         reason = backend.supports(spec)
         if reason is None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from servd.worker.attention._base import AttentionBatch, AttentionSpec
-from servd.worker.attention._base import Backend as AttentionBackend
+from servd.worker.attention import AttentionBatch, AttentionSpec
+from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.device import upload
 
 HEAD_DIMS = (64, 128, 256)
@@ -35,6 +35,8 @@ class Backend(AttentionBackend[Metadata]):
     one holds for its own step only.
     """
 
+    auto_order = {"cuda": 30}  # without graphs
+
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
@@ -49,7 +51,8 @@ class Backend(AttentionBackend[Metadata]):
         if spec.device.type != "cuda":
             return f"needs CUDA, not {spec.device.type}"
         if (capability := torch.cuda.get_device_capability(spec.device)) < (8, 0):
-            return f"needs compute capability 8.0 (Ampere) or later, not {capability[0]}.{capability[1]}"
+            found = ".".join(map(str, capability))
+            return f"needs compute capability 8.0 (Ampere) or later, not {found}"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"needs float16 or bfloat16, not {spec.dtype}"
         if spec.kv_dtype != spec.dtype:

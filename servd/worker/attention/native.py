@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from servd.worker.attention._base import AttentionBatch, AttentionSpec
-from servd.worker.attention._base import Backend as AttentionBackend
+from servd.worker.attention import AttentionBatch, AttentionSpec
+from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.layers.rotary import Rotation
 from servd.worker.ops.native import TYPES, call, library
 
@@ -31,6 +31,8 @@ class Backend(AttentionBackend[Metadata]):
     """One call per layer for the whole mixed batch; its result for a token does not depend on the
     rest of the batch.
     """
+
+    auto_order = {"cpu": 10}
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)

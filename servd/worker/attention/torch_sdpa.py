@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from servd.worker.attention._base import AttentionBatch, AttentionSpec
-from servd.worker.attention._base import Backend as AttentionBackend
+from servd.worker.attention import AttentionBatch, AttentionSpec
+from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.device import upload
 
 MAX_PADDING = (
@@ -48,6 +48,8 @@ class Metadata:
 
 class Backend(AttentionBackend[Metadata]):
     """Makes no difference between prefill and decode: decode rows are a group of query_len 1."""
+
+    auto_order = {"cuda": 90, "cpu": 90}  # copies what it reads
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from servd.worker.attention._base import AttentionBatch, AttentionSpec
-from servd.worker.attention._base import Backend as AttentionBackend
+from servd.worker.attention import AttentionBatch, AttentionSpec
+from servd.worker.attention import Backend as AttentionBackend
 
 if TYPE_CHECKING:
     from servd.worker.ops.triton.paged_attention import Plan
@@ -36,6 +36,7 @@ class Backend(AttentionBackend[Metadata]):
     A token's result depends on its own request only, not on the rest of the batch.
     """
 
+    auto_order = {"cuda": 20}  # reads the cache in place
     supports_graphs = True
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -67,7 +68,8 @@ class Backend(AttentionBackend[Metadata]):
         if spec.kv_dtype == torch.float8_e4m3fn and spec.device.type == "cuda":
             capability = torch.cuda.get_device_capability(spec.device)
             if capability < (8, 9):
-                return f"a cache in fp8 needs compute capability 8.9 (Ada) or later, not {capability[0]}.{capability[1]}"
+                found = ".".join(map(str, capability))
+                return f"a cache in fp8 needs compute capability 8.9 (Ada) or later, not {found}"
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from servd.worker.attention._base import AttentionBatch, AttentionSpec
-from servd.worker.attention._base import Backend as AttentionBackend
+from servd.worker.attention import AttentionBatch, AttentionSpec
+from servd.worker.attention import Backend as AttentionBackend
 
 # Only FlashAttention 3 pages the cache under `varlen_attn`; torch finds its kernels in this module
 # of flash-attn-3.
@@ -37,6 +37,7 @@ class Metadata:
 class Backend(AttentionBackend[Metadata]):
     """One kernel call per layer for the whole mixed batch."""
 
+    auto_order = {"cuda": 10}  # FlashAttention 3, tuned by hand for the one chip that it runs on
     supports_graphs = True
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from servd.worker.layers._weight import Copy, Weight
+from servd.worker.layers.weight import Copy, Weight
 from servd.worker.ops import native
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from servd.worker.attention._base import Backend
+from servd.worker.attention import Backend
 from servd.worker.layers.rotary import Rotation
 
 

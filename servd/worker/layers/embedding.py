@@ -7,7 +7,7 @@ from torch import nn
 
 from servd.worker import ops
 from servd.worker.layers._matrix import Matrix
-from servd.worker.layers._weight import Weight
+from servd.worker.layers.weight import Weight
 from servd.worker.parallel import Parallel
 
 

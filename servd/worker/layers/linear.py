@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from servd.worker.layers._matrix import Matrix
-from servd.worker.layers._weight import Weight
+from servd.worker.layers.weight import Weight
 from servd.worker.parallel import Parallel
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from servd.worker import ops
-from servd.worker.layers._weight import Weight
+from servd.worker.layers.weight import Weight
 from servd.worker.parallel import Parallel
 
 

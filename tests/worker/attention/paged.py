@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from servd.worker.attention._base import AttentionBatch, AttentionSpec, Backend
+from servd.worker.attention import AttentionBatch, AttentionSpec, Backend
 from servd.worker.layers.rotary import Rotation
 
 

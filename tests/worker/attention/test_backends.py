@@ -11,8 +11,7 @@ import torch
 
 from servd import plugins
 from servd.errors import ConfigError
-from servd.worker.attention import PREFERENCE, make_backend
-from servd.worker.attention._base import AttentionSpec
+from servd.worker.attention import AttentionSpec, auto_backends, make_backend
 from servd.worker.ops.native import library
 from tests.worker.attention.paged import Rows
 
@@ -39,7 +38,8 @@ def _parameters():
     for (device, dtype), name in product(DEVICES, BACKENDS):
         for case in FEWER.get((name, device), CASES):
             batch, shape, block_size, window = case
-            label = f"{name}-{device}-{str(dtype).removeprefix('torch.')}-{batch}-{shape}-{block_size}-window={window}"
+            dtype_name = str(dtype).removeprefix("torch.")
+            label = f"{name}-{device}-{dtype_name}-{batch}-{shape}-{block_size}-window={window}"
             marks = [pytest.mark.gpu] if device == "cuda" else []
             yield pytest.param(name, torch.device(device), dtype, *case, marks=marks, id=label)
 
@@ -118,16 +118,20 @@ def test_blocks_of_any_size(name: str, block_size: int):
     )
 
 
-def test_auto_knows_every_backend():
-    assert sorted({name for names in PREFERENCE.values() for name in names}) == BACKENDS
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_auto_asks_the_backends_in_their_order(device):
+    orders = [
+        plugins.load("servd.worker.attention", name, "Backend").auto_order[device]
+        for name in auto_backends(device)
+    ]
+    assert orders == sorted(set(orders)), "two have the same turn"
+    assert auto_backends(device)[-1] == "torch_sdpa", "which can run everything"
 
 
 def test_a_backend_that_cannot_run_says_why():
     spec = AttentionSpec(4, 4, 32, 16, None, torch.float32, torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match="--attention-backend varlen: needs CUDA, not cpu"):
         make_backend("varlen", spec)
-    with pytest.raises(
-        ConfigError, match="there are: flashinfer, native, torch_sdpa, triton, varlen"
-    ):
+    with pytest.raises(ConfigError, match=f"there are: {', '.join(BACKENDS)}"):
         make_backend("nonsense", spec)
     assert make_backend("auto", spec)[0] == ("native" if library() else "torch_sdpa")

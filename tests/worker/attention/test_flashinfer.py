@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from servd.worker.attention import flashinfer, make_backend
-from servd.worker.attention._base import AttentionSpec
+from servd.worker.attention import AttentionSpec, flashinfer, make_backend
 from tests.worker.attention.paged import Rows, dense
 
 SPEC = AttentionSpec(8, 2, 64, 16, None, torch.bfloat16, torch.bfloat16, torch.device("cpu"))

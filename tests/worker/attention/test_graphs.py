@@ -12,8 +12,7 @@ import torch
 from servd import plugins
 from servd.messages import NewRequest
 from servd.params import SamplingParams
-from servd.worker.attention import make_backend
-from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.attention import AttentionBatch, AttentionSpec, make_backend
 from servd.worker.input_batch import decode_attention
 from servd.worker.request_states import RequestStates
 

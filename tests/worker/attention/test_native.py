@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from servd.worker.attention._base import AttentionBatch, AttentionSpec
+from servd.worker.attention import AttentionBatch, AttentionSpec
 from servd.worker.attention.native import Backend
 from servd.worker.ops.native import library
 from tests.worker.attention.paged import Rows

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from servd.worker.attention._base import AttentionSpec
+from servd.worker.attention import AttentionSpec
 from servd.worker.attention.triton import Backend
 from tests.worker.attention.paged import Rows
 

@@ -9,8 +9,7 @@ import inspect
 import pytest
 import torch
 
-from servd.worker.attention import PREFERENCE, make_backend, varlen
-from servd.worker.attention._base import AttentionSpec, fused_write
+from servd.worker.attention import AttentionSpec, auto_backends, fused_write, make_backend, varlen
 from tests.worker.attention.paged import Rows, dense
 
 SPEC = AttentionSpec(4, 2, 16, 16, None, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
@@ -126,4 +125,4 @@ def test_auto_takes_the_triton_kernels_where_varlen_cannot_run(monkeypatch: pyte
     )
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     spec = AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda")})
-    assert PREFERENCE["cuda"][0] == "varlen" and make_backend("auto", spec)[0] == "triton"
+    assert auto_backends("cuda")[0] == "varlen" and make_backend("auto", spec)[0] == "triton"
