@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 import tomllib
 import typing
@@ -21,7 +20,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from servd import plugins
 from servd.errors import ConfigError
+from servd.sizes import parse_bytes
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -72,11 +73,12 @@ class ModelConfig(Section, frozen=True):
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["fp8", "int8"] | None,
+        str | None,
         Meta(
+            extra={"plugins": "servd.worker.quantization"},
             description="Round the weights as they are loaded. int8: 8 bits and a scale per "
             "output. fp8: 8-bit floats, "
-            "activations too, which Hopper multiplies twice as fast as 16 bits."
+            "activations too, which Hopper multiplies twice as fast as 16 bits.",
         ),
     ] = None
     max_model_len: Annotated[
@@ -188,12 +190,13 @@ class ParallelConfig(Section, frozen=True):
         Literal["auto", "cuda", "cpu"], Meta(description="auto: CUDA where it works.")
     ] = "auto"
     executor: Annotated[
-        Literal["uniproc", "multiproc", "fake"] | None,
+        str | None,
         Meta(
+            extra={"plugins": "servd.core.executor"},
             description="uniproc: the worker runs inside the engine process. multiproc: one "
             "process per device. "
             "fake: deterministic tokens with no model, to measure the server itself. Default: "
-            "uniproc for one device."
+            "uniproc for one device.",
         ),
     ] = None
     tensor_parallel_size: Annotated[
@@ -202,7 +205,8 @@ class ParallelConfig(Section, frozen=True):
     attention_backend: Annotated[
         str,
         Meta(
-            description="A file of servd/worker/attention/, or auto: the first that can run here."
+            extra={"plugins": "servd.worker.attention", "beside": ["auto"]},
+            description="auto: the first that can run here.",
         ),
     ] = "auto"
 
@@ -244,17 +248,15 @@ class ServerConfig(Section, frozen=True):
     tool_call_parser: Annotated[
         str | None,
         Meta(
-            description="How the model writes tool calls: a file of servd/api/tool_parsers/, or "
-            "`none`. Default: what "
-            "the chat template shows."
+            extra={"plugins": "servd.api.tool_parsers", "beside": ["none"]},
+            description="How the model writes tool calls. Default: what the chat template shows.",
         ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
         Meta(
-            description="How the model marks its thoughts: a file of "
-            "servd/api/reasoning_parsers/, or `none`. Default: "
-            "what the chat template shows."
+            extra={"plugins": "servd.api.reasoning_parsers", "beside": ["none"]},
+            description="How the model marks its reasoning. Default: what the chat template shows.",
         ),
     ] = None
     enable_auto_tool_choice: Annotated[
@@ -431,8 +433,8 @@ def _explain(
     match = re.match(
         r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(?:,|$)", rule
     )
-    if choices := _choices(options_by_name()[name][1].type):
-        rule = f"must be one of: {', '.join(choices)}"
+    if known := choices(options_by_name()[name][1].type):
+        rule = f"must be one of: {', '.join(known)}"
     elif match and match["length"]:
         rule = "must not be empty"
     elif match:
@@ -440,37 +442,19 @@ def _explain(
     return ConfigError(f"{flag_of(name)}{value}: {rule}")
 
 
-def _choices(hint: Any) -> tuple[str, ...]:
-    """The values of the Literal inside an annotation."""
+def choices(hint: Any) -> tuple[str, ...]:
+    """What an option may be: the values of the Literal inside its annotation, or the files of the
+    package of plugins that its Meta names. A plugin may also come from elsewhere, as
+    "module:attribute".
+    """
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)
-    return next(filter(None, map(_choices, typing.get_args(hint))), ())
-
-
-def parse_bytes(text: str) -> int:
-    """Read "1073741824", "1GiB", "1.5 GB" or "512M" (powers of 1024 for KiB and K, of 1000 for KB).
-
-    Raises:
-        ConfigError: not of this form.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
-    if not match:
-        raise ConfigError(
-            f'--kv-cache-memory: cannot read {text!r} as a size; write bytes or e.g. "2GiB"'
-        )
-    number, prefix, suffix = match.groups()
-    base = 1000 if (suffix or "").upper() == "B" else 1024
-    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
-
-
-def format_bytes(number: int) -> str:
-    """A size that `parse_bytes` reads, rounded up to three digits: "72MiB", "1.25GiB"."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if number >= 1024**power:
-            size = number / 1024**power
-            digits = max(0, 2 - int(math.log10(size)))
-            return f"{math.ceil(size * 10**digits) / 10**digits:g}{unit}"
-    return f"{number}B"
+    if isinstance(hint, Meta):
+        extra = hint.extra or {}
+        names = plugins.names(extra["plugins"]) if "plugins" in extra else []
+        return (*extra.get("beside", ()), *names)
+    parts = (*typing.get_args(hint), *getattr(hint, "__metadata__", ()))
+    return next(filter(None, map(choices, parts)), ())
 
 
 def read_config_file(path: str) -> dict[str, Any]:

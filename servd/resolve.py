@@ -13,8 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from servd import plugins
-from servd.config import Config
+from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec
 
@@ -108,18 +107,13 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
 
 def _check_plugins(config: Config) -> None:
     """Before the processes that use them import anything."""
-    plugins.check(
-        "--attention-backend", "servd.worker.attention", config.parallel.attention_backend, "auto"
-    )
-    server = config.server
-    if server.tool_call_parser is not None:
-        plugins.check(
-            "--tool-call-parser", "servd.api.tool_parsers", server.tool_call_parser, "none"
-        )
-    if server.reasoning_parser is not None:
-        plugins.check(
-            "--reasoning-parser", "servd.api.reasoning_parsers", server.reasoning_parser, "none"
-        )
+    for name, (section, option) in options_by_name().items():
+        value, known = getattr(getattr(config, section), name), choices(option.type)
+        if known and value is not None and ":" not in value:
+            if value.replace("-", "_") not in known:
+                raise ConfigError(
+                    f"{flag_of(name)} {value!r} is unknown; there are: {', '.join(known)}"
+                )
 
 
 def _model_names(model: str) -> list[str]:

@@ -8,15 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.config import (
-    Config,
-    ModelConfig,
-    format_bytes,
-    options_by_name,
-    parse_bytes,
-    read_config_file,
-)
+from servd.config import Config, ModelConfig, options_by_name, read_config_file
 from servd.errors import ConfigError
+from servd.sizes import format_bytes, parse_bytes
 
 SECTIONS = {f.name: f.type for f in msgspec.structs.fields(Config)}
 OPTIONS = [(section, f) for section, kind in SECTIONS.items() for f in msgspec.structs.fields(kind)]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from servd.config import Config
+from servd import plugins
+from servd.config import Config, choices, options_by_name
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
 from servd.resolve import Machine, look_at_machine, resolve
@@ -186,3 +187,21 @@ def test_look_at_machine_agrees_with_torch():
     assert machine.torch_has_cuda == (torch.version.cuda is not None)
     if machine.torch_has_cuda:
         assert machine.num_gpus == torch.cuda.device_count()
+
+
+PACKAGES = {
+    "executor": "servd.core.executor",
+    "quantization": "servd.worker.quantization",
+    "attention_backend": "servd.worker.attention",
+}
+
+
+@pytest.mark.parametrize("option", PACKAGES)
+def test_what_a_plugin_option_may_be_are_the_files_of_its_package(option):
+    section, field = options_by_name()[option]
+    known = choices(field.type)
+    assert set(plugins.names(PACKAGES[option])) <= set(known)
+    for value in known:
+        assert getattr(getattr(Config.load({option: value}), section), option) == value
+    with pytest.raises(ConfigError, match=f"there are: {', '.join(known)}"):
+        decide(**{option: "nonsense"})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from servd.config import Config
+from servd.config import Config, choices
 from tools import picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,9 @@ def config_row(option: msgspec.structs.FieldInfo, hint: object) -> str:
         case _:
             shown = f"`{default}`"
     description = next(m.description for m in metas if m.description).replace("|", "\\|")
-    return f"| `{flag}` | {values(kind, metas)} | {shown} | {description} |\n"
+    known = [f"`{choice}`" for choice in choices(option.type)]
+    allowed = ", ".join(known) or values(kind, metas)
+    return f"| `{flag}` | {allowed} | {shown} | {description} |\n"
 
 
 def plain(hint: object) -> tuple[object, list[msgspec.Meta]]:
@@ -105,8 +107,6 @@ def plain(hint: object) -> tuple[object, list[msgspec.Meta]]:
 
 def values(kind: object, metas: list[msgspec.Meta]) -> str:
     """What may be given, in words: `integer, 1 to 256`."""
-    if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
     if typing.get_origin(kind) is list:
         return "one or more texts"
     words = {bool: "switch", int: "integer", float: "number", str: "text"}[kind]

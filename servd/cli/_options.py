@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from servd.config import Config, flag_of, options_by_name, read_config_file
+from servd.config import Config, choices, flag_of, options_by_name, read_config_file
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +80,8 @@ def argument_style(kind: Any, name: str) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:
         return {"choices": typing.get_args(kind)}
+    if known := choices(options_by_name()[name][1].type):
+        return {"metavar": f"{{{','.join(known)}}}"}  # or "module:attribute", checked later
     metavar = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
     if (
         name == "api_key"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from servd.config import format_bytes
+from servd.sizes import format_bytes
 from servd.worker.device import available_memory, keep_freed_memory
 from servd.worker.input_batch import InputBatch
 from servd.worker.model_runner import ModelRunner

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from servd.config import Config, format_bytes
+from servd.config import Config
 from servd.errors import NotEnoughMemory
 from servd.hf import ModelSpec
+from servd.sizes import format_bytes
 from servd.worker.attention import Backend
 
 log = logging.getLogger("servd.worker")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from servd.config import format_bytes
+from servd.sizes import format_bytes
 
 
 class Meter(Protocol):

@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 import torch
 
-from servd.config import Config, format_bytes
+from servd.config import Config
 from servd.errors import InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
 from servd.params import SamplingParams
+from servd.sizes import format_bytes
 from servd.worker import kv_cache, model_loader, readers
 from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, make_backend
 from servd.worker.device import upload

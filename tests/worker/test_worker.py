@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servd.config import parse_bytes
 from servd.errors import ConfigError, ModelNotFound, NotEnoughMemory, UnsupportedModel
 from servd.hf import read_spec
 from servd.messages import GrammarBitmask, SchedulerOutput
 from servd.params import SamplingParams
+from servd.sizes import parse_bytes
 from servd.worker.ops import native
 from servd.worker.worker import Worker
 from tests.parity.families import GPT2, LLAMA, logits_of, make_checkpoint

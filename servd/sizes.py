@@ -1,0 +1,34 @@
+"""Sizes of memory as options and messages write them: "512M", "2GiB"."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from servd.errors import ConfigError
+
+
+def parse_bytes(text: str) -> int:
+    """Read "1073741824", "1GiB", "1.5 GB" or "512M" (powers of 1024 for KiB and K, of 1000 for KB).
+
+    Raises:
+        ConfigError: not of this form.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ConfigError(
+            f'--kv-cache-memory: cannot read {text!r} as a size; write bytes or e.g. "2GiB"'
+        )
+    number, prefix, suffix = match.groups()
+    base = 1000 if (suffix or "").upper() == "B" else 1024
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def format_bytes(number: int) -> str:
+    """A size that `parse_bytes` reads, rounded up to three digits: "72MiB", "1.25GiB"."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number >= 1024**power:
+            size = number / 1024**power
+            digits = max(0, 2 - int(math.log10(size)))
+            return f"{math.ceil(size * 10**digits) / 10**digits:g}{unit}"
+    return f"{number}B"
