@@ -139,7 +139,9 @@ class LLM:
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         if params is None:
-            params = SamplingParams(**self.engine.processor.default_params)
+            processor = self.engine.processor
+            length = {"max_tokens": None} if processor.default_max_tokens else {}  # the model's own
+            params = SamplingParams(**length, **processor.default_params)
         each = [params] * len(prompts) if isinstance(params, Params) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} parameters")

@@ -96,3 +96,15 @@ print(len(llm.generate("a", SamplingParams(max_tokens=3))[0].outputs[0].token_id
     assert num_tokens == "3" and "ERROR" not in done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+
+
+def test_without_params_the_model_says_how_long_an_output_may_be(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 5}')
+    llm = LLM(executor="fake", use_tqdm=False, generation_config=str(tmp_path))
+    try:
+        [output] = llm.generate("hello")
+        assert len(output.outputs[0].token_ids) == 5
+        [output] = llm.generate("hello", SamplingParams(max_tokens=7))
+        assert len(output.outputs[0].token_ids) == 7
+    finally:
+        llm.close()

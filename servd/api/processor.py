@@ -80,7 +80,7 @@ class Processor:
         # among them: where a request has none, `process` takes the smaller of the model's default
         # and the room in the context.
         self.default_params = hf.read_generation_defaults(spec, config.model.generation_config)
-        self._default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
+        self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         eos = [
             *spec.eos_token_ids,
             *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]),
@@ -309,7 +309,7 @@ class Processor:
             )
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = min(room, self._default_max_tokens or room)
+            max_tokens = min(room, self.default_max_tokens or room)
         if params.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most {max_tokens}, the room for output, got "
