@@ -87,7 +87,8 @@ def test_a_script_need_not_close_its_engine():
     script = """
 from servd import LLM, SamplingParams
 llm = LLM(executor="fake", separate_process=True, use_tqdm=False)
-print(len(llm.generate("a", SamplingParams(max_tokens=3))[0].outputs[0].token_ids), llm.engine.port.child.process.pid)
+[output] = llm.generate("a", SamplingParams(max_tokens=3))
+print(len(output.outputs[0].token_ids), llm.engine.port.child.process.pid)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
