@@ -77,8 +77,11 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     data = await request.body()
     request.state.received_ns = now_ns()
     body = parse(kind, data)
-    ignored = request.state.ignored = body.ignored()
-    if ignored and context_of(request).config.server.strict_fields:
+    config, ignored = context_of(request).config, body.ignored()
+    if getattr(body, "priority", None) and config.scheduler.scheduling_policy != "priority":
+        ignored = sorted({*ignored, "priority"})
+    request.state.ignored = ignored
+    if ignored and config.server.strict_fields:
         shown = ", ".join(f"`{name[:64]}`" for name in ignored[:MAX_IGNORED])
         raise InvalidRequest(f"these fields have no effect here: {shown}", param=ignored[0][:64])
     return body

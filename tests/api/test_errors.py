@@ -416,6 +416,28 @@ async def test_an_engine_that_fails_on_a_request_before_its_first_token(served: 
     assert "no blocks" in check(answer, 500, code="engine_error")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": user("hi")}),
+        (COMPLETIONS, {"prompt": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+)
+async def test_priority_is_named_where_the_policy_does_not_look_at_it(path, body):
+    async with serve() as served:
+        answer = await served.http.post(path, json={**body, "priority": 3})
+        assert answer.headers["x-servd-ignored"] == "priority"
+        answer = await served.http.post(path, json={**body, "priority": 0})
+        assert "x-servd-ignored" not in answer.headers
+    async with serve(strict_fields=True) as served:
+        check(await served.http.post(path, json={**body, "priority": 3}), 400, "priority")
+    async with serve(strict_fields=True, scheduling_policy="priority") as served:
+        answer = await served.http.post(path, json={**body, "priority": 3})
+        assert answer.status_code == 200
+        assert "x-servd-ignored" not in answer.headers
+
+
 async def test_strict_fields_refuse_what_has_no_effect():
     async with serve(strict_fields=True) as served:
         for path, body in (
