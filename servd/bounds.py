@@ -31,7 +31,7 @@ def verify(params: msgspec.Struct, vocab_size: int, param: str | None = None) ->
     """
     for field in _fields(type(params)):
         value = getattr(params, field.name)
-        if value is field.default:
+        if value is field.default or (type(value) is field.default_factory and not value):
             continue
         if problem := _problem(field.type, value, vocab_size):
             of, rule, wrong = problem

@@ -69,6 +69,11 @@ class Tracer:
         """Drop a request that is a part of another."""
         self.marks.pop(request_id, None)
 
+    def begin_ns(self, request_id: str) -> int:
+        """When a running request arrived; now, if it has no timeline."""
+        marks = self.marks.get(request_id)
+        return marks[0].at_ns if marks else now_ns()
+
     def get(self, request_id: str) -> list[Mark] | None:
         """Marks of a running or recent request in order of time, or None."""
         marks = self.marks.get(request_id) or self.recent.get(request_id)

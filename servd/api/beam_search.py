@@ -71,7 +71,7 @@ class BeamSearch:
         """The answers, best first, each whole. Errors as of `AsyncLLM.generate`."""
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
-        arrival_ns = async_llm.arrival_ns(self.prepared.request_id)
+        arrival_ns = async_llm.tracer.begin_ns(self.prepared.request_id)
         try:
             while self.running:
                 self.advance(await self._step(async_llm))

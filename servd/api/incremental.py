@@ -258,8 +258,7 @@ class Parser(ABC):
     def __init__(self) -> None:
         self.reader = Reader()
         self.deltas: list[Delta] = []  # since the last call
-        self._steps: Steps[None] = self.parse()
-        next(self._steps, None)
+        self._steps: Steps[None] = self.parse()  # begins with the first text
 
     @abstractmethod
     def parse(self) -> Steps[None]:

@@ -79,6 +79,13 @@ class ModelFormat:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.reasons_unasked = reasons_unasked
+        # Parser -> those of its markers that are added tokens.
+        self._visible_ids: dict[type, frozenset[int]] = {ForcedCallsParser: frozenset()}
+        if tool_parser is not None:
+            self._visible_ids[tool_parser] = self._added_ids(*tool_parser.markers)
+        if reasoning_parser is not None:
+            tags = (reasoning_parser.start_tag, reasoning_parser.end_tag)
+            self._visible_ids[reasoning_parser] = self._added_ids(*tags)
 
     @classmethod
     def choose(cls, config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> ModelFormat:
@@ -133,11 +140,8 @@ class ModelFormat:
                 reasoning_parser = None  # the form holds from the first token on
         if tool_parser is None and reasoning_parser is None:
             return ExpectedOutput(structured_output)
-        markers = [*(tool_parser.markers if tool_parser else ())]
-        if reasoning_parser is not None:
-            markers += [reasoning_parser.start_tag, reasoning_parser.end_tag]
-        visible_ids = frozenset(
-            i for marker in markers if (i := self._added_id(marker)) is not None
+        visible_ids = frozenset[int]().union(
+            *(self._visible_ids[parser] for parser in (tool_parser, reasoning_parser) if parser)
         )
         return ExpectedOutput(
             structured_output,
@@ -192,6 +196,9 @@ class ModelFormat:
             log.debug("tool calls are held to a JSON array: %s", reason)
             return None
         return grammar if len(grammar.encode()) <= MAX_BYTES else None
+
+    def _added_ids(self, *markers: str) -> frozenset[int]:
+        return frozenset(i for marker in markers if (i := self._added_id(marker)) is not None)
 
     def _added_id(self, marker: str) -> int | None:
         # All of them, special or not: those in angle brackets are special to llguidance, whatever

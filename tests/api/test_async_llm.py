@@ -62,9 +62,7 @@ class FakeClient:
     def drain(self, most: int) -> list:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.event)
-        messages = list(self.inbox)
-        self.inbox.clear()
-        return messages
+        return [self.inbox.popleft() for _ in range(min(most, len(self.inbox)))]
 
     def fileno(self) -> int:
         return self.event
@@ -439,3 +437,20 @@ async def test_metrics_of_requests(llm):
     assert value("vllm:inter_token_latency_seconds_count") == 1
     assert value("vllm:request_max_num_generation_tokens_sum") == 3
     assert value("vllm:request_params_n_sum") == 2
+
+
+@pytest.mark.parametrize(("turn_ns", "num_turns"), [(0, 4), (10**12, 1)])
+async def test_a_turn_of_the_event_loop_takes_messages_for_a_limited_time(
+    llm, monkeypatch, turn_ns, num_turns
+):
+    await settle()
+    monkeypatch.setattr(module, "MAX_TURN_NS", turn_ns)
+    taken: list[int] = []  # the turn in which each message was taken
+    turn = 0
+    monkeypatch.setattr(llm, "_take", lambda message: taken.append(turn))
+    llm.client.push(*[SchedulerStats()] * (4 * module.MAX_MESSAGES - 1))
+    async with asyncio.timeout(5):
+        while len(taken) < 4 * module.MAX_MESSAGES - 1:
+            turn += 1
+            await asyncio.sleep(0)
+    assert len(set(taken)) == num_turns

@@ -66,13 +66,15 @@ class StructuredRequest(RequestBody):
         Raises:
             InvalidRequest: two are asked for, or a JSON schema is missing.
         """
-        forms = [
-            _response_format(self.response_format),
-            *_structured_outputs(self.structured_outputs),
-        ]
+        given: list[StructuredOutput] = []
+        if self.response_format and self.response_format["type"] != "text":
+            given.append(_response_format(self.response_format))
+        for kind, value in (self.structured_outputs or {}).items():
+            if value not in (None, False):
+                given.append(_form(kind, value, f"structured_outputs.{kind}"))
         for kind in ("json", "regex", "choice", "grammar"):
-            forms.append(_form(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}"))
-        given = [form for form in forms if form is not None]
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                given.append(_form(kind, value, f"guided_{kind}"))
         if len(given) > 1:
             names = " and ".join(f"`{form.param}`" for form in given)
             raise InvalidRequest(
@@ -81,34 +83,18 @@ class StructuredRequest(RequestBody):
         return given[0] if given else None
 
 
-def _response_format(asked: ResponseFormat | None) -> StructuredOutput | None:
-    match asked:
-        case {"type": "json_object"}:
-            return StructuredOutput("json_object", param="response_format")
-        case {"type": "json_schema"}:
-            schema = asked.get("json_schema")
-            if schema is None:
-                param = "response_format.json_schema"
-                raise InvalidRequest(
-                    f"`{param}` is missing: it must hold the `schema`", param=param
-                )
-            return _form("json", schema["schema"], "response_format")
-    return None
+def _response_format(asked: ResponseFormat) -> StructuredOutput:
+    if asked["type"] == "json_object":
+        return StructuredOutput("json_object", param="response_format")
+    schema = asked.get("json_schema")
+    if schema is None:
+        param = "response_format.json_schema"
+        raise InvalidRequest(f"`{param}` is missing: it must hold the `schema`", param=param)
+    return _form("json", schema["schema"], "response_format")
 
 
-def _structured_outputs(asked: StructuredOutputs | None) -> list[StructuredOutput | None]:
-    forms: list[StructuredOutput | None] = []
-    for kind, value in (asked or {}).items():
-        param = f"structured_outputs.{kind}"
-        if kind == "json_object":
-            forms.append(StructuredOutput("json_object", param=param) if value else None)
-        else:
-            forms.append(_form(kind, value, param))
-    return forms
-
-
-def _form(kind: Any, value: Any, param: str) -> StructuredOutput | None:
-    if value is None:
-        return None
+def _form(kind: Any, value: Any, param: str) -> StructuredOutput:
+    if kind == "json_object":
+        return StructuredOutput("json_object", param=param)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return StructuredOutput(kind, text, param=param)

@@ -147,11 +147,12 @@ class ResponseBuilder(ABC):
         async with aclosing(self.generate()) as outputs:
             async for output in outputs:
                 self.num_output_tokens += len(output.token_ids)
-                prompt, choice = divmod(output.index, self.n)
-                if choice == 0:  # later choices find what the first one computed
-                    self.num_cached_tokens[prompt] = max(
-                        self.num_cached_tokens[prompt], output.num_cached_tokens
-                    )
+                if num_cached := output.num_cached_tokens:
+                    prompt, choice = divmod(output.index, self.n)
+                    if choice == 0:  # later choices find what the first one computed
+                        self.num_cached_tokens[prompt] = max(
+                            self.num_cached_tokens[prompt], num_cached
+                        )
                 yield output
 
     async def frames(self) -> AsyncGenerator[bytes, None]:

@@ -129,6 +129,8 @@ class ChatBuilder(ChunkBuilder):
 
 def _joined(deltas: list[Delta]) -> ChoiceDelta:
     """Several deltas in OpenAI's shape of one."""
+    if len(deltas) == 1 and isinstance(deltas[0], Content):  # nearly all chunks
+        return ChoiceDelta(content=deltas[0].text)
     joined = ChoiceDelta()
     calls: dict[int, DeltaToolCall] = {}
     for delta in deltas:
