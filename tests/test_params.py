@@ -66,13 +66,36 @@ def test_values_beyond_the_bound_fail_with_the_name_of_the_field(name, value):
     assert error.value.status == 400
 
 
-def test_every_field_with_a_bound_is_in_the_table():
-    fields = {f.name for f in msgspec.structs.fields(SamplingParams)}
-    free = {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}  # booleans
-    free |= {"reasoning_tags"}  # made of the model's
-    free |= {"structured_output"}  # compiled instead
-    free |= {"bad_words_token_ids"}  # made of bad_words
-    assert fields - free == {name for name, _, _ in BOUNDS}
+FREE_TEXT = {"structured_output"}  # compiled instead
+
+
+@pytest.mark.parametrize(
+    "field", msgspec.inspect.type_info(SamplingParams).fields, ids=lambda f: f.name
+)
+def test_every_number_has_bounds_and_every_list_a_length(field):
+    def check(kind):
+        match kind:
+            case msgspec.inspect.Metadata(type=inner):
+                check(inner)
+            case msgspec.inspect.UnionType(types=kinds):
+                for each in kinds:
+                    check(each)
+            case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+                assert kind.le is not None and (kind.ge, kind.gt) != (None, None)
+            case msgspec.inspect.StrType():
+                assert kind.max_length is not None
+            case msgspec.inspect.ListType(item_type=item) | msgspec.inspect.DictType(key_type=item):
+                assert kind.max_length is not None
+                check(item)
+                check(getattr(kind, "value_type", item))
+            case msgspec.inspect.StructType(fields=fields):
+                for each in fields:
+                    check(each.type)
+            case _:
+                assert isinstance(kind, msgspec.inspect.BoolType | msgspec.inspect.NoneType)
+
+    if field.name not in FREE_TEXT:
+        check(field.type)
 
 
 def test_min_tokens_is_free_when_max_tokens_is_not_set():
