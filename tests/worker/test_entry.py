@@ -76,8 +76,10 @@ class Engine:
         while self.core.has_work:
             for message in self.core.step().values():
                 outputs += message.outputs
-        assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
-        assert outputs[-1].finish_reason is not None
+        for request_id in {output.request_id for output in outputs}:  # one for each choice
+            ends = [o.finish_reason for o in outputs if o.request_id == request_id]
+            assert ends[-1] is not None
+            assert ends[:-1] == [None] * (len(ends) - 1)
         return outputs
 
     def still_answers(self) -> bool:
