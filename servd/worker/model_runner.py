@@ -290,15 +290,18 @@ class ModelRunner(ABC):
             reader.remove(slot)
 
     def _fail(self, request: NewRequest, error: Exception) -> None:
-        """Let the slot of a request that cannot enter compute nothing of worth, beside an error."""
-        slot = request.slot
+        """Give the slot of a request that cannot enter to its tokens alone, beside an error: others
+        find its blocks in the prefix cache.
+        """
+        slot, vocab_size = request.slot, self.spec.vocab_size
         if isinstance(error, InvalidRequest):
             self.failed[slot] = str(error)
         else:
             log.error("a request could not enter slot %d", slot, exc_info=error)
             self.failed[slot] = f"the worker failed on this request ({type(error).__name__})"
         self._remove(slot)
-        self.states.add(msgspec.structs.replace(request, token_ids=[0] * len(request.token_ids)))
+        token_ids = [i if 0 <= i < vocab_size else 0 for i in request.token_ids]
+        self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
     def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
         """[n, ceil(vocab / 32)] int32, all bits set in rows without a grammar."""

@@ -16,7 +16,7 @@ from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
 from servd.errors import InvalidRequest
 from servd.hf import read_spec
-from servd.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from servd.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestOptions
 from servd.params import PoolingParams, ReasoningTags, RepetitionDetection, SamplingParams
 from servd.worker.sample.sampler import Sampler
 from tests.worker.driver import config_for
@@ -66,11 +66,17 @@ class Engine:
         self.num_requests = 0
 
     def run(
-        self, params: SamplingParams | PoolingParams, prompt: list[int] = PROMPT
+        self,
+        params: SamplingParams | PoolingParams,
+        prompt: list[int] = PROMPT,
+        cache_salt: str | None = None,
     ) -> list[EngineCoreOutput]:
         """All outputs of one request."""
         self.num_requests += 1
-        request = EngineCoreRequest(str(self.num_requests), prompt, params, eos_token_ids=[3])
+        options = RequestOptions(cache_salt=cache_salt)
+        request = EngineCoreRequest(
+            str(self.num_requests), prompt, params, eos_token_ids=[3], options=options
+        )
         self.core.handle(request)
         outputs: list[EngineCoreOutput] = []
         while self.core.has_work:
@@ -156,3 +162,20 @@ def test_a_bug_while_a_request_enters_fails_only_that_request(engine: Engine, mo
     assert failed.error == "the worker failed on this request (RuntimeError)"
     assert [t for o in outputs if o.request_id == "n" for t in o.new_token_ids] == alone
     assert engine.still_answers() and engine.core.executor.worker.runner.failed == {}
+
+
+def test_a_request_that_fails_leaves_nothing_false_in_the_prefix_cache(engine: Engine):
+    """Its blocks are found by the hashes of its tokens, so they have to hold what those yield."""
+    prompt = [token_id % 500 + 4 for token_id in range(7, 1000, 13)]  # several blocks
+    refused = SamplingParams(temperature=0.0, max_tokens=4, top_k=-5)
+    tokens = []
+    for salt, params, last in [
+        ("alone", EXPECTED, []),
+        ("bad parameter", refused, []),
+        ("bad token", EXPECTED, [512]),
+    ]:
+        engine.run(params, prompt + last, salt)
+        outputs = engine.run(EXPECTED, prompt, salt)
+        assert outputs[0].num_cached_tokens > 0
+        tokens.append([token for o in outputs for token in o.new_token_ids])
+    assert tokens[1] == tokens[2] == tokens[0]
