@@ -64,6 +64,7 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     # Keep only so many tokens of the prompt, the last ones; -1 for as many as fit. None to the
     # engine, whose prompts are cut.
     truncate_prompt_tokens: int | None = None
+    owner: str = ""  # whose request it is: where time is scarce, owners take turns
 
 
 class EngineCoreRequest(Message, tag=True):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
+from servd.api.fair_threads import FairThreads
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Prepared, Processor
@@ -38,10 +39,11 @@ log = logging.getLogger("servd.api")
 
 T = TypeVar("T")
 
-# Templates and tokenisers take about a millisecond for this many characters; more would hold up
-# other requests.
-MAX_INLINE_CHARS = 4096
-MAX_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
+# Parsers, templates and tokenisers take up to a millisecond for so many characters or tokens; more
+# would hold up other requests.
+MAX_INLINE = 4096
+NUM_THREADS = 3
+NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 
 # An engine faster than this process would otherwise hold its event loop ever longer. The deltas of
 # one turn are merged, so short turns cost throughput: at 8 messages a turn a third of it.
@@ -142,10 +144,8 @@ class AsyncLLM:
         self.stats = SchedulerStats()
         self.num_unfinished = 0
         self._running: dict[str, _Running] = {}  # by request id
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
-        self._grammar_threads = ThreadPoolExecutor(
-            max_workers=MAX_GRAMMAR_THREADS, thread_name_prefix="grammar"
-        )
+        self._threads = FairThreads(NUM_THREADS, "prepare")
+        self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
         self._reading_on: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -160,8 +160,8 @@ class AsyncLLM:
         if self._reading_on is not None:
             self._reading_on.remove_reader(self.client.fileno())
             self._reading_on = None
-        self._threads.shutdown(wait=False)
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+        self._grammar_threads.close()
         self.processor.grammars.close()
 
     @property
@@ -211,9 +211,10 @@ class AsyncLLM:
             InvalidRequest: see `Processor.process` and `Processor.check_structured_output`.
             Overloaded: see `Processor.check_structured_output`.
         """
-        processor = self.processor
-        prepared = await self._run(
-            prompts, lambda: [processor.process(prompt, params, options) for prompt in prompts]
+        processor, owner = self.processor, options.owner
+        size = sum(prompt.num_chars for prompt in prompts) + _num_chars(params)
+        prepared = await self.offload(
+            owner, size, lambda: [processor.process(prompt, params, options) for prompt in prompts]
         )
         for one in prepared:
             output = one.params.structured_output
@@ -222,19 +223,17 @@ class AsyncLLM:
             if processor.grammars.knows(output):
                 processor.check_structured_output(one)
             else:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(
-                    self._grammar_threads, processor.check_structured_output, one
-                )
+                check = partial(processor.check_structured_output, one)
+                await self._grammar_threads.run(owner, check)
         return prepared
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt, owner: str) -> list[int]:
         """`Processor.tokenize`, in a thread if the prompt is long.
 
         Raises:
             InvalidRequest: see `Processor.tokenize`.
         """
-        return await self._run([prompt], lambda: self.processor.tokenize(prompt))
+        return await self.offload(owner, prompt.num_chars, lambda: self.processor.tokenize(prompt))
 
     async def generate(
         self, prepared: Sequence[Prepared]
@@ -374,7 +373,17 @@ class AsyncLLM:
             delta.index += running.first
             running.stream.put(delta)
 
-    async def _run(self, prompts: Sequence[Prompt], work: Callable[[], T]) -> T:
-        if sum(prompt.num_chars for prompt in prompts) <= MAX_INLINE_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def offload(self, owner: str, size: int, work: Callable[[], T]) -> T:
+        """Do `work` off the event loop, unless it is short.
+
+        Args:
+            owner: whose work it is; owners take turns.
+            size: about how many characters, tokens or numbers it has to look at.
+            work: must not touch what belongs to the loop.
+        """
+        return work() if size <= MAX_INLINE else await self._threads.run(owner, work)
+
+
+def _num_chars(params: SamplingParams | PoolingParams) -> int:
+    """Characters that have to be tokenised besides the prompt."""
+    return sum(map(len, params.bad_words)) if isinstance(params, SamplingParams) else 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -11,12 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
-from servd.api.protocol.validation import Body, parse
+from servd.api.protocol.validation import MAX_VALUES, Body, parse
 from servd.api.response_store import ResponseStore
 from servd.config import Config
 from servd.errors import InvalidRequest, UnknownModel
 from servd.messages import RequestOptions
 from servd.tracing import now_ns
+
+T = TypeVar("T")
 
 MAX_IGNORED = 32  # names in the header
 
@@ -62,6 +64,26 @@ def context_of(request: Request) -> Context:
     return request.app.state.context
 
 
+def owner_of(request: Request) -> str:
+    """Whose request it is: an API key's or, where no key is needed, an address's."""
+    return request.state.owner or (request.client.host if request.client else "")
+
+
+def owned(request: Request, options: RequestOptions) -> RequestOptions:
+    """`options` of the request's owner. API keys share no cached prompts: `usage` and the time to
+    the first token would tell one key what another has sent.
+    """
+    salt = options.cache_salt
+    if len(context_of(request).responses) > 1:  # one store per API key
+        salt = f"{request.state.owner}/{salt or ''}"
+    return msgspec.structs.replace(options, owner=owner_of(request), cache_salt=salt)
+
+
+async def offload(request: Request, size: int, work: Callable[[], T]) -> T:
+    """`AsyncLLM.offload` for a request of a client."""
+    return await context_of(request).async_llm.offload(owner_of(request), size, work)
+
+
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """Read and check a JSON body.
 
@@ -75,9 +97,11 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             f"Content-Type must be application/json, got {content_type[:100] or 'none'}"
         )
     data = await request.body()
-    request.state.received_ns = now_ns()
-    body = parse(kind, data)
-    config, ignored = context_of(request).config, body.ignored()
+    request.state.received_ns, request.state.num_bytes = now_ns(), len(data)
+    context = context_of(request)
+    config, max_values = context.config, max(MAX_VALUES, 2 * context.max_model_len)
+    body = await offload(request, len(data), lambda: parse(kind, data, max_values))
+    ignored = body.ignored()
     if getattr(body, "priority", None) and config.scheduler.scheduling_policy != "priority":
         ignored = sorted({*ignored, "priority"})
     request.state.ignored = ignored
@@ -85,16 +109,6 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         shown = ", ".join(f"`{name[:64]}`" for name in ignored[:MAX_IGNORED])
         raise InvalidRequest(f"these fields have no effect here: {shown}", param=ignored[0][:64])
     return body
-
-
-def with_private_cache(request: Request, options: RequestOptions) -> RequestOptions:
-    """`options` by which API keys share no cached prompts: `usage` and the time to the first token
-    would tell one key what another has sent.
-    """
-    if len(context_of(request).responses) == 1:  # all requests have the same owner
-        return options
-    salt = f"{request.state.owner}/{options.cache_salt or ''}"
-    return msgspec.structs.replace(options, cache_salt=salt)
 
 
 def name_request(request: Request, asked: str | None) -> None:
@@ -127,3 +141,15 @@ def json_response(
 ) -> Response:
     """Answer with a msgspec struct or plain data."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+async def built_response(request: Request, size: int, build: Callable[[], Any]) -> Response:
+    """Answer with what `build` returns, built and encoded off the event loop if it is large.
+
+    Args:
+        request: whose body has been read.
+        size: about how many tokens or numbers the answer has.
+        build: see `AsyncLLM.offload`.
+    """
+    content = await offload(request, size, lambda: msgspec.json.encode(build()))
+    return Response(content, headers=ignored_header(request), media_type="application/json")

@@ -71,10 +71,10 @@ class OptionScorer:
         num_output_tokens: one for each request to the engine.
     """
 
-    def __init__(self, async_llm: AsyncLLM, request_id: str, cache_salt: str | None) -> None:
+    def __init__(self, async_llm: AsyncLLM, request_id: str, options: RequestOptions) -> None:
         self.async_llm = async_llm
         self.request_id = request_id
-        self.options = RequestOptions(cache_salt=cache_salt)
+        self.options = options
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self._numbers = itertools.count()
         self._may_run = asyncio.Semaphore(MAX_CONCURRENT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -11,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from servd.api.async_llm import AsyncLLM
-from servd.api.context import context_of, start_timeline, with_private_cache
+from servd.api.context import context_of, offload, owned, start_timeline
 from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
 from servd.api.streaming import until_disconnect
@@ -25,6 +24,11 @@ class Vectors(msgspec.Struct):
 
     data: list[bytes]  # float32, little-endian
     num_prompt_tokens: int  # of all prompts
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers of all vectors."""
+        return sum(map(len, self.data)) // 4
 
 
 async def embed(
@@ -59,7 +63,7 @@ async def embed(
     for prompt in named:
         start_timeline(request, prompt.request_id)
     with async_llm.admit(len(named)):
-        prepared = await async_llm.prepare(named, params, with_private_cache(request, options))
+        prepared = await async_llm.prepare(named, params, owned(request, options))
         num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
         check(num_tokens)
         vectors = await until_disconnect(_compute(async_llm, prepared), request.receive)
@@ -75,7 +79,9 @@ async def _compute(async_llm: AsyncLLM, prepared: list[Prepared]) -> list[bytes]
     return vectors
 
 
-async def similarities(firsts: Sequence[bytes], seconds: Sequence[bytes]) -> list[float]:
+async def similarities(
+    request: Request, firsts: Sequence[bytes], seconds: Sequence[bytes]
+) -> list[float]:
     """Cosines of vectors of length 1, float32 each: of one with all others, or of each with its
     counterpart.
     """
@@ -88,4 +94,4 @@ async def similarities(firsts: Sequence[bytes], seconds: Sequence[bytes]) -> lis
             for one, other in zip(left, seconds, strict=True)
         ]
 
-    return await asyncio.to_thread(compute)  # a thousand long vectors take a tenth of a second
+    return await offload(request, sum(map(len, seconds)) // 4, compute)

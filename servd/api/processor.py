@@ -156,7 +156,7 @@ class Processor:
             Overloaded: see `GrammarChecker.check`.
         """
         if prepared.params.structured_output is not None:
-            self.grammars.check(prepared.params.structured_output)
+            self.grammars.check(prepared.params.structured_output, prepared.request.options.owner)
 
     def render(self, prompt: Prompt) -> str | list[int]:
         """The text of a prompt, as the tokenizer gets it, or its token ids.

@@ -370,11 +370,11 @@ async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
 
     monkeypatch.setattr(llm.processor.tokenizer, "encode", spy)
     monkeypatch.setattr(llm.processor, "max_model_len", 10**6)
-    for size in (10, module.MAX_INLINE_CHARS + 1):
+    for size in (10, module.MAX_INLINE + 1):
         (prepared,) = await llm.prepare([Prompt(content="x" * size)], SamplingParams())
         assert len(prepared.prompt_token_ids) == size
     assert threads[0] == "MainThread" and threads[1].startswith("prepare")
-    assert await llm.tokenize(Prompt(content="hi")) == [104, 105]
+    assert await llm.tokenize(Prompt(content="hi"), "") == [104, 105]
 
 
 async def test_many_short_prompts_do_not_hold_up_the_loop_either(llm, monkeypatch):
@@ -395,14 +395,14 @@ async def test_many_short_prompts_do_not_hold_up_the_loop_either(llm, monkeypatc
 async def test_new_structured_outputs_do_not_hold_up_long_prompts(llm, monkeypatch):
     go_on, threads = threading.Event(), []
 
-    def check(output):
+    def check(output, client):
         threads.append(threading.current_thread().name)
         go_on.wait(30)
 
     monkeypatch.setattr(llm.processor.grammars, "check", check)
     params = SamplingParams(structured_output=StructuredOutput("regex", "[a-z]"))
     tasks = [asyncio.create_task(llm.prepare([Prompt(content="a")], params)) for _ in range(4)]
-    long = Prompt(content="x" * (module.MAX_INLINE_CHARS + 1))
+    long = Prompt(content="x" * (module.MAX_INLINE + 1))
     with pytest.raises(InvalidRequest, match="maximum context length"):
         await asyncio.wait_for(llm.prepare([long], SamplingParams()), 10)
     go_on.set()

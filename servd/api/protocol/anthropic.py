@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.chat import OPEN, idle_strict
+from servd.api.protocol.chat import OPEN, ChatCompletionRequest, idle_strict
 from servd.api.protocol.translation import TranslatedRequest
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
@@ -179,6 +179,14 @@ class CountTokensRequest(TranslatedRequest):
             self.tools or (), self.tool_choice is not None and self.tool_choice["type"] != "auto"
         )
         return sorted({*super().ignored(), *names})
+
+    def chat(self) -> ChatCompletionRequest:
+        """The chat request that this is.
+
+        Raises:
+            InvalidRequest: see `as_chat`.
+        """
+        return self.as_chat(self.chat_fields())
 
     def chat_fields(self) -> dict[str, Any]:
         """Fields of a chat request."""

@@ -49,11 +49,10 @@ class ChatBatchRequest(RequestBody):
         return [self._chat(number) for number in range(len(self.messages))]
 
     def _chat(self, number: int) -> ChatCompletionRequest:
-        fields = {
-            **(self.model_extra or {}),
-            "model": self.model,
-            "messages": self.messages[number],
-        }
+        known = ChatCompletionRequest.model_fields
+        # What has no effect is told of the first one, and is not copied for the others.
+        fields = {k: v for k, v in (self.model_extra or {}).items() if k in known or number == 0}
+        fields |= {"model": self.model, "messages": self.messages[number]}
         try:
             return parse(ChatCompletionRequest, msgspec.json.encode(fields))
         except InvalidRequest as error:

@@ -21,7 +21,7 @@ class CohereEmbedRequest(RequestBody):
 
     texts: Texts
     embedding_types: Annotated[
-        list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)
+        list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1, fail_fast=True)
     ] = ["float"]
     output_dimension: Dimensions | None = None
     truncate: Literal["NONE", "START", "END"] = "END"

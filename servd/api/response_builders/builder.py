@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, start_timeline, with_private_cache
+from servd.api.context import context_of, ignored_header, offload, owned, start_timeline
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.processor import Prepared
@@ -69,7 +69,7 @@ class ResponseBuilder(ABC):
         self.model = self.context.model_name(body.model)
         self.prompts = prompts
         self.params = params
-        self.options = with_private_cache(request, options)
+        self.options = owned(request, options)
         self.n = params.n
         self.prepared: list[Prepared] = []
         self.parsers: list[OutputParser] = []  # of the choices
@@ -91,6 +91,11 @@ class ResponseBuilder(ABC):
     @abstractmethod
     def whole(self) -> msgspec.Struct:
         """The body, after the last output."""
+
+    @property
+    def size(self) -> int:
+        """About how many tokens the body shows."""
+        return self.num_output_tokens
 
     def last_frame(self) -> bytes:
         """What a stream says after the last output; may be nothing."""
@@ -168,7 +173,7 @@ class ResponseBuilder(ABC):
         async with self.admitted(), aclosing(self.outputs()) as outputs:
             async for output in outputs:
                 self.add(output)
-        return msgspec.json.encode(self.whole())
+        return await offload(self.request, self.size, lambda: msgspec.json.encode(self.whole()))
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -23,8 +23,11 @@ from servd.api.protocol.generation import (
 from servd.api.response_builders.builder import ResponseBuilder
 from servd.api.response_builders.logprobs import MIN_LOGPROB
 from servd.api.streaming import event
+from servd.errors import InvalidRequest
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams
+
+MAX_LOGPROBS_SHOWN = 1_000_000  # of prompts, in one body: about 60 MB of JSON
 
 
 class ChunkBuilder(ResponseBuilder):
@@ -46,10 +49,28 @@ class ChunkBuilder(ResponseBuilder):
         self.encode = msgspec.json.Encoder().encode
 
     def start(self) -> None:
-        """Make what its choices need."""
+        """Make what its choices need.
+
+        Raises:
+            InvalidRequest: the body would show too many log-probabilities.
+        """
         super().start()
+        if self.size > MAX_LOGPROBS_SHOWN:
+            raise InvalidRequest(
+                f"the answer would show {self.size} log-probabilities, at most "
+                f"{MAX_LOGPROBS_SHOWN} are possible: ask for fewer prompts, choices or "
+                "log-probabilities at once",
+                param="n" if self.n > 1 else "prompt_logprobs",
+            )
         self.choices = [CompletionOutput(index=i) for i in range(self.n * len(self.prompts))]
         self.has_begun = [False] * len(self.choices)
+
+    @property
+    def size(self) -> int:
+        """About how many tokens and log-probabilities the body shows."""
+        k = self.params.prompt_logprobs
+        num_shown = 0 if k is None else self.n * self.num_prompt_tokens * (k + 1)
+        return num_shown + self.num_output_tokens * (1 + (self.params.logprobs or 0))
 
     @abstractmethod
     def chunks(self, output: CompletionOutput) -> Sequence[msgspec.Struct]:

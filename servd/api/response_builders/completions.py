@@ -63,8 +63,9 @@ class CompletionBuilder(ChunkBuilder):
         for choice in choices:  # only the first of n scores the prompt
             choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
         answers = [self._choice(choice, is_first=True) for choice in choices]
-        for answer, choice in zip(answers, choices, strict=True):
-            answer.prompt_logprobs = self.prompt_logprobs(choice)
+        shown = [self.prompt_logprobs(first) for first in choices[:: self.n]]
+        for answer in answers:
+            answer.prompt_logprobs = shown[answer.index // self.n]
         return self._completion(answers, self.usage())
 
     def _completion(

@@ -9,8 +9,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, json_response, read_body
-from servd.api.embedding import embed
+from servd.api.context import built_response, context_of, read_body
+from servd.api.embedding import Vectors, embed
 from servd.api.openapi import describes
 from servd.api.prompt import Prompt
 from servd.api.protocol.cohere import (
@@ -43,10 +43,15 @@ async def create_cohere_embeddings(request: Request) -> Response:
     params = PoolingParams(dimensions=body.output_dimension)
     with renamed({"dimensions": "output_dimension"}):
         vectors = await embed(request, "embd", prompts, params, options)
+    size = vectors.num_numbers * len(body.embedding_types)
+    return await built_response(request, size, lambda: _answer(request, body, vectors))
+
+
+def _answer(request: Request, body: CohereEmbedRequest, vectors: Vectors) -> CohereEmbeddings:
     numbers = [unpack_vector(data) for data in vectors.data]
     forms = set(body.embedding_types)
     bits = [sign_bits(vector) for vector in numbers] if forms & {"binary", "ubinary"} else []
-    answer = CohereEmbeddings(
+    return CohereEmbeddings(
         f"embd-{request.state.unique_id}",
         EmbeddingsByType(
             numbers if "float" in forms else UNSET,
@@ -62,4 +67,3 @@ async def create_cohere_embeddings(request: Request) -> Response:
             "billed_units": {"input_tokens": vectors.num_prompt_tokens},
         },
     )
-    return json_response(answer, headers=ignored_header(request))

@@ -14,6 +14,7 @@ from servd.api.context import (
     context_of,
     ignored_header,
     json_response,
+    owned,
     read_body,
     start_timeline,
 )
@@ -35,6 +36,7 @@ from servd.api.protocol.responses import (
     chat_messages,
 )
 from servd.api.streaming import until_disconnect
+from servd.messages import RequestOptions
 
 router = APIRouter()
 
@@ -56,7 +58,8 @@ async def create_decision(request: Request) -> Response:
     model = context.model_name(body.model)
     request_id = f"decision-{request.state.unique_id}"
     start_timeline(request, request_id)
-    scorer = OptionScorer(async_llm, request_id, body.prompt_cache_key)
+    own = owned(request, RequestOptions(cache_salt=body.prompt_cache_key))
+    scorer = OptionScorer(async_llm, request_id, own)
     answers = await until_disconnect(_answers(scorer, body), request.receive)
     usage = ResponseUsage(
         scorer.num_prompt_tokens,
@@ -103,11 +106,13 @@ async def _probabilities(
     asked = "\n".join([question["instructions"], "", "Answer with one of these only:", *lines])
     asking = [*messages, {"role": "user", "content": asked}]
     chat = Chat(messages=asking, chat_template_kwargs=NO_REASONING)
-    token_ids = await async_llm.tokenize(Prompt(content=chat, param="input"))
+    token_ids = await async_llm.tokenize(Prompt(content=chat, param="input"), scorer.options.owner)
     end = async_llm.spec.eos_token_ids[:1]  # tells "no" from the beginning of "nothing"
     encode = async_llm.processor.tokenizer.encode
 
     def encode_options() -> list[list[int]]:
         return [[*encode(text, False), *end] for text, _ in listed]
 
-    return await scorer.probabilities(token_ids, await asyncio.to_thread(encode_options))
+    size = sum(len(text) for text, _ in listed)
+    coded = await async_llm.offload(scorer.options.owner, size, encode_options)
+    return await scorer.probabilities(token_ids, coded)

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, json_response, read_body
+from servd.api.context import built_response, context_of, read_body
 from servd.api.embedding import embed
 from servd.api.openapi import describes
 from servd.api.protocol.embeddings import (
@@ -32,12 +32,15 @@ async def create_embeddings(request: Request) -> Response:
         request, "embd", body.prompts(), body.params(body.pooling), body.request_options()
     )
     as_text = body.encoding_format == "base64"
-    answer = Embeddings(
-        [
-            Embedding(i, base64.b64encode(vector).decode() if as_text else unpack_vector(vector))
-            for i, vector in enumerate(vectors.data)
-        ],
-        model,
-        EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
-    )
-    return json_response(answer, headers=ignored_header(request))
+
+    def build() -> Embeddings:
+        return Embeddings(
+            [
+                Embedding(i, base64.b64encode(data).decode() if as_text else unpack_vector(data))
+                for i, data in enumerate(vectors.data)
+            ],
+            model,
+            EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
+        )
+
+    return await built_response(request, vectors.num_numbers, build)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd import plugins
+from servd.api.context import offload
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.protocol.completions import Completion, CompletionRequest
@@ -28,6 +29,10 @@ ROUTE_OF = {
     "queries": "score",
     "input": "embeddings",
 }
+
+
+def _fields(data: bytes) -> dict[str, msgspec.Raw]:
+    return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
 
 
 @router.post("/invocations")
@@ -51,7 +56,8 @@ async def invoke(request: Request) -> Response:
         InvalidRequest: there is none, or what the route raises.
     """
     try:
-        fields = msgspec.json.decode(await request.body(), type=dict[str, msgspec.Raw])
+        data = await request.body()
+        fields = await offload(request, len(data), lambda: _fields(data))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         fields = {"messages": None}  # the chat route says what is wrong with it
     for name, file in ROUTE_OF.items():

@@ -10,6 +10,8 @@ from servd.api.context import (
     context_of,
     ignored_header,
     json_response,
+    offload,
+    owner_of,
     read_body,
 )
 from servd.api.openapi import describes
@@ -40,7 +42,10 @@ async def create_message(request: Request) -> Response:
     context.model_name(body.model)
     message_id = f"msg_{request.state.unique_id}"
     with renamed(CHAT_NAMES):
-        builder = MessageBuilder(request, body, message_id, body.as_chat(body.chat_fields()))
+        chat = await offload(
+            request, request.state.num_bytes, lambda: body.as_chat(body.chat_fields())
+        )
+        builder = MessageBuilder(request, body, message_id, chat)
     return await builder.respond({"request-id": request.state.request_id})
 
 
@@ -60,7 +65,10 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     context_of(request).model_name(body.model)
     with renamed(CHAT_NAMES):
-        prompt = body.as_chat(body.chat_fields()).prompt(request.state.unique_id)
-        token_ids = await async_llm.tokenize(prompt)
+        chat = await offload(
+            request, request.state.num_bytes, lambda: body.as_chat(body.chat_fields())
+        )
+        prompt = chat.prompt(request.state.unique_id)
+        token_ids = await async_llm.tokenize(prompt, owner_of(request))
     headers = {"request-id": request.state.request_id, **ignored_header(request)}
     return json_response(TokensCount(len(token_ids)), headers=headers)

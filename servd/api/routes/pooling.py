@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, json_response, read_body
+from servd.api.context import built_response, context_of, read_body
 from servd.api.embedding import embed
 from servd.api.openapi import describes
 from servd.api.protocol.embeddings import EmbeddingUsage
@@ -35,8 +34,8 @@ async def pool(request: Request) -> Response:
         if body.by_token and num_tokens * size > MAX_NUMBERS:
             raise InvalidRequest(
                 f"{num_tokens} tokens with {size} numbers each are more than the {MAX_NUMBERS} "
-                f"that one answer may "
-                "have: send fewer inputs at once, or set `truncate_prompt_tokens` or `dimensions`",
+                "that one answer may have: send fewer inputs at once, or set "
+                "`truncate_prompt_tokens` or `dimensions`",
                 param="input",
             )
 
@@ -52,12 +51,12 @@ async def pool(request: Request) -> Response:
             unpack_vector(data[start : start + 4 * size]) for start in range(0, len(data), 4 * size)
         ]
 
-    answer = Poolings(
-        f"pool-{request.state.unique_id}",
-        model,
-        await asyncio.to_thread(
-            lambda: [PooledInput(i, shown(data)) for i, data in enumerate(vectors.data)]
-        ),
-        EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
-    )
-    return json_response(answer, headers=ignored_header(request))
+    def build() -> Poolings:
+        return Poolings(
+            f"pool-{request.state.unique_id}",
+            model,
+            [PooledInput(i, shown(data)) for i, data in enumerate(vectors.data)],
+            EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
+        )
+
+    return await built_response(request, vectors.num_numbers, build)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, json_response, read_body
+from servd.api.context import context_of, ignored_header, json_response, owned, read_body
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
 
@@ -23,7 +23,8 @@ async def render_chat_completion(request: Request) -> Response:
     model = context.model_name(body.model)
     params = body.sampling_params(context.async_llm.processor.default_params)
     prompts = [body.prompt(f"render-{request.state.unique_id}")]
-    (prepared,) = await context.async_llm.prepare(prompts, params, body.request_options())
+    options = owned(request, body.request_options())
+    (prepared,) = await context.async_llm.prepare(prompts, params, options)
     params = msgspec.structs.asdict(prepared.params)
     answer = RenderedChat(model, prepared.prompt, prepared.prompt_token_ids, params)
     return json_response(answer, headers=ignored_header(request))

@@ -31,7 +31,7 @@ async def rerank(request: Request) -> Response:
     for text in body.documents:
         prompts.append(Prompt(content=text, param="documents", keep_first=body.max_tokens_per_doc))
     vectors = await embed(request, "rerank", prompts, body.params(), body.request_options())
-    scores = await similarities(vectors.data[:1], vectors.data[1:])
+    scores = await similarities(request, vectors.data[:1], vectors.data[1:])
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = [
         RankedDocument(

@@ -16,10 +16,13 @@ from servd.api.context import (
     context_of,
     ignored_header,
     json_response,
+    offload,
+    owner_of,
     read_body,
 )
 from servd.api.event_log import EventLog
 from servd.api.openapi import describes
+from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.events import ResponseEvent
 from servd.api.protocol.response_items import listed
@@ -56,7 +59,7 @@ async def create_response(request: Request) -> HTTPResponse:
     previous = _previous(store, body)
     items = _conversation(previous, body)
     with renamed(CHAT_NAMES):
-        chat = body.as_chat(body.chat_fields(items))
+        chat = await _chat(request, body, items)
         builder = ResponsesBuilder(request, body, response_id, chat, is_stored)
     log = EventLog() if body.background else None
     task: asyncio.Task[None] | None = None
@@ -94,8 +97,8 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
     context.model_name(body.model)
     items = _conversation(_previous(_store(request), body), body)
     with renamed(CHAT_NAMES):
-        prompt = body.as_chat(body.chat_fields(items)).prompt(request.state.unique_id)
-        token_ids = await context.async_llm.tokenize(prompt)
+        prompt = (await _chat(request, body, items)).prompt(request.state.unique_id)
+        token_ids = await context.async_llm.tokenize(prompt, owner_of(request))
     return json_response(InputTokens(len(token_ids)), headers=ignored_header(request))
 
 
@@ -224,6 +227,15 @@ def _previous(store: ResponseStore, body: ResponsesRequest) -> Stored | None:
             f"the previous response is {stored.response.status}: it has no output", param=name
         )
     return stored
+
+
+async def _chat(
+    request: Request, body: ResponsesRequest, items: list[dict[str, Any]]
+) -> ChatCompletionRequest:
+    """The chat that a request with these items is."""
+    # Stored turns come on top of the body.
+    size = request.state.num_bytes + 64 * len(items)
+    return await offload(request, size, lambda: body.as_chat(body.chat_fields(items)))
 
 
 def _conversation(previous: Stored | None, body: ResponsesRequest) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ async def create_scores(request: Request) -> Response:
     prompts += [Prompt(content=text, param="text_2") for text in body.text_2]
     vectors = await embed(request, "score", prompts, body.params(), body.request_options())
     firsts, seconds = vectors.data[: len(body.text_1)], vectors.data[len(body.text_1) :]
-    scores = await similarities(firsts, seconds)
+    scores = await similarities(request, firsts, seconds)
     answer = Scores(
         f"score-{request.state.unique_id}",
         model,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, json_response, read_body
+from servd.api.context import built_response, context_of, json_response, owner_of, read_body
 from servd.api.openapi import describes
 from servd.api.prompt import Prompt
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -27,10 +26,13 @@ async def tokenize(request: Request) -> Response:
     tokenizer = context.async_llm.processor.tokenizer
     content = body.chat() if body.prompt is None else body.prompt
     prompt = Prompt(content=content, add_special_tokens=body.add_special_tokens)
-    token_ids = await context.async_llm.tokenize(prompt)
-    strings = [tokenizer.token_string(i) for i in token_ids] if body.return_token_strs else None
-    answer = Tokenized(len(token_ids), context.max_model_len, token_ids, strings)
-    return json_response(answer, headers=ignored_header(request))
+    token_ids = await context.async_llm.tokenize(prompt, owner_of(request))
+
+    def build() -> Tokenized:
+        strings = [tokenizer.token_string(i) for i in token_ids] if body.return_token_strs else None
+        return Tokenized(len(token_ids), context.max_model_len, token_ids, strings)
+
+    return await built_response(request, len(token_ids), build)
 
 
 @router.get("/tokenizer_info")
@@ -52,8 +54,9 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     context.model_name(body.model)
     processor = context.async_llm.processor
-    processor.check_token_ids(body.tokens, "tokens")
-    text = await asyncio.to_thread(
-        processor.tokenizer.decode, body.tokens, skip_special_tokens=False
-    )
-    return json_response(Detokenized(text), headers=ignored_header(request))
+
+    def build() -> Detokenized:
+        processor.check_token_ids(body.tokens, "tokens")
+        return Detokenized(processor.tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+    return await built_response(request, len(body.tokens), build)

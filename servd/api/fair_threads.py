@@ -1,0 +1,92 @@
+"""FairThreads: threads for work too long for the event loop, shared fairly between clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class FairThreads:
+    """Runs work in threads: clients take turns, and none has the last free thread to itself.
+
+    One client may occupy all threads but one, so whoever comes second starts at once, however much
+    work the first has queued. Belongs to one event loop.
+
+    Args:
+        num_threads: at least 2.
+        name: prefix of the threads' names.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        assert num_threads >= 2
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_free = num_threads
+        self._share = num_threads - 1  # threads that one client may occupy
+        self._running: dict[str, int] = {}  # client -> threads that it occupies
+        # Client -> its work that waits; the client at the front is the next to be served.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def run(self, client: str, work: Callable[[], T]) -> T:
+        """Wait for a thread and for `work`; cancelled while it waits, `work` is not started.
+
+        Args:
+            client: whoever shares one part of the threads: an API key, or an address.
+            work: must not touch what belongs to the loop.
+        """
+        await self._enter(client)
+        loop = asyncio.get_running_loop()
+        future = self._pool.submit(work)
+        # The thread is busy until the work ends, also if nobody waits for it any more.
+        future.add_done_callback(lambda _: self._leave_from_thread(loop, client))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Start nothing more. What runs goes on to its end."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _enter(self, client: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._start_next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # its turn came in the same moment
+                self._leave(client)
+            raise
+
+    def _leave(self, client: str) -> None:
+        self._num_free += 1
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+        self._start_next()
+
+    def _leave_from_thread(self, loop: asyncio.AbstractEventLoop, client: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(self._leave, client)
+
+    def _start_next(self) -> None:
+        """Give free threads to clients in turn, passing over those that have their share."""
+        while self._num_free and (client := self._next_client()) is not None:
+            self._num_free -= 1
+            self._running[client] = self._running.get(client, 0) + 1
+            self._waiting[client].popleft().set_result(None)
+            self._waiting.move_to_end(client)
+
+    def _next_client(self) -> str | None:
+        """The first client that has work and not its whole share of threads."""
+        for client, turns in list(self._waiting.items()):
+            while turns and turns[0].done():  # cancelled
+                turns.popleft()
+            if not turns:
+                del self._waiting[client]
+            elif self._running.get(client, 0) < self._share:
+                return client
+        return None
