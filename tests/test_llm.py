@@ -50,7 +50,7 @@ def test_embed(separate_process):
         llm.close()
 
 
-def test_a_request_that_fails_in_the_engine_ends_alone(monkeypatch):
+def test_a_request_whose_grammar_fails_ends_alone(monkeypatch):
     masks = iter(range(4))
     bitmask = manager.Matcher.bitmask
 
@@ -73,11 +73,30 @@ def test_a_request_that_fails_in_the_engine_ends_alone(monkeypatch):
                 if output.finished
             }
         assert not llm.engine.has_unfinished_requests()
-        assert finished["bad"].finish_reason is FinishReason.ERROR
-        assert "too many states" in finished["bad"].error
+        assert finished["bad"].finish_reason is FinishReason.LENGTH
+        assert "too many states" in finished["bad"].stop_reason
+        assert len(finished["bad"].token_ids) == 4
         assert len(finished["good"].token_ids) == 30
-        with pytest.raises(EngineError, match="too many states"):
-            llm.generate(["b", "c"], [digits, SamplingParams()])
+        cut, whole = llm.generate(["b", "c"], [digits, SamplingParams(max_tokens=30)])
+        assert "too many states" in cut.outputs[0].stop_reason
+        assert len(whole.outputs[0].token_ids) == 30
+        assert not llm.engine.has_unfinished_requests()
+    finally:
+        llm.close()
+
+
+def test_generate_raises_what_the_engine_cannot_do(monkeypatch):
+    def fail(*args: object) -> None:
+        raise GrammarError("too many items")
+
+    llm = LLM(executor="fake", use_tqdm=False)
+    try:
+        digits = SamplingParams(structured_output=StructuredOutput("regex", "[0-9]{9}"))
+        llm.generate("a", digits)  # the vocabulary is there
+        monkeypatch.setattr(manager, "Grammar", fail)
+        letters = SamplingParams(structured_output=StructuredOutput("regex", "[a-z]{9}"))
+        with pytest.raises(EngineError, match="too many items"):
+            llm.generate(["b", "c"], [letters, SamplingParams()])
         assert not llm.engine.has_unfinished_requests()
     finally:
         llm.close()

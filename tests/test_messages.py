@@ -2,23 +2,23 @@
 tag.
 """
 
-import inspect
 import types
 import typing
-from enum import Enum
+from functools import cache
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from msgspec import inspect
 
 from servd import messages
 from servd.messages import FromEngine, FromWorker, Message, ToEngine, ToWorker
 
 STRUCTS = [
     kind
-    for _, kind in inspect.getmembers(messages, inspect.isclass)
-    if issubclass(kind, Message) and kind is not Message
+    for kind in vars(messages).values()
+    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
 ]
 UNIONS = {
     "ToEngine": ToEngine,
@@ -26,49 +26,69 @@ UNIONS = {
     "ToWorker": ToWorker,
     "FromWorker": FromWorker,
 }
+# The same examples in each run; a failure is shown as it was found, as shrinking takes minutes.
+QUICK = settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
-def values(kind: typing.Any) -> st.SearchStrategy:
-    """Strategy for any type that a message field has; fails on one that it does not know."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return st.one_of([values(a) for a in args])
-    if origin is typing.Literal:
-        return st.sampled_from(args)
-    if origin is list:
-        return st.lists(values(args[0]), max_size=3)
-    if origin is dict:
-        return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
-    if issubclass(kind, Enum):
-        return st.sampled_from(kind)
-    if issubclass(kind, msgspec.Struct):
-        hints = typing.get_type_hints(kind)
-        return st.builds(
-            kind, **{f.name: values(hints[f.name]) for f in msgspec.structs.fields(kind)}
-        )
-    return {
-        bool: st.booleans(),
-        int: st.integers(-(2**63), 2**64 - 1),
-        float: st.floats(allow_nan=False),
-        str: st.text(max_size=8),
-        bytes: st.binary(max_size=8),
-        types.NoneType: st.none(),
-    }[kind]
+PLAIN = {
+    inspect.BytesType: st.binary(max_size=8),
+    inspect.BoolType: st.booleans(),
+    inspect.NoneType: st.none(),
+}
+
+
+def values(kind: inspect.Type) -> st.SearchStrategy:
+    """Any value within the bounds of a field's type; fails on a type that it does not know."""
+    match kind:
+        case inspect.Metadata(type=inner):
+            return values(inner)
+        case inspect.UnionType(types=types):
+            return st.one_of([values(each) for each in types])
+        case inspect.StructType(cls=cls, fields=fields):
+            return st.builds(cls, **{field.name: values(field.type) for field in fields})
+        case inspect.ListType(item_type=item, min_length=least):
+            return st.lists(values(item), min_size=least or 0, max_size=3)
+        case inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(values(key), values(value), max_size=3)
+        case inspect.LiteralType(values=allowed) | inspect.EnumType(cls=allowed):
+            return st.sampled_from(allowed)
+        case inspect.IntType(ge=low, gt=None, le=high, lt=None):
+            return st.integers(
+                -(2**63) if low is None else low, 2**64 - 1 if high is None else high
+            )
+        case inspect.FloatType(ge=low, gt=above, le=high, lt=None):
+            least = above if low is None else low
+            return st.floats(least, high, exclude_min=above is not None, allow_nan=False)
+        case inspect.StrType(min_length=least):
+            return st.text(min_size=least or 0, max_size=8)
+    return PLAIN[type(kind)]
+
+
+@cache
+def any_of(kind: type | types.UnionType) -> st.SearchStrategy:
+    """Any message of a struct or a union."""
+    return values(inspect.type_info(kind))
 
 
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda k: k.__name__)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@QUICK
 @given(data=st.data())
 def test_every_struct_survives_the_wire(kind, data):
-    message = data.draw(values(kind))
+    message = data.draw(any_of(kind))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message
 
 
 @pytest.mark.parametrize("name", UNIONS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@QUICK
 @given(data=st.data())
 def test_a_union_gives_back_the_member_that_was_sent(name, data):
-    message = data.draw(values(UNIONS[name]))
+    message = data.draw(any_of(UNIONS[name]))
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=UNIONS[name])
     assert type(received) is type(message)
     assert received == message
