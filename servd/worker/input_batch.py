@@ -88,7 +88,7 @@ class InputBatch:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Of each token in its sequence, int64 [num_tokens]."""
+        """Position of each token in its sequence, int64 [num_tokens]."""
         return self.tokens[1]
 
     @property

@@ -15,7 +15,7 @@ class Meter(Protocol):
     """Reads the memory of a device, in bytes."""
 
     def allocated(self) -> int:
-        """Of this process's tensors."""
+        """Bytes of this process's tensors."""
         ...
 
     def peak(self) -> int:
@@ -23,18 +23,18 @@ class Meter(Protocol):
         ...
 
     def taken(self) -> int:
-        """Of the whole device, by this process and others, after giving back what this one holds
-        unused.
+        """Bytes in use of the whole device, by this process and others, after giving back what this
+        one holds unused.
         """
         ...
 
     def held(self) -> int:
-        """Of the device by this process's tensors, with what is held for more of them."""
+        """Bytes held by this process's tensors, with what is held for more of them."""
         ...
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """Bytes of the device."""
         ...
 
 

@@ -123,7 +123,7 @@ class ModelRunner(ABC):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Type of activations."""
         return self.dtype
 
     # ---- start-up ----

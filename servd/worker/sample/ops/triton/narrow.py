@@ -20,13 +20,13 @@ CAPACITY = 2048  # weights that are kept in registers when so few are left to ch
 
 
 def bits_of(number: float) -> int:
-    """Of a float32, as an integer."""
+    """The bits of a float32, as an integer."""
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
 @triton.jit
 def load_bits(row_ptr, start, vocab, BLOCK: tl.constexpr):
-    """Of BLOCK weights of a row from `start` on; 0 after its end."""
+    """Bits of BLOCK weights of a row from `start` on; 0 after its end."""
     token = start + tl.arange(0, BLOCK)
     return tl.load(row_ptr + token, mask=token < vocab, other=0.0).to(tl.int32, bitcast=True)
 
