@@ -60,9 +60,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 # A model for `--executor fake`: one token per byte plus an end-of-sequence token.
 FAKE_SPEC = ModelSpec(
-    folder="", model_type="fake", architecture="Fake", vocab_size=257, hidden_size=16, num_layers=1, num_heads=1,
-    num_kv_heads=1, head_dim=1, max_position_embeddings=8192, dtype="float32", eos_token_ids=[256], config={},
-)  # fmt: skip
+    folder="",
+    model_type="fake",
+    architecture="Fake",
+    vocab_size=257,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    max_position_embeddings=8192,
+    dtype="float32",
+    eos_token_ids=[256],
+    config={},
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:

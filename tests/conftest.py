@@ -100,9 +100,15 @@ def tiny_gpt2(tiny_gpt2_tokenizer: Path, tmp_path_factory: pytest.TempPathFactor
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0,
+        vocab_size=VOCAB_SIZE,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=256,
+        bos_token_id=0,
+        eos_token_id=0,
         initializer_range=0.1,
-    )  # fmt: skip
+    )
     return _checkpoint(
         "tiny-gpt2", GPT2LMHeadModel, config, torch, tiny_gpt2_tokenizer, tmp_path_factory
     )
@@ -117,9 +123,17 @@ def tiny_llama(tiny_llama_tokenizer: Path, tmp_path_factory: pytest.TempPathFact
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=3, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=3,
+        initializer_range=0.1,
+    )
     return _checkpoint(
         "tiny-llama", LlamaForCausalLM, config, torch, tiny_llama_tokenizer, tmp_path_factory
     )

@@ -11,16 +11,32 @@ from servd.hf import download_weights, find_model, read_generation_defaults, rea
 
 # config.json of the hub's `gpt2`, without the keys that nobody reads.
 GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "bos_token_id": 50256, "eos_token_id": 50256, "layer_norm_epsilon": 1e-05,
-    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "architectures": ["GPT2LMHeadModel"],
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
     "vocab_size": 50257,
-}  # fmt: skip
+}
 # In the shape of Qwen/Qwen3-0.6B: head_dim is not hidden_size / num_attention_heads.
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
-    "torch_dtype": "bfloat16", "vocab_size": 151936, "eos_token_id": 151645,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "eos_token_id": 151645,
+}
 
 
 def write(folder, name, value):
@@ -97,9 +113,14 @@ def test_a_key_that_every_decoder_has_is_named_when_it_is_missing(tmp_path, key)
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(None, "has no config.json"), (b"{", "not valid JSON"), (b"[]", "JSON object"),
-                            (b"\xff\xfe", "not valid JSON")]
-)  # fmt: skip
+    ("content", "reason"),
+    [
+        (None, "has no config.json"),
+        (b"{", "not valid JSON"),
+        (b"[]", "JSON object"),
+        (b"\xff\xfe", "not valid JSON"),
+    ],
+)
 def test_a_broken_config_json(tmp_path, content, reason):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)

@@ -88,10 +88,14 @@ class Arrival:
 
     def request(self, request_id: str) -> EngineCoreRequest:
         return make_request(
-            request_id, list(self.prompt), self.max_tokens, min_tokens=min(self.min_tokens, self.max_tokens),
-            stop_token_ids=list(b"aeiou ") if self.stops else [], logprobs=self.logprobs,
+            request_id,
+            list(self.prompt),
+            self.max_tokens,
+            min_tokens=min(self.min_tokens, self.max_tokens),
+            stop_token_ids=list(b"aeiou ") if self.stops else [],
+            logprobs=self.logprobs,
             structured_output=REGEX if self.form else None,
-        )  # fmt: skip
+        )
 
 
 TEXT = tuple(range(40))

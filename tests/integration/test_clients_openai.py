@@ -62,8 +62,11 @@ def test_n_choices_at_temperature_0_share_the_prompt(client):
     )
     assert len({choice.message.content for choice in answer.choices}) == 1
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    hits = [line for line in client.get("../metrics", cast_to=httpx.Response).text.splitlines()
-            if line.startswith("vllm:prefix_cache_hits_total")]  # fmt: skip
+    hits = [
+        line
+        for line in client.get("../metrics", cast_to=httpx.Response).text.splitlines()
+        if line.startswith("vllm:prefix_cache_hits_total")
+    ]
     assert float(hits[0].split()[-1]) >= 3 * (answer.usage.prompt_tokens // 16) * 16
 
 
@@ -140,9 +143,14 @@ def test_beam_search_equals_transformers(client, reference):
     ids = torch.tensor([tokenizer("Licensed under")["input_ids"]])
     with torch.inference_mode():
         expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, num_beams=3, num_return_sequences=3,
-            do_sample=False, pad_token_id=0,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            num_beams=3,
+            num_return_sequences=3,
+            do_sample=False,
+            pad_token_id=0,
+        )
     answer = client.completions.create(
         model="tiny",
         prompt="Licensed under",

@@ -11,14 +11,25 @@ from typing import Any
 import torch
 
 LLAMA = {
-    "vocab_size": 199, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.15, "bos_token_id": None,
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
     "eos_token_id": None,
-}  # fmt: skip
+}
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
@@ -26,9 +37,15 @@ YARN_ROPE = {
     "original_max_position_embeddings": 32,
 }
 GPT2 = {
-    "vocab_size": 199, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128, "initializer_range": 0.15,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 199,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 # model_type -> variants of its config.json, by name.
 CASES: dict[str, dict[str, dict[str, Any]]] = {

@@ -19,9 +19,13 @@ pytestmark = pytest.mark.gpu
 
 # The tiny families, and one with heads of a usual size.
 FOLDERS = [
-    ("gpt2", "tied"), ("llama", "untied"), ("mistral", "window"), ("qwen2", "tied"), ("qwen3", "head_dim"),
+    ("gpt2", "tied"),
+    ("llama", "untied"),
+    ("mistral", "window"),
+    ("qwen2", "tied"),
+    ("qwen3", "head_dim"),
     ("llama", "wide heads"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module", params=FOLDERS, ids="-".join)
@@ -36,10 +40,17 @@ def generate(folder, backend: str, dtype: str, depth: int) -> list[tuple[list[in
     """Prompts and outputs, through chunked prompts, cached prefixes and a small cache."""
     spec = read_spec(folder)
     config = config_for(
-        folder, device="cuda", dtype=dtype, attention_backend=backend, async_scheduling=depth == 2, max_num_seqs=6,
-        max_num_batched_tokens=24, max_model_len=64, block_size=16,
+        folder,
+        device="cuda",
+        dtype=dtype,
+        attention_backend=backend,
+        async_scheduling=depth == 2,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        max_model_len=64,
+        block_size=16,
         kv_cache_memory=12 * 16 * spec.kv_bytes_per_token(2 if dtype == "bfloat16" else 4),
-    )  # fmt: skip
+    )
     executor = Executor(config, spec, lambda *_: None)
     try:
         engine = EngineCore(config, spec, executor, executor.start().num_blocks)
