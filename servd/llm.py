@@ -204,12 +204,14 @@ class LLMEngine:
         Raises:
             InvalidRequest: prompt or parameters are not acceptable, or the id is in use.
         """
-        if request_id in self.requests:
+        whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
+        prepared = self.processor.process(whole, params)
+        # A choice has an id, too, which another request may have been given.
+        taken = map(self.output_processor.owner, prepared.request.choice_ids())
+        if request_id in self.requests or any(taken):
             raise InvalidRequest(
                 f"a request with the id {request_id!r} is unfinished", param="request_id"
             )
-        whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
-        prepared = self.processor.process(whole, params)
         self.processor.check_structured_output(prepared)
         self.output_processor.add(prepared)
         self.requests[request_id] = RequestOutput(

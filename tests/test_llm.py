@@ -85,6 +85,25 @@ def test_a_request_whose_grammar_fails_ends_alone(monkeypatch):
         llm.close()
 
 
+def test_the_id_of_a_choice_is_no_other_request_s():
+    """In the engine every choice is a request: `a` with n = 2 is `a_0` and `a_1`."""
+    llm = LLM(executor="fake", use_tqdm=False, separate_process=False)
+    add = llm.engine.add_request
+    try:
+        add("a", "text", SamplingParams(n=2, max_tokens=3))
+        add("b_1", "text", SamplingParams(max_tokens=3))
+        for taken, n in (("a", 1), ("a_0", 1), ("b", 2)):
+            with pytest.raises(InvalidRequest, match="unfinished"):
+                add(taken, "text", SamplingParams(n=n, max_tokens=3))
+        outputs = []
+        while llm.engine.has_unfinished_requests():
+            outputs += [output for output in llm.engine.step() if output.finished]
+        assert sorted(output.request_id for output in outputs) == ["a", "b_1"]
+        add("a_0", "text", SamplingParams(max_tokens=3))
+    finally:
+        llm.close()
+
+
 def test_generate_raises_what_the_engine_cannot_do(monkeypatch):
     def fail(*args: object) -> None:
         raise GrammarError("too many items")

@@ -339,7 +339,7 @@ class Processor:
                 tags = self.reasoning_tags(token_ids)
             filled["reasoning_tags"] = tags
         completed = msgspec.structs.replace(params, **filled)
-        if params.bad_words:
+        if params.bad_words or prompt.suffix:  # lists have become longer
             completed.verify(self.spec.vocab_size)
         return completed
 

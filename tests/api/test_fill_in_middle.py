@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import tokenizers
 
 from servd.api.fill_in_middle import FillInMiddle
+from servd.api.processor import Processor
+from servd.api.prompt import Prompt
 from servd.api.tokenizer import Tokenizer
-from servd.errors import ConfigError
+from servd.config import Config
+from servd.errors import ConfigError, InvalidRequest
+from servd.hf import FAKE_SPEC
+from servd.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from tests.api.harness import output_text, serve
 from tests.api.test_errors import COMPLETIONS, check
 
@@ -57,6 +63,20 @@ def test_some_of_the_tokens_are_not_enough():
 def test_templates_that_lack_something(template):
     with pytest.raises(ConfigError, match="--fim-template"):
         FillInMiddle.choose(Tokenizer.bytes(), template)
+
+
+def test_stop_tokens_of_the_model_count_in_the_limit_of_stop_token_ids():
+    """Else the engine would refuse what the API has let in."""
+    tokenizer = tokenizer_with(*FAMILIES["qwen"])
+    spec = msgspec.structs.replace(FAKE_SPEC, vocab_size=2048)
+    processor = Processor(Config(), spec, tokenizer, 1000)
+    prompt = Prompt(content="a", suffix="b", request_id="r")
+    params = SamplingParams(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS - 1))
+    prepared = processor.process(prompt, params)
+    assert prepared.params.stop_token_ids[-1] == tokenizer.token_id("<|endoftext|>")
+    with pytest.raises(InvalidRequest) as refusal:
+        processor.process(prompt, SamplingParams(stop_token_ids=[1] * MAX_STOP_TOKEN_IDS))
+    assert refusal.value.param == "stop_token_ids"
 
 
 async def test_completions():

@@ -580,6 +580,17 @@ async def test_a_running_response_is_never_forgotten():
         assert await statuses(passing) == [404]  # all places were taken when it ended
 
 
+async def test_background_responses_that_come_at_once_are_counted_too():
+    """A long one is prepared in a thread, while others come in."""
+    async with serve(max_stored_responses=2, max_model_len=8192) as served:
+        served.engine.may_step.clear()
+        body = {"input": "hi " * 1500, "background": True, "max_output_tokens": 3}
+        answers = await asyncio.gather(*(served.http.post(URL, json=body) for _ in range(4)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
+        served.engine.may_step.set()
+        await until(lambda: not served.async_llm.num_unfinished)
+
+
 async def test_responses_belong_to_their_key():
     async with serve(api_key=["mine", "theirs"], max_stored_responses=2) as served:
         http = served.http

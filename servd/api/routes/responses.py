@@ -73,9 +73,9 @@ async def create_response(request: Request) -> HTTPResponse:
         builder.keep = keep
     if log is None:
         return await builder.respond()
-    store.check_room()
     async with AsyncExitStack() as admission:
         await admission.enter_async_context(builder.admitted())
+        store.check_room()  # others may have come while it was prepared
         request.state.traced.remove(response_id)  # its timeline is longer than the request
         task = asyncio.create_task(_run_detached(builder, log, store, admission.pop_all()))
     for event in builder.queue():
