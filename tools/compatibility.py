@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 
+from servd.api.protocol.generation import GenerationRequest
+from servd.params import SamplingParams
 from tests.api.harness import serve, user
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/compatibility.md"
@@ -37,6 +39,8 @@ FOR_THE_RECORD = {
     "safety_identifier",
     "session_id",
 }
+# They have an effect here.
+EXCEPTIONS = {("/v1/responses", "store"), ("/v1/decisions", "prompt_cache_key")}
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
@@ -48,24 +52,45 @@ TOOL = {"type": "function", "function": FUNCTION}
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
 ANTHROPIC_TOOL = {"name": "f", "input_schema": SCHEMA}
 
+
+def examples() -> dict[str, Any]:
+    """A value that asks for something, by sampling parameter of chats and completions."""
+    fields = GenerationRequest.model_json_schema()["properties"]
+    names = fields.keys() & set(SamplingParams.__struct_fields__)
+    return {name: _example(fields[name]) for name in sorted(names)}
+
+
+def _example(schema: dict[str, Any]) -> Any:
+    schema = schema.get("anyOf", [schema])[0]
+    match schema.get("type"):
+        case "array":
+            return [_example(schema["items"])]
+        case "object":
+            return {"3": _example(schema["additionalProperties"])}
+        case kind:
+            return {"integer": 3, "number": 0.5, "string": "x", "boolean": True}.get(kind)
+
+
 # field -> a value that asks for something
-GENERATION: dict[str, Any] = {
-    "model": "fake", "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
-    "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "seed": 1,
-    "max_tokens": 3, "min_tokens": 1, "ignore_eos": True, "stop": ["x"], "stop_token_ids": [65],
-    "include_stop_str_in_output": True, "skip_special_tokens": False, "logit_bias": {"65": 1},
-    "allowed_token_ids": [65], "bad_words": ["x"], "prompt_logprobs": 1, "logprob_token_ids": [65],
+GENERATION: dict[str, Any] = examples() | {
+    "model": "fake", "skip_special_tokens": False,
+    "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "truncate_prompt_tokens": 3, "stream": True, "stream_options": {"include_usage": True},
     "return_token_ids": True, "return_tokens_as_token_ids": True, "priority": 1, "cache_salt": "s",
     "use_beam_search": True, "length_penalty": 1.0, "early_stopping": True,
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     "structured_outputs": {"regex": "[ab]"}, "guided_json": SCHEMA, "guided_regex": "[ab]",
-    "guided_choice": ["a"], "guided_grammar": 'root ::= "a"', "thinking_token_budget": 5,
-    "repetition_detection": {"max_pattern_size": 4, "min_count": 3}, "prompt_embeds": "AAAA",
+    "guided_choice": ["a"], "guided_grammar": 'root ::= "a"', "prompt_embeds": "AAAA",
     "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "request_id": "r",
-    "session_id": "s", "return_prompt_text": True, "an_unknown_field": 1,
+    "prompt_cache_key": "k", "safety_identifier": "s", "session_id": "s",
+    "return_prompt_text": True, "an_unknown_field": 1,
 }  # fmt: skip
-CHAT: dict[str, Any] = {
+# What the OpenAI SDK sends to chats and responses alike.
+OPENAI: dict[str, Any] = {
+    "moderation": {"model": "m"}, "prompt_cache_options": {"mode": "implicit"},
+    "prompt_cache_retention": "24h",
+}  # fmt: skip
+CHAT: dict[str, Any] = OPENAI | {
     "messages": user("hi"), "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2,
     "tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False,
     "add_generation_prompt": False, "continue_final_message": True,
@@ -102,7 +127,7 @@ COHERE: dict[str, Any] = {
     "embedding_types": ["float", "base64", "binary"], "output_dimension": 4, "truncate": "START",
     "max_tokens": 2, "priority": 1, "images": ["data:image/png;base64,AA"],
 }  # fmt: skip
-RESPONSES: dict[str, Any] = {
+RESPONSES: dict[str, Any] = OPENAI | {
     "model": "fake", "input": "hi", "instructions": "be kind", "max_output_tokens": 3,
     "temperature": 0.5, "top_p": 0.9, "top_logprobs": 2, "stream": True,
     "stream_options": {"include_obfuscation": False}, "store": True,
@@ -111,7 +136,8 @@ RESPONSES: dict[str, Any] = {
     "parallel_tool_calls": False, "max_tool_calls": 1, "reasoning": {"effort": "low"},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
     "truncation": "auto", "prompt": {"id": "p"}, "prompt_cache_key": "k", "safety_identifier": "s",
-    "service_tier": "auto", "metadata": {"a": "b"}, "user": "u",
+    "service_tier": "auto", "metadata": {"a": "b"}, "user": "u", "verbosity": "low",
+    "background_options": {"a": 1}, "context_management": [{"type": "compaction"}],
 }  # fmt: skip
 MESSAGES: dict[str, Any] = {
     "model": "fake", "messages": user("hi"), "max_tokens": 3, "system": "be kind",
@@ -120,6 +146,10 @@ MESSAGES: dict[str, Any] = {
     "thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "u"},
     "service_tier": "auto", "output_config": {"effort": "low"}, "container": "c",
     "mcp_servers": [{"type": "url", "url": "http://x"}],
+}  # fmt: skip
+DECISIONS: dict[str, Any] = {
+    "model": "fake", "input": "hi", "questions": [{"type": "predicate", "instructions": "a"}],
+    "prompt_cache_key": "k", "safety_identifier": "s", "moderation": {"model": "m"},
 }  # fmt: skip
 
 # Route -> body that is sent with every field, and the fields.
@@ -132,6 +162,7 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/rerank": ({"query": "a", "documents": ["b"]}, RERANK),
     "/v2/embed": ({"texts": ["a"]}, COHERE),
     "/v1/responses": ({"input": "hi", "max_output_tokens": 12}, RESPONSES),
+    "/v1/decisions": ({"input": "hi", "questions": DECISIONS["questions"]}, DECISIONS),
     "/v1/messages": ({"model": "fake", "messages": user("hi"), "max_tokens": 12}, MESSAGES),
 }
 # A field that means something only beside another.
@@ -145,7 +176,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
     "tool_choice": {"tools": [TOOL]}, "parallel_tool_calls": {"tools": [TOOL]},
 }  # fmt: skip
-# Of requests for vectors: what belongs to a chat, which is sent in place of `input`.
+# What belongs to a chat, which requests for vectors take in place of `input`.
 OF_A_CHAT = {"messages", "add_generation_prompt", "chat_template_kwargs"}
 BESIDE_TOOLS = {"/v1/responses": RESPONSES_TOOL, "/v1/messages": ANTHROPIC_TOOL}
 
@@ -160,8 +191,8 @@ async def outcome(http: httpx.AsyncClient, path: str, body: dict[str, Any], fiel
     ignored = answer.headers.get("x-servd-ignored", "").split(", ")
     if any(name == field or name.startswith(f"{field}.") for name in ignored):
         return "ignored"
-    stores = path == "/v1/responses" and field == "store"
-    return "for the record" if field in FOR_THE_RECORD and not stores else "supported"
+    is_for_the_record = field in FOR_THE_RECORD and (path, field) not in EXCEPTIONS
+    return "for the record" if is_for_the_record else "supported"
 
 
 async def page() -> str:

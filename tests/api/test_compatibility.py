@@ -6,6 +6,7 @@ from servd.api.protocol.anthropic import MessagesRequest
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.cohere import CohereEmbedRequest
 from servd.api.protocol.completions import CompletionRequest
+from servd.api.protocol.decisions import DecisionsRequest
 from servd.api.protocol.embeddings import EmbeddingRequest
 from servd.api.protocol.generation import UNSUPPORTED
 from servd.api.protocol.pooling import PoolingRequest
@@ -23,6 +24,7 @@ KINDS = {
     "/rerank": RerankRequest,
     "/v2/embed": CohereEmbedRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/decisions": DecisionsRequest,
     "/v1/messages": MessagesRequest,
 }
 

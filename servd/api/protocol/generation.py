@@ -23,13 +23,13 @@ UNSUPPORTED = (
     "audio", "chat_template", "function_call", "functions", "modalities", "prompt_embeds",
     "web_search_options",
 )  # fmt: skip
-# What beam search does not look at, though it would change the answer.
-NOT_WITH_BEAMS = (
-    "allowed_token_ids", "bad_words", "logit_bias", "logprobs", "min_tokens", "prompt_logprobs",
-    "stop",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection",
-    "thinking_token_budget", "logprob_token_ids",
-)  # fmt: skip
+# The sampling parameters that beam search looks at, and those that mean nothing to it. Any other
+# would change the answer and is refused.
+WITH_BEAMS = {
+    "n", "max_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens",
+}  # fmt: skip
+IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed")
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
 
@@ -131,6 +131,8 @@ class GenerationRequest(StructuredRequest):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     session_id: str | None = None
 
     @model_validator(mode="after")
@@ -155,8 +157,9 @@ class GenerationRequest(StructuredRequest):
     def _check_beam_search(self) -> GenerationRequest:
         if not self.use_beam_search:
             return self
-        for name in NOT_WITH_BEAMS:
-            value = getattr(self, name, None)
+        fields = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
+        for name in sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}):
+            value = getattr(self, name)
             if not _is_neutral(name, value) and value != getattr(SamplingParams(), name):
                 raise InvalidRequest(
                     f"`{name}` is not supported with `use_beam_search`: leave it out", param=name
@@ -165,9 +168,8 @@ class GenerationRequest(StructuredRequest):
             raise InvalidRequest(
                 f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n"
             )
-        if (
-            len(self.stop_token_ids or ()) > MAX_STOP
-        ):  # each beam needs so many candidates more, at every step
+        # Each beam needs so many candidates more, at every step.
+        if len(self.stop_token_ids or ()) > MAX_STOP:
             raise InvalidRequest(
                 f"`stop_token_ids` may have at most {MAX_STOP} with `use_beam_search`",
                 param="stop_token_ids",
@@ -186,11 +188,7 @@ class GenerationRequest(StructuredRequest):
         """Fields of the body, and of its stream options, that have no effect here."""
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
         names = set(super().ignored()) - set(UNSUPPORTED)  # those are neutral here
-        idle = (
-            ("temperature", "top_p", "top_k", "min_p", "seed")
-            if self.use_beam_search
-            else ONLY_WITH_BEAMS
-        )
+        idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         names |= {name for name in idle if getattr(self, name) is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})
 
@@ -225,9 +223,8 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str
 
 
-PromptLogprobs = list[
-    dict[int, PromptLogprob] | None
-]  # by token id; null for the prompt's first token
+# By token id; null for the prompt's first token.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -249,4 +246,4 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models that think
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # if it reasons

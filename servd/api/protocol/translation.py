@@ -12,20 +12,23 @@ from typing import Any
 import msgspec
 
 from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.structured import StructuredRequest
 from servd.api.protocol.validation import RequestBody, parse
 from servd.errors import InvalidRequest, RequestError
+from servd.params import SamplingParams
 
-# Fields of the chat route that keep their name and meaning in both other APIs, which do not have
-# them of themselves.
-EXTENSIONS = frozenset({
-    "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "frequency_penalty",
-    "guided_choice",
-    "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "logit_bias", "min_p",
-    "min_tokens",
-    "presence_penalty", "priority", "repetition_detection", "repetition_penalty", "seed",
-    "skip_special_tokens", "stop",
-    "stop_token_ids", "structured_outputs", "top_k",
-})  # fmt: skip
+# Sampling parameters that the other APIs have under another name, or whose effect their responses
+# have no place for.
+OWN_WAYS = {
+    "include_stop_str_in_output", "logprob_token_ids", "logprobs", "max_tokens", "n",
+    "prompt_logprobs", "temperature", "thinking_token_budget", "top_p",
+}  # fmt: skip
+# Fields of the chat route that keep their name and meaning in both other APIs.
+EXTENSIONS = frozenset(
+    (ChatCompletionRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)) - OWN_WAYS
+    | (StructuredRequest.__annotations__.keys() - {"response_format"})
+    | {"cache_salt", "chat_template_kwargs", "priority"}
+)
 
 
 class TranslatedRequest(RequestBody):
