@@ -68,7 +68,7 @@ def _example(schema: dict[str, Any]) -> Any:
         case "object":
             return {"3": _example(schema["additionalProperties"])}
         case kind:
-            return {"integer": 3, "number": 0.5, "string": "x", "boolean": True}.get(kind)
+            return {"integer": 3, "number": 0.5, "boolean": True}.get(str(kind), "x")
 
 
 # field -> a value that asks for something
