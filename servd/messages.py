@@ -76,6 +76,7 @@ class EngineCoreRequest(Message, tag=True):
     client: int = 0  # which API server gets the outputs
     eos_token_ids: list[int] = []  # end generation; empty under ignore_eos
     options: RequestOptions = RequestOptions()
+    block_hashes: list[bytes] = []  # of the prompt's full blocks; the engine fills it in
 
     def choice_ids(self) -> list[str]:
         """The ids under which the outputs of the choices come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import lru_cache
 
 from servd.core.repetition import RepetitionDetector
 from servd.messages import (
@@ -32,13 +33,20 @@ class GrammarEnd:
     error: str | None = None  # None: the output is complete; else the token is not part of it
 
 
+@lru_cache
+def _token_set(*token_ids: int) -> frozenset[int]:
+    """One set for all requests that end with the same tokens."""
+    return frozenset(token_ids)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The engine's view of one request.
 
     `token_ids` holds what is known: prompt and harvested output. The counters run ahead of it: a
     sampled token counts from the moment its step is scheduled, as a placeholder until it is
-    harvested.
+    harvested. The choices of a prompt share its tokens and their hashes: each copies them when its
+    output begins.
     """
 
     request_id: str
@@ -87,14 +95,13 @@ class Request:
         else:
             max_output = max_model_len if params.max_tokens is None else params.max_tokens
             min_tokens, reads_prompt = params.min_tokens, params.prompt_logprobs is not None
-        stop_token_ids = (
-            frozenset(params.stop_token_ids) if isinstance(params, SamplingParams) else frozenset()
-        )
+        stop_token_ids = params.stop_token_ids if isinstance(params, SamplingParams) else []
         detection = params.repetition_detection if isinstance(params, SamplingParams) else None
         return cls(
             request_id=message.request_id,
             client=message.client,
-            token_ids=message.prompt_token_ids.copy(),
+            token_ids=message.prompt_token_ids,
+            block_hashes=message.block_hashes,
             num_prompt_tokens=num_prompt_tokens,
             num_tokens=num_prompt_tokens,
             params=params,
@@ -106,7 +113,7 @@ class Request:
             max_num_tokens=min(num_prompt_tokens + max_output, max_model_len)
             if max_output
             else num_prompt_tokens + 1,
-            stop_token_ids=stop_token_ids.union(message.eos_token_ids)
+            stop_token_ids=_token_set(*stop_token_ids, *message.eos_token_ids)
             if max_output
             else frozenset(),
             min_tokens=min_tokens,
@@ -144,6 +151,8 @@ class Request:
         """Add a harvested token in place of its placeholder, and say whether and why it is the
         last.
         """
+        if not self.num_output_tokens:
+            self.token_ids = self.token_ids.copy()
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids and self.num_output_tokens >= self.min_tokens:
             return FinishReason.STOP

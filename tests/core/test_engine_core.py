@@ -5,6 +5,7 @@ both policies.
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -134,3 +135,42 @@ def test_equal_requests_get_equal_tokens_whatever_runs_beside_them():
     log = generate(make_engine(num_blocks=16, depth=2), *requests)
     for request in requests:
         assert log.token_ids(request.request_id) == solo(request)
+
+
+def test_the_choices_of_a_prompt_share_everything_large():
+    prompt, stops = list(range(256)) * 64, list(range(1000, 2000))
+    message = make_request(
+        "a", prompt, 100, n=128, stop_token_ids=stops, allowed_token_ids=list(range(300, 8000)),
+        logit_bias=dict.fromkeys(range(1000), 1.0), seed=1,
+    )  # fmt: skip
+    engine = make_engine(
+        num_blocks=2 * len(prompt), max_model_len=2 * len(prompt), max_num_seqs=2,
+        max_num_batched_tokens=len(prompt),
+    )  # fmt: skip
+    tracemalloc.start()
+    engine.handle(message)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 1_000_000  # one list of the tokens has 131 kB, one set of the stops 32 kB
+    Log().step(engine)
+    requests = list(engine.scheduler.requests.values())
+    assert len(requests) == 128
+    for shared in (
+        lambda request: request.block_hashes,
+        lambda request: request.stop_token_ids,
+        lambda request: request.params.allowed_token_ids,
+        lambda request: request.params.logit_bias,
+    ):
+        assert len({id(shared(request)) for request in requests}) == 1
+    waiting = [request for request in requests if not request.num_output_tokens]
+    assert len(waiting) > 100 and len({id(request.token_ids) for request in waiting}) == 1
+
+
+def test_a_choice_adds_nothing_to_what_it_shares():
+    message = make_request("a", list(range(16)), 20, n=3, seed=1)
+    engine = make_engine(num_blocks=64, max_model_len=64)
+    engine.handle(message)
+    log = Log().run(engine)
+    for i in range(3):
+        assert len(log.token_ids(f"a_{i}")) == 20
+    assert message.prompt_token_ids == list(range(16)) and len(message.block_hashes) == 4
