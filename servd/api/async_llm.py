@@ -42,6 +42,7 @@ T = TypeVar("T")
 # Parsers, templates and tokenisers take up to a millisecond for so many characters or tokens; more
 # would hold up other requests.
 MAX_INLINE = 4096
+PROMPT_SIZE = 200  # what a prompt takes besides its text, in the same measure
 NUM_THREADS = 3
 NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 
@@ -212,7 +213,8 @@ class AsyncLLM:
             Overloaded: see `Processor.check_structured_output`.
         """
         processor, owner = self.processor, options.owner
-        size = sum(prompt.num_chars for prompt in prompts) + _num_chars(params)
+        each = PROMPT_SIZE + _size(params)
+        size = sum(each + prompt.num_chars for prompt in prompts)
         prepared = await self.offload(
             owner, size, lambda: [processor.process(prompt, params, options) for prompt in prompts]
         )
@@ -384,6 +386,8 @@ class AsyncLLM:
         return work() if size <= MAX_INLINE else await self._threads.run(owner, work)
 
 
-def _num_chars(params: SamplingParams | PoolingParams) -> int:
-    """Characters that have to be tokenised besides the prompt."""
-    return sum(map(len, params.bad_words)) if isinstance(params, SamplingParams) else 0
+def _size(params: SamplingParams | PoolingParams) -> int:
+    """Characters that are tokenised with every prompt, and token ids that are looked at."""
+    if isinstance(params, PoolingParams):
+        return 0
+    return sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())

@@ -454,3 +454,25 @@ async def test_a_turn_of_the_event_loop_takes_messages_for_a_limited_time(
             turn += 1
             await asyncio.sleep(0)
     assert len(set(taken)) == num_turns
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "params"),
+    [(100, {}), (8, {"allowed_token_ids": [5] * 1000}), (8, {"bad_words": ["w" * 30] * 20})],
+)
+async def test_many_short_prompts_are_prepared_in_a_thread(llm, monkeypatch, num_prompts, params):
+    """Each takes a while, whatever its length, and all that the parameters take."""
+    threads = set()
+    process = llm.processor.process
+
+    def record(*args):
+        threads.add(threading.current_thread())
+        return process(*args)
+
+    monkeypatch.setattr(llm.processor, "process", record)
+    prompts = [Prompt(content="a", request_id=f"r{i}") for i in range(num_prompts)]
+    await llm.prepare(prompts[:1], SamplingParams())
+    assert threads == {threading.current_thread()}
+    threads.clear()
+    await llm.prepare(prompts, SamplingParams(**params))
+    assert threading.current_thread() not in threads
