@@ -167,9 +167,8 @@ class EngineCoreOutput(Message):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, at first scheduling
     marks: list[Mark] = []  # on the first and on the last output
     error: str | None = None  # with finish_reason error
-    prompt_logprobs: list[TokenLogprobs] | None = (
-        None  # on the first output; one per prompt token but the first
-    )
+    # On the first output; one per prompt token but the first.
+    prompt_logprobs: list[TokenLogprobs] | None = None
     pooled: bytes | None = None  # float32, little-endian: what PoolingParams ask for
     # It stops because nothing may follow: its last token is text, not a stop token.
     ended_by_grammar: bool = False
@@ -238,9 +237,8 @@ class StartWorker(msgspec.Struct):
     rank: int  # 0 to tensor_parallel_size - 1
     inbox: str  # address where it receives ToWorker
     outbox: str  # address that it sends FromWorker to
-    distributed_init: str | None = (
-        None  # where several workers meet: an init_method of torch.distributed
-    )
+    # Where several workers meet: an init_method of torch.distributed.
+    distributed_init: str | None = None
 
 
 class LoadModel(Message, tag=True):
@@ -325,9 +323,8 @@ class ModelRunnerOutput(Message, tag=True):
 
     sampled_token_ids: list[list[int]]  # empty for a request that does not sample in this step
     logprobs: dict[int, list[TokenLogprobs]] = {}  # index in `scheduled` -> one per sampled token
-    prompt_logprobs: dict[
-        int, PromptLogprobs
-    ] = {}  # index in `scheduled` -> those of the tokens computed
+    # Index in `scheduled` -> those of the tokens computed.
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
     pooled: dict[int, bytes] = {}  # index in `scheduled` -> vector or vectors, float32
     errors: dict[int, str] = {}  # index in `scheduled` -> why its request could not enter
 

@@ -28,7 +28,7 @@ class EngineCore:
 
     Args:
         config: resolved.
-        spec: of the model.
+        spec: the model's.
         executor: started.
         num_blocks: KV-cache blocks that the executor has (`WorkerReady.num_blocks`).
     """

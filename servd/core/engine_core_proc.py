@@ -100,7 +100,7 @@ class EngineCoreProc:
         self.executor: Executor | None = None
 
     def run(self) -> None:
-        """Load the model, then serve until the process is told to end."""
+        """Load the model, then serve until the process is to end."""
         self.input_thread.start()
         self.output_thread.start()
         try:

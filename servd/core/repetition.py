@@ -16,9 +16,8 @@ class RepetitionDetector:
     def __init__(self, params: RepetitionDetection) -> None:
         self.sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
         self.min_count = params.min_count
-        self.runs: dict[
-            int, int
-        ] = {}  # size -> how many of the last tokens equal the one that far before them
+        # Size -> how many of the last tokens equal the one that far before them.
+        self.runs: dict[int, int] = {}
 
     def append(self, token_ids: list[int], begin: int) -> bool:
         """Take in the last of `token_ids`, of which the output is from index `begin` on.

@@ -60,17 +60,15 @@ class Request:
     max_num_tokens: int  # prompt and output together
     stop_token_ids: frozenset[int]  # those of the model and those of the request
     min_tokens: int
-    reads_prompt: (
-        bool  # something of every prompt token is asked for, so none may come from the prefix cache
-    )
+    # Something of every prompt token is asked for, so none may come from the prefix cache.
+    reads_prompt: bool
     repetition: RepetitionDetector | None
     is_prompt_only: bool  # ends when its prompt is computed; its sampled token is dropped
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0  # known tokens and placeholders
-    num_computed_tokens: int = (
-        0  # scheduled so far; equal to num_tokens while the next token is awaited
-    )
+    # Scheduled so far; equal to num_tokens while the next token is awaited.
+    num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
     num_preemptions: int = 0
     slot: int = -1  # row in the workers while running
@@ -78,9 +76,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens
     num_registered_blocks: int = 0  # the first of block_ids, known to the prefix cache
     marks: list[Mark] = field(default_factory=list)  # not yet sent to the client
-    prompt_logprobs: list[TokenLogprobs] = field(
-        default_factory=list
-    )  # of the tokens from the second on
+    # Those of the tokens from the second on.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def from_message(

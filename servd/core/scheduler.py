@@ -135,7 +135,7 @@ class Scheduler:
         Then waiting requests join while tokens, slots and blocks last.
 
         Args:
-            idle_slots: of running requests that sit this step out.
+            idle_slots: slots of running requests that sit this step out.
         """
         step = Step(self._num_steps)
         budget = self._schedule_running(step, self.max_num_batched_tokens, idle_slots)
@@ -254,7 +254,7 @@ class Scheduler:
         """Take in the sampled tokens of the oldest step in flight.
 
         Args:
-            result: of that step.
+            result: what the worker made of that step.
             ends: index in the step -> how its grammar ends an output with this token.
         """
         step = self._in_flight.popleft()

@@ -29,14 +29,12 @@ def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor")
 
     Args:
         model: loaded, and none of its matrices packed for a CPU, which torch could not look into.
-        backend: of torch.compile; the tests have others.
+        backend: one of torch.compile's; the tests have others.
     """
-    symbols.use_duck_shape = (
-        False  # a first step of as many tokens as a head has numbers would bind the two
-    )
-    attend = torch.compiler.disable(
-        Attention.forward
-    )  # one for all: a layer with another would be compiled anew
+    # A first step of as many tokens as a head has numbers would bind the two.
+    symbols.use_duck_shape = False
+    # One for all: a layer with another would be compiled anew.
+    attend = torch.compiler.disable(Attention.forward)
     layers: list[Any] = [
         layer
         for _, part in model.named_modules()

@@ -17,7 +17,7 @@ from servd.worker.readers import StepPart
 
 log = logging.getLogger("servd.worker")
 
-KV_CACHE_SHARE = 0.4  # of the available memory; a CPU's memory is not the server's alone
+KV_CACHE_SHARE = 0.4  # share of the available memory; a CPU's memory is not the server's alone
 MAX_KV_CACHE_BYTES = 4 << 30
 
 
@@ -25,7 +25,7 @@ class CPUModelRunner(ModelRunner):
     """Steps on a CPU. Memory of the cache is committed by the system when it is first written."""
 
     programs: ProgramRunner | None = None  # from allocate_kv_cache on, where they can be used
-    num_threads = 1  # of torch where it does the work; known from allocate_kv_cache on
+    num_threads = 1  # torch's, where it does the work; known from allocate_kv_cache on
 
     @property
     def compute_dtype(self) -> torch.dtype:

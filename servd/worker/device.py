@@ -15,7 +15,7 @@ from servd.worker.ops import native
 log = logging.getLogger("servd.worker")
 
 CGROUP = Path("/sys/fs/cgroup")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # see mallopt(3)
 
 
 def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
@@ -67,9 +67,8 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
     """CPUs that the control group allows, of either cgroup version, or None."""
-    quota, period = [*_read(cgroup / "cpu.max").split(), "", ""][
-        :2
-    ]  # version 2: "200000 100000" or "max 100000"
+    # Version 2: "200000 100000" or "max 100000".
+    quota, period = [*_read(cgroup / "cpu.max").split(), "", ""][:2]
     if not quota:
         quota, period = (
             _read(cgroup / "cpu/cpu.cfs_quota_us"),

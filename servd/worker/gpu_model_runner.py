@@ -34,9 +34,8 @@ class GPUModelRunner(ModelRunner):
         self.states.block_tables.tables[self.states.null_slot] = num_blocks
         self.graphs = self.make_graphs()
         if self.graphs is not None:
-            self._capture(
-                self.graphs, self.graphs.sizes[-1]
-            )  # the largest first: the others fit into its memory
+            # The largest first: the others fit into its memory.
+            self._capture(self.graphs, self.graphs.sizes[-1])
             self._capture(self.graphs, self.graphs.sizes[0])
 
     def make_graphs(self) -> GraphRunner | None:

@@ -54,9 +54,8 @@ class GraphRunner:
         self.forward = forward
         self.record = record
         self.hidden = hidden
-        self.padding = torch.tensor(
-            [[null_slot], [0]], device=hidden.device
-        )  # its slot and its position
+        # Its slot and its position.
+        self.padding = torch.tensor([[null_slot], [0]], device=hidden.device)
         self.inputs = self.padding.repeat(1, max_num_rows)  # int64 [2, max_num_rows]
         self.sizes = graph_sizes(max_num_rows)
         self.graphs: dict[int, Run] = {}

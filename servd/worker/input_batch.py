@@ -28,9 +28,8 @@ class InputBatch:
     query_start_loc: torch.Tensor  # int64 [num_rows + 1]
     seq_lens_device: torch.Tensor  # int64 [num_rows]
     slots: torch.Tensor  # int64 [num_rows]
-    sample_rows: (
-        np.ndarray
-    )  # int64 [n], on the host: indices in `scheduled` of the rows that sample
+    # int64 [n], on the host: indices in `scheduled` of the rows that sample.
+    sample_rows: np.ndarray
     sample_host_slots: np.ndarray  # int64 [n], on the host
     sample_tokens: torch.Tensor  # int64 [n]: index in the step of each one's last token
     sample_slots: torch.Tensor  # int64 [n]

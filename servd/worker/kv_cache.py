@@ -43,7 +43,7 @@ def count_blocks(
 
     Args:
         config: resolved.
-        block_bytes: of one block on this rank.
+        block_bytes: size of one block on this rank.
         memory: that the cache may take.
         weights_bytes: for the messages.
         remedies: what else would make room for one request of max_model_len.

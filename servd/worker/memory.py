@@ -71,7 +71,7 @@ class CudaMeter:
 class MemoryUse:
     """Found by a profile run; bytes, but for the last three."""
 
-    total: int  # of the device
+    total: int  # what the device has
     outside: int  # other processes, and the driver
     persistent: int  # weights, and what is kept for each request that may run
     per_request: int  # the part of `persistent` that goes with each of max_num_seqs

@@ -31,7 +31,7 @@ log = logging.getLogger("servd.worker")
 MODELS = "servd.worker.models"
 QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
-# Of a calibrated checkpoint, beside the projections or below one of them.
+# Found in a calibrated checkpoint, beside the projections or below one of them.
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
 
@@ -40,9 +40,8 @@ class Model(Protocol):
 
     packed: ClassVar[dict[str, tuple[str, int]]]
     ignored: ClassVar[tuple[str, ...]]
-    base_prefix: ClassVar[
-        str
-    ]  # of all names but the head's; checkpoints of the bare model leave it out
+    # What all names but the head's begin with; checkpoints of the bare model leave it out.
+    base_prefix: ClassVar[str]
     sliding_window: int | None
 
     def __call__(
@@ -209,7 +208,7 @@ def reform(model: Model, dtype: torch.dtype, quantization: str | None) -> None:
 
     Args:
         model: loaded.
-        dtype: of matrices that are not quantized; narrower ones stay as they are.
+        dtype: the type of matrices that are not quantized; narrower ones stay as they are.
         quantization: a file of servd/worker/quantization, or None.
     """
     make = (

@@ -71,9 +71,8 @@ class LaunchedStep:
     """A step between its two calls."""
 
     num_scheduled: int
-    sampling: tuple[InputBatch, torch.Tensor] | None = (
-        None  # hidden states [n, hidden] of the rows that sample
-    )
+    # Hidden states [n, hidden] of the rows that sample.
+    sampling: tuple[InputBatch, torch.Tensor] | None = None
     parts: Sequence[StepPart] = ()
 
 
@@ -99,7 +98,7 @@ class ModelRunner(ABC):
 
     Args:
         config: resolved.
-        spec: of the model.
+        spec: the model's.
         device: to run on.
         parallel: the ranks that share the model.
     """

@@ -35,14 +35,13 @@ class ProgramRunner:
     """Records a program when a number of rows is first run.
 
     Args:
-        max_num_rows: of a step; each has one token.
-        max_num_blocks: of a row.
+        max_num_rows: the most rows of a step; each has one token.
+        max_num_blocks: the most blocks of a row.
     """
 
     def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
-        self.tokens = torch.zeros(
-            3, max_num_rows, dtype=torch.int64
-        )  # ids, positions, slots of the cache
+        # Ids, positions, slots of the cache.
+        self.tokens = torch.zeros(3, max_num_rows, dtype=torch.int64)
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
         self.seq_lens = torch.ones(max_num_rows, dtype=torch.int64)
         self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
@@ -103,9 +102,8 @@ class OnlyViews(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {_memory_of(tensor) for tensor in args if isinstance(tensor, torch.Tensor)}
         views = result if isinstance(result, list | tuple) else [result]
-        if any(
-            _memory_of(view) not in given for view in views
-        ):  # `contiguous` and the like, where they must copy
+        # `contiguous` and the like, where they must copy.
+        if any(_memory_of(view) not in given for view in views):
             raise NotRecordable(f"{func} makes a copy")
         return result
 
@@ -122,7 +120,7 @@ class Memory:
     def __init__(self, max_num_rows: int) -> None:
         self.max_num_rows = max_num_rows
         self.buffers: list[np.ndarray] = []
-        self.users: list[weakref.ref[np.ndarray]] = []  # of each buffer, the last one
+        self.users: list[weakref.ref[np.ndarray]] = []  # the last one of each buffer
 
     def take(self, shape: tuple[int, ...], num_rows: int) -> torch.Tensor:
         """Memory for the result of a step with `num_rows` rows."""
@@ -134,9 +132,8 @@ class Memory:
         else:
             index = len(self.buffers)
             self.buffers.append(np.empty(capacity, dtype=np.float32))
-        part = self.buffers[index][
-            :size
-        ]  # torch holds it as long as any tensor refers to this memory
+        # Torch holds it as long as any tensor refers to this memory.
+        part = self.buffers[index][:size]
         self.users[index : index + 1] = [weakref.ref(part)]
         return torch.from_numpy(part).view(shape)
 

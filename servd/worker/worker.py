@@ -27,8 +27,8 @@ class Worker:
 
     Args:
         config: resolved.
-        spec: of the model, with a local folder.
-        rank: of this worker among tensor_parallel_size.
+        spec: the model's, with a local folder.
+        rank: this worker's among tensor_parallel_size.
         progress: called with a start-up phase and how far it is, 0 to 1.
         distributed_init: where several ranks meet, e.g. "tcp://127.0.0.1:29500".
     """
@@ -109,4 +109,4 @@ class Worker:
         """
         self.parallel.close()
         if self.device.type == "cpu":
-            torch.set_num_threads(self.num_threads)  # of a program that goes on without servd
+            torch.set_num_threads(self.num_threads)  # for a program that goes on without servd

@@ -26,7 +26,7 @@ from servd.messages import (
 )
 from servd.params import PoolingParams, SamplingParams
 
-BYTE_VOCAB = 257  # of hf.FAKE_SPEC
+BYTE_VOCAB = 257  # see hf.FAKE_SPEC
 NEARLY_ALL = 250  # allowed tokens; inside a JSON string it is about 150 of the bytes
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32: five bits choose one
 CLOSERS = frozenset([*b'"]}', 256])  # 256: end of sequence

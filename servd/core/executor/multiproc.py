@@ -45,9 +45,8 @@ class MultiProcExecutor(executor.Executor):
         self.outboxes: list[Outbox] = []
         self.is_launched = False
         self.is_stopping = False
-        self.ended: queue.SimpleQueue[Child] = (
-            queue.SimpleQueue()
-        )  # workers that ended by themselves
+        # Workers that ended by themselves.
+        self.ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
 
     def start(self) -> WorkerReady:
         """Start the processes and load the model on all of them."""

@@ -55,9 +55,8 @@ class KVCacheManager:
         """
         num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
         wanted = -(-num_tokens // self.block_size) - len(cached)
-        idle = sum(
-            self.pool.ref_counts[block] == 0 for block in cached
-        )  # free now, but not for others
+        # Free now, but not for others.
+        idle = sum(self.pool.ref_counts[block] == 0 for block in cached)
         return wanted <= self.pool.num_free - idle
 
     def adopt(self, request: Request, cached: list[int]) -> None:

@@ -77,7 +77,7 @@ class Row:
     until_begun: bytes | None
     replace: Callable[[Grammar], Grammar]  # see GrammarCache.replace
     token_ids: list[int] = field(default_factory=list)  # that the matcher has taken in
-    num_renewals: int = 0  # of the grammar
+    num_renewals: int = 0  # how often the grammar was compiled anew
     error: str | None = None
     num_awaited: int = 0  # tokens that steps in flight sample
     mask_seconds: float = 0.0  # what the next mask may take: the slowest of late
@@ -150,7 +150,7 @@ class GrammarManager:
 
     Args:
         config: resolved.
-        spec: of the model.
+        spec: the model's.
     """
 
     def __init__(self, config: Config, spec: ModelSpec) -> None:

@@ -43,8 +43,8 @@ class AttentionSpec:
     head_dim: int
     block_size: int
     sliding_window: int | None  # a token sees itself and the sliding_window - 1 tokens before
-    dtype: torch.dtype  # of queries, keys and values
-    kv_dtype: torch.dtype  # of the cache
+    dtype: torch.dtype  # queries, keys and values
+    kv_dtype: torch.dtype  # the cache
     device: torch.device
 
 
@@ -59,9 +59,8 @@ class AttentionBatch:
     seq_lens: np.ndarray
     query_start_loc: torch.Tensor  # int32 [num_rows + 1], first token of each row, on the device
     seq_lens_device: torch.Tensor  # int32 [num_rows]
-    block_tables: (
-        torch.Tensor
-    )  # int32 [num_rows, max_blocks], on the device; entries past the length are any block
+    # int32 [num_rows, max_blocks], on the device; entries past the length are any block.
+    block_tables: torch.Tensor
     slot_mapping: torch.Tensor  # int64 [num_tokens]: block * block_size + offset, on the device
 
 
@@ -116,8 +115,8 @@ class Backend(ABC, Generic[Metadata]):
             q: [num_tokens, num_heads, head_dim].
             k: [num_tokens, num_kv_heads, head_dim].
             v: like k.
-            kv_cache: of this layer, see `kv_cache_shape`.
-            metadata: of this step.
+            kv_cache: this layer's, see `kv_cache_shape`.
+            metadata: this step's.
             rotation: None for a model without rotary positions.
 
         Returns:
@@ -144,8 +143,8 @@ class Backend(ABC, Generic[Metadata]):
 
         Args:
             q: [num_tokens, num_heads, head_dim], as `write` returned it.
-            kv_cache: of this layer.
-            metadata: of this step.
+            kv_cache: this layer's.
+            metadata: this step's.
             scale: factor on the scores.
 
         Returns:

@@ -16,9 +16,8 @@ from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.device import upload
 
 HEAD_DIMS = (64, 128, 256)
-WORKSPACE_BYTES = (
-    256 << 20
-)  # for partial results of split rows; 128 MiB, as recommended, are too few for 64 heads
+# For partial results of split rows; 128 MiB, as recommended, are too few for 64 heads.
+WORKSPACE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from servd.worker.attention import AttentionBatch, AttentionSpec
 from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.device import upload
 
-MAX_PADDING = (
-    1.25  # the longest row of a group may have this many times the blocks of the shortest ...
-)
+# The longest row of a group may have this many times the blocks of the shortest ...
+MAX_PADDING = 1.25
 FREE_BLOCKS = 4  # ... or so many blocks more
 # Keys (or values) that a group gathers. On a CPU they should still be in its cache when they are
 # read.
@@ -31,9 +30,8 @@ class Group:
     """
 
     num_rows: int
-    tokens: (
-        torch.Tensor | None
-    )  # int64 [num_rows * query_len], or None: all tokens of the step in order
+    # int64 [num_rows * query_len], or None: all tokens of the step in order.
+    tokens: torch.Tensor | None
     blocks: torch.Tensor  # int64 [num_rows * num_blocks]
     mask: torch.Tensor  # [num_rows, 1, query_len, num_blocks * block_size], 0 or -inf
 
@@ -124,9 +122,8 @@ class Backend(AttentionBackend[Metadata]):
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
     ) -> torch.Tensor:
         """Group by group."""
-        key_blocks, value_blocks = kv_cache.flatten(
-            2
-        )  # [num_blocks, block_size * kv_heads * head_dim]
+        # [num_blocks, block_size * kv_heads * head_dim]
+        key_blocks, value_blocks = kv_cache.flatten(2)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in metadata.groups:
             queries = q if group.tokens is None else q[group.tokens]

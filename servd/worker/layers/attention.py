@@ -19,7 +19,7 @@ class ForwardContext:
     """What one step's forward pass needs beside its inputs."""
 
     backend: Backend[Any]
-    metadata: Any  # of the backend
+    metadata: Any  # the backend's
     kv_caches: list[torch.Tensor]  # one per layer
 
 

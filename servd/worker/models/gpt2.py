@@ -104,10 +104,8 @@ class GPT2LMHeadModel(nn.Module):
     """The whole model, under the names of the checkpoint."""
 
     packed: ClassVar[dict[str, tuple[str, int]]] = {}
-    ignored: ClassVar[tuple[str, ...]] = (
-        ".attn.bias",
-        ".attn.masked_bias",
-    )  # causal masks of old checkpoints
+    # Causal masks of old checkpoints.
+    ignored: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")
     base_prefix: ClassVar[str] = "transformer."
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:

@@ -13,7 +13,7 @@ from servd.errors import ConfigError
 from servd.worker.layers._matrix import Form
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-MULTIPLE = 16  # of both sizes of a matrix, for the tensor cores
+MULTIPLE = 16  # both sizes of a matrix are one, for the tensor cores
 
 
 def quantize(weight: torch.Tensor) -> Form | None:
@@ -39,9 +39,8 @@ class Fp8Matrix:
         self.dtype = weight.dtype
         self.weight, self.scale = round_rows(weight)
         self.round_rows = round_rows
-        if weight.device.type == "cuda" and find_spec(
-            "triton"
-        ):  # in torch it is seven kernels for each product
+        # In torch it is seven kernels for each product.
+        if weight.device.type == "cuda" and find_spec("triton"):
             from servd.worker.ops.triton.round_rows import round_rows as fused
 
             self.round_rows = fused

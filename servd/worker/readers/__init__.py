@@ -32,7 +32,7 @@ class Reader(ABC):
     """Follows the requests that ask for something, through all chunks of their prompts.
 
     Args:
-        states: of all slots.
+        states: those of all slots.
         compute_logits: hidden states [n, hidden] to logits [n, vocab].
     """
 
@@ -54,6 +54,6 @@ class Reader(ABC):
 
 
 def load(states: RequestStates, compute_logits: Callable[[Tensor], Tensor]) -> list[Reader]:
-    """One of each file; arguments as of `Reader`."""
+    """One of each file; with the arguments of `Reader`."""
     classes = [plugins.load(__name__, name, "Reader") for name in plugins.names(__name__)]
     return [each(states, compute_logits) for each in classes]

@@ -85,9 +85,8 @@ class Reader(readers.Reader):
 class Pooled:
     """Vectors of one step."""
 
-    by_token: dict[
-        int, tuple[PoolingParams, Tensor]
-    ]  # row of the step -> [num_prompt_tokens, hidden]
+    # Row of the step -> [num_prompt_tokens, hidden].
+    by_token: dict[int, tuple[PoolingParams, Tensor]]
     params: dict[int, PoolingParams]  # row of the step -> what its row of `vectors` becomes
     vectors: Tensor  # [n, hidden] float32
 

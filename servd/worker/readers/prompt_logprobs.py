@@ -82,9 +82,8 @@ class Reader(readers.Reader):
 class PromptLogprobsPart:
     """What one step adds to the prompts' scores."""
 
-    parts: list[
-        tuple[int, int, int]
-    ]  # index in `scheduled`, index in the prompt of the first token, tokens
+    # Index in `scheduled`, index in the prompt of the first token, tokens.
+    parts: list[tuple[int, int, int]]
     slices: list[LogprobsTensors]  # all tokens of all parts, in order
 
     def to_host(self) -> PromptLogprobsPart:

@@ -25,7 +25,7 @@ class LogprobsTensors:
     # [m, 1 + k_max + named_max] int64: the sampled token, the k_max most likely, those named
     token_ids: Tensor
     logprobs: Tensor  # [m, 1 + k_max + named_max] float32
-    ranks: Tensor  # [m] int64: of the sampled token in the vocabulary, from 1
+    ranks: Tensor  # [m] int64: rank of the sampled token in the vocabulary, from 1
     num_logprobs: list[int | None]  # [n]: k of each row, None where not asked
     num_named: list[int]  # [m]: tokens named by each row that asked
 
@@ -89,7 +89,7 @@ class SampledLogprobs:
             raw_logits: [m, vocab] float32, of these rows.
             sampled: [num_rows] int64.
             rows: those that asked.
-            num_rows: of the step.
+            num_rows: the step's.
         """
         num_logprobs: list[int | None] = [None] * num_rows
         slots = rows.host_slots.tolist()

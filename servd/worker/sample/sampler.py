@@ -91,7 +91,7 @@ class Sampler:
 
         Args:
             slot: its row of state.
-            params: of the request.
+            params: the request's.
             prompt_token_ids: at least one.
             output_token_ids: sampled before; empty at first.
             eos_token_ids: forbidden, with params.stop_token_ids, for the first params.min_tokens

@@ -12,7 +12,7 @@ BLOCK = 1024
 
 @triton.jit
 def function(x, NAME: tl.constexpr):
-    """Of float32 numbers, by the names of `reference.ACTIVATIONS`."""
+    """Activations of float32 numbers, by the names of `reference.ACTIVATIONS`."""
     if NAME == "silu":
         return x * tl.sigmoid(x)
     elif NAME == "relu":

@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-MIN_TILE = (
-    1024  # numbers per program; several rows where they are short, as the heads of a query are
-)
+# Numbers per program; several rows where they are short, as the heads of a query are.
+MIN_TILE = 1024
 
 
 @triton.jit(do_not_specialize=["num_rows"])

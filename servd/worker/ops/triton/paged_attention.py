@@ -33,11 +33,10 @@ import triton.language as tl
 
 # ---- tuning: plausible, not measured yet ----
 
-DECODE_LINES = 16  # of a tile: the fewest that the tensor cores multiply
+DECODE_LINES = 16  # in a tile: the fewest that the tensor cores multiply
 PREFILL_LINES = 64
-MAX_SPLIT_QUERIES = (
-    4  # query tokens of a row that is split over its keys; bounds the memory of the partial results
-)
+# Query tokens of a row that is split over its keys; bounds the memory of the partial results.
+MAX_SPLIT_QUERIES = 4
 MIN_SPLIT = 512  # keys per split: below this, merging costs more than it gains
 MAX_SPLITS = 16  # a power of two
 
@@ -71,9 +70,9 @@ def tuning(head_dim: int, dtype: torch.dtype) -> Tuning:
 class Plan:
     """Sizes of a step's grids and buffers, from the lengths on the host; equal in all layers."""
 
-    num_tiles: int  # of rows that are not split
-    max_queries: int  # of a row that is split; 0: there is none
-    max_splits: int  # of a row; at most MAX_SPLITS
+    num_tiles: int  # over all rows that are not split
+    max_queries: int  # in a row that is split; 0: there is none
+    max_splits: int  # in a row; at most MAX_SPLITS
 
 
 def split_queries(group: int) -> int:
@@ -88,16 +87,14 @@ def plan(query_lens: np.ndarray, seq_lens: np.ndarray, group: int, window: int |
     short = query_lens <= split_queries(group)
     num_tiles = 0
     if not short.all():
-        num_tiles = int(query_lens.sum()) // _tile_queries(group) + len(
-            query_lens
-        )  # see _row_of_tile
+        # See _row_of_tile.
+        num_tiles = int(query_lens.sum()) // _tile_queries(group) + len(query_lens)
     if not short.any():
         return Plan(num_tiles, 0, 0)
     max_queries, max_keys = int(query_lens[short].max()), int(seq_lens[short].max())
     if window is not None:
-        max_keys = min(
-            max_keys, window + max_queries + MIN_SPLIT
-        )  # the first key is rounded down to a turn of the loop
+        # The first key is rounded down to a turn of the loop.
+        max_keys = min(max_keys, window + max_queries + MIN_SPLIT)
     return Plan(num_tiles, max_queries, min(-(-max_keys // MIN_SPLIT), MAX_SPLITS))
 
 
@@ -125,7 +122,7 @@ def paged_attention(
         block_tables: int32 [num_rows, at least the blocks of the longest row].
         query_start_loc: int32 [num_rows + 1].
         seq_lens: int32 [num_rows], at least 1.
-        plan: of this step.
+        plan: this step's.
         scale: factor on the scores.
         window: a token sees itself and the window - 1 tokens before; None: all before.
 
@@ -307,9 +304,8 @@ def _attend(
             seen &= key[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        shift = tl.where(
-            new_highest == float("-inf"), 0.0, new_highest
-        )  # -inf - -inf is not a number
+        # -inf - -inf is not a number.
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(highest - shift)
         total = total * decay + tl.sum(weights, 1)

@@ -75,7 +75,7 @@ class LogitsProcessor(ABC):
 
 
 def load(vocab_size: int, max_num_seqs: int, device: torch.device) -> list[LogitsProcessor]:
-    """One of each file, in order; arguments as of `LogitsProcessor`."""
+    """One of each file, in order; with the arguments of `LogitsProcessor`."""
     classes = [plugins.load(__name__, name, "Processor") for name in plugins.names(__name__)]
     classes.sort(key=lambda each: each.order)
     return [each(vocab_size, max_num_seqs, device) for each in classes]

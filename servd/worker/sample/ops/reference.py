@@ -13,11 +13,8 @@ from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized
 from servd.worker.sample.uniform import uniform
 
 MAX_SORTED = 256  # a top-k up to this size is found faster by torch.topk than by counting digits
-DIGITS = (
-    (20, 11),
-    (10, 10),
-    (0, 10),
-)  # (shift, bits) of the 31 bits that a float32 without sign has
+# (shift, bits) of the 31 bits that a float32 without sign has.
+DIGITS = ((20, 11), (10, 10), (0, 10))
 
 
 def shift(
@@ -46,9 +43,8 @@ def add_biases(logits: Tensor, biased: Biased) -> None:
 
 def _penalize(logits: Tensor, penalized: Penalized) -> Tensor:
     counts = penalized.counts[penalized.slots]  # a copy
-    repetition, frequency, presence = (
-        penalized.factors[penalized.slots].unsqueeze(-1).unbind(1)
-    )  # each [rows, 1]
+    # Each [rows, 1].
+    repetition, frequency, presence = penalized.factors[penalized.slots].unsqueeze(-1).unbind(1)
     factor = torch.where(logits > 0, 1 / repetition, repetition).masked_fill_(counts == 0, 1)
     num_outputs = counts.bitwise_and_(IN_PROMPT - 1)
     return (logits * factor).sub_(frequency * num_outputs).sub_(presence * (num_outputs > 0))
@@ -81,9 +77,8 @@ def _narrow_by_sorting(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     masses = candidates.to(torch.int64)
     more_probable = masses.cumsum(dim=-1) - masses  # mass of the tokens before this one
     num_kept = (more_probable < (top_p * masses.sum(dim=-1)).unsqueeze(1)).sum(dim=-1, keepdim=True)
-    return candidates.gather(1, (num_kept - 1).clamp_(min=0)).squeeze(
-        1
-    )  # none are kept only in undefined rows
+    # None are kept only in undefined rows.
+    return candidates.gather(1, (num_kept - 1).clamp_(min=0)).squeeze(1)
 
 
 def _narrow_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -129,9 +124,8 @@ def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
         sums = sums.index_add_(0, ((rows << width) + digits).flatten(), masses.flatten()).view(
             num_rows, -1
         )
-        above = (
-            mass_above + sums.flip(1).cumsum(1).flip(1) - sums
-        )  # of the weights whose digit is greater
+        # The mass of the weights whose digit is greater.
+        above = mass_above + sums.flip(1).cumsum(1).flip(1) - sums
         digit = (above < limits.unsqueeze(1)).int().argmax(dim=1, keepdim=True)
         mass_above = above.gather(1, digit)
         digit = digit.squeeze(1).int()
@@ -146,9 +140,8 @@ def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> T
     """See `SamplingOps.draw`."""
     cumulative = _at_least(weights, lowest).to(torch.int64).cumsum_(dim=-1)
     total = cumulative[:, -1]
-    target = (uniform(seeds, positions) * total).to(
-        torch.int64
-    )  # < total: the largest u never rounds up to it
+    # < total: the largest u never rounds up to it.
+    target = (uniform(seeds, positions) * total).to(torch.int64)
     token_ids = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
     return token_ids.clamp_(max=weights.shape[1] - 1)
 
@@ -167,9 +160,8 @@ def verify(
         draft_probs = torch.zeros_like(weights[:, :num_drafts]).scatter_(2, at, 1.0)
     target = weights.masked_fill(weights < lowest.unsqueeze(-1), 0).to(torch.int64)
     bonus, target = target[:, num_drafts:], target[:, :num_drafts]
-    claimed = draft_probs.double() * target.sum(
-        dim=-1, keepdim=True
-    )  # by the draft, in units of the target's weights
+    # What the draft claims, in units of the target's weights.
+    claimed = draft_probs.double() * target.sum(dim=-1, keepdim=True)
     left = (target - claimed).clamp_(min=0)
     all_positions = positions.unsqueeze(1) + torch.arange(num_drafts, device=positions.device)
     # The draw at the same position uses the seed itself.

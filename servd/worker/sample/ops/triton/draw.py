@@ -47,9 +47,8 @@ def draw_kernel(
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
     position = tl.load(positions_ptr + row).to(tl.uint64, bitcast=True)
-    random = (splitmix64(splitmix64(seed, 0), position) >> 11).to(
-        tl.float64
-    ) * 1.1102230246251565e-16  # 2**-53
+    bits = splitmix64(splitmix64(seed, 0), position) >> 11
+    random = bits.to(tl.float64) * 1.1102230246251565e-16  # 2**-53
     block = tl.arange(0, BLOCKS)
     masses = tl.load(masses_ptr + row * num_blocks + block, mask=block < num_blocks, other=0)
     target = (random * tl.sum(masses, axis=0).to(tl.float64)).to(tl.int64)
