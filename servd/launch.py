@@ -230,7 +230,7 @@ class SocketFolder:
 
 
 class ProcessTree:
-    """The children of this process, and what happens when one of them, or this process, is told to
+    """The children of this process, and what happens when one of them, or this process, has to
     end.
     """
 

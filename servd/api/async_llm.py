@@ -114,7 +114,7 @@ class AsyncLLM:
 
     Args:
         config: resolved.
-        spec: of the model.
+        spec: the model's.
         client: the channel to the engine.
         processor: makes engine requests.
         output_processor: makes text.

@@ -68,7 +68,7 @@ class BeamSearch:
         self.num_cached_tokens = 0
 
     async def run(self, async_llm: AsyncLLM) -> list[CompletionOutput]:
-        """The answers, best first, each whole. Errors as of `AsyncLLM.generate`."""
+        """The answers, best first, each whole. Raises what `AsyncLLM.generate` raises."""
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
         arrival_ns = async_llm.tracer.begin_ns(self.prepared.request_id)

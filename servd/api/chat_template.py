@@ -260,10 +260,9 @@ def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[s
         message["content"] = [{"type": "text", "text": text} for text in texts]
     else:
         message["content"] = "\n".join(texts)
-    if thoughts := message.get("reasoning_content") or message.get(
-        "reasoning"
-    ):  # templates read either name
-        message |= {"reasoning_content": thoughts, "reasoning": thoughts}
+    # Templates read either name.
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
     return message

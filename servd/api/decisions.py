@@ -66,8 +66,8 @@ class OptionScorer:
     """Probabilities of options after prompts, for a request that `AsyncLLM.admit` has let in.
 
     Attributes:
-        num_prompt_tokens: of all prompts.
-        num_cached_tokens: of them, those that the prefix cache had.
+        num_prompt_tokens: those of all prompts.
+        num_cached_tokens: those among them that the prefix cache had.
         num_output_tokens: one for each request to the engine.
     """
 

@@ -43,10 +43,10 @@ async def embed(
 
     Args:
         request: whose body has been read.
-        prefix: of the ids of the engine's requests.
+        prefix: what the ids of the engine's requests begin with.
         prompts: at least one; they get their ids here.
-        params: of all of them.
-        options: of all of them.
+        params: for all of them.
+        options: for all of them.
         check: gets the number of tokens of all prompts before anything is computed, and may refuse
             them.
 

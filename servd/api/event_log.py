@@ -10,7 +10,7 @@ class EventLog:
     """Grows until it is closed.
 
     Attributes:
-        num_bytes: of all events.
+        num_bytes: the size of all events.
     """
 
     def __init__(self) -> None:

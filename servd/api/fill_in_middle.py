@@ -30,7 +30,7 @@ class FillInMiddle:
 
     Args:
         template: with `{prefix}` and `{suffix}`.
-        tokenizer: of the model.
+        tokenizer: the model's.
 
     Raises:
         ConfigError: `template` does not have each of both once.

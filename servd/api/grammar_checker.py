@@ -48,8 +48,8 @@ class GrammarChecker:
     passed here.
 
     Args:
-        config: resolved.
-        spec: of the model.
+        config: resolved; its limits are those of the engine.
+        spec: the model's.
     """
 
     def __init__(self, config: Config, spec: ModelSpec) -> None:

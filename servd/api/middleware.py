@@ -49,7 +49,7 @@ class RequestContext:
         app: what is surrounded.
         tracer: has the timelines.
         metrics: count.
-        paths: of all routes, templates or not.
+        paths: those of all routes, templates or not.
     """
 
     def __init__(

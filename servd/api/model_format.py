@@ -28,10 +28,8 @@ log = logging.getLogger("servd.api")
 
 TOOL_PARSERS = "servd.api.tool_parsers"
 REASONING_PARSERS = "servd.api.reasoning_parsers"
-SCHEMAS = {
-    "json": "{}",
-    "json_object": '{"type": "object"}',
-}  # kinds of structured output that are schemas
+# Kinds of structured output that are schemas.
+SCHEMAS = {"json": "{}", "json_object": '{"type": "object"}'}
 
 
 class ExpectedOutput(msgspec.Struct, frozen=True):
@@ -60,7 +58,7 @@ class ModelFormat:
     """How the served model writes reasoning and tool calls.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's.
         tool_parser: None if the model has no known format; required and named calls work all the
             same.
         reasoning_parser: None if the model does not reason.

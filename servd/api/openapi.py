@@ -97,7 +97,7 @@ def describes(
         answers: msgspec types, one of which a 200 has; none if the route always refuses.
         body: the `RequestBody` that it reads, or a union of them.
         events: msgspec types of the documents in a stream, if the client may ask for one.
-        media_types: of a 200; the client chooses.
+        media_types: those of a 200; the client chooses.
         query: parameter name -> JSON schema.
         statuses: more that are no errors: what the status means, and the type of its body.
     """

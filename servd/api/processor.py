@@ -39,7 +39,7 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     @property
     def request_id(self) -> str:
-        """As of the prompt."""
+        """The prompt's."""
         return self.request.request_id
 
     @property
@@ -54,8 +54,8 @@ class Processor:
 
     Args:
         config: resolved.
-        spec: of the model.
-        tokenizer: of the model.
+        spec: the model's.
+        tokenizer: the model's.
         max_model_len: longest prompt plus output, in tokens.
         client: number of this API server.
     """

@@ -13,7 +13,7 @@ ENGINE_IS_DEAD = 3  # exit code of an API server whose engine reported its end
 
 
 class Start(msgspec.Struct):
-    """What an API server is told on its stdin."""
+    """What an API server reads from its stdin."""
 
     config: Config  # resolved
     spec: ModelSpec

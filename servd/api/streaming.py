@@ -57,9 +57,9 @@ class EventStream(Response):
 
     Args:
         frames: closed in any case.
-        request_id: of the request, for errors.
+        request_id: the request's, for errors.
         keep_alive: seconds without a frame after which `pulse` is sent.
-        headers: of the response.
+        headers: the response's.
         pulse: what is sent while there is no frame.
         end: what comes after the last frame.
         error_frame: makes the frame of an error out of what else would have been the response.

@@ -49,9 +49,8 @@ class Tokenizer:
         self._context = self.encode(" a", add_special_tokens=False)
         self._context_text = backend.decode(self._context, skip_special_tokens=False)
         self._bytes = _Table(self._make_bytes)
-        self._tables: dict[
-            frozenset[int], _Table
-        ] = {}  # special tokens that are visible -> table without the others
+        # Special tokens that are visible -> table without the others.
+        self._tables: dict[frozenset[int], _Table] = {}
         first = self._context[:1]
         self.strips_leading_space = backend.decode(first) != "".join(
             self.token_string(i) for i in first

@@ -136,15 +136,14 @@ class OutputConfig(TypedDict, total=False):
 class CountTokensRequest(TranslatedRequest):
     """Body of POST /v1/messages/count_tokens."""
 
-    keeps_budget: ClassVar[bool] = True  # of thoughts; no count depends on it
+    keeps_budget: ClassVar[bool] = True  # of reasoning; no count depends on it
 
     messages: Annotated[
         list[Annotated[dict[str, Any], BeforeValidator(_check_message)]],
         Field(fail_fast=True, min_length=1),
     ]
-    system: Annotated[Any, BeforeValidator(_check_system)] = (
-        None  # read as str | list[dict[str, Any]] | None
-    )
+    # Read as str | list[dict[str, Any]] | None.
+    system: Annotated[Any, BeforeValidator(_check_system)] = None
     tools: (
         Annotated[list[Annotated[Tool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None
     ) = None
@@ -243,7 +242,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class LimitedMessagesRequest(MessagesRequest):
-    """The same, to a model whose thoughts can be limited. Clients send a budget to every model."""
+    """The same, to a model whose reasoning can be limited. Clients send a budget to every model."""
 
     keeps_budget = True
 

@@ -38,8 +38,13 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
-def _check_content(content: Any) -> Any:
-    if content is None or isinstance(content, str):
+def check_parts(content: Any, *kinds: str) -> Any:
+    """Check that a content is text, or parts that are text of one of `kinds`, or a refusal.
+
+    Raises:
+        PydanticCustomError: it is not; names the first of `kinds` as the one to send.
+    """
+    if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise PydanticCustomError("content", "must be a string or a list of text parts")
@@ -47,15 +52,19 @@ def _check_content(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise PydanticCustomError("content", 'parts must be objects with a "type"')
+        if kind not in (*kinds, "refusal"):
+            message = "parts of type {kind} are not supported: send {send}"
+            raise PydanticCustomError("content", message, {"kind": kind[:32], "send": kinds[0]})
         key = "refusal" if kind == "refusal" else "text"
-        if kind not in ("text", "refusal"):
-            message = "parts of type {kind} are not supported: send text"
-            raise PydanticCustomError("content", message, {"kind": kind[:32]})
         if not isinstance(part.get(key), str):
             raise PydanticCustomError(
-                "content", "a {kind} part must have a string `{kind}`", {"kind": key}
+                "content", "a {kind} part must have a string `{key}`", {"kind": kind, "key": key}
             )
     return content
+
+
+def _check_content(content: Any) -> Any:
+    return None if content is None else check_parts(content, "text")
 
 
 ChatContent = str | list[TextPart | RefusalPart] | None

@@ -12,7 +12,7 @@ from servd.api.protocol.completions import MAX_PROMPTS
 from servd.api.protocol.validation import RequestBody, parse
 from servd.errors import InvalidRequest
 
-# What is told once, or by call, and so has no place where there are several conversations.
+# What is said once, or by call, and so has no place where there are several conversations.
 REFUSED = (
     "stream", "tools", "use_beam_search", "echo", "prompt_logprobs", "return_token_ids",
     "return_prompt_text",
@@ -50,7 +50,7 @@ class ChatBatchRequest(RequestBody):
 
     def _chat(self, number: int) -> ChatCompletionRequest:
         known = ChatCompletionRequest.model_fields
-        # What has no effect is told of the first one, and is not copied for the others.
+        # What has no effect is named for the first one, and is not copied for the others.
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in known or number == 0}
         fields |= {"model": self.model, "messages": self.messages[number]}
         try:

@@ -58,13 +58,13 @@ class ErrorReply(msgspec.Struct):
 
 
 def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply:
-    """The answer to `error`. One of the server's own is logged; an unexpected one is told to the
-    client by id only.
+    """The answer to `error`. One of the server's own is logged; of an unexpected one the client
+    gets the id only.
 
     Args:
         error: what was raised.
-        request_id: of the request.
-        path: of its route, which decides the shape.
+        request_id: the request's.
+        path: the route's, which decides the shape.
     """
     headers: dict[str, str] = {}
     match error:

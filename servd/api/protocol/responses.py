@@ -9,7 +9,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from servd.api.protocol.chat import OPEN, Function, RefusalPart, TokenLogprob, idle_strict
+from servd.api.protocol.chat import (
+    OPEN,
+    Function,
+    RefusalPart,
+    TokenLogprob,
+    check_parts,
+    idle_strict,
+)
 from servd.api.protocol.response_items import chat_messages
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys
@@ -32,26 +39,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_te
 
 
 def _check_content(content: Any) -> Any:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise PydanticCustomError("content", "must be a string or a list of text parts")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise PydanticCustomError("content", 'parts must be objects with a "type"')
-        if kind not in (*TEXT_PARTS, "refusal"):
-            raise PydanticCustomError(
-                "content",
-                "parts of type {kind} are not supported: send input_text",
-                {"kind": kind[:32]},
-            )
-        key = "refusal" if kind == "refusal" else "text"
-        if not isinstance(part.get(key), str):
-            raise PydanticCustomError(
-                "content", "a {kind} part must have a string `{key}`", {"kind": kind, "key": key}
-            )
-    return content
+    return check_parts(content, *TEXT_PARTS)
 
 
 class TextPart(TypedDict):
@@ -61,9 +49,8 @@ class TextPart(TypedDict):
     text: str
 
 
-Content = Annotated[
-    Any, BeforeValidator(_check_content, str | list[TextPart | RefusalPart])
-]  # read as str | list[dict[str, Any]]
+# Read as str | list[dict[str, Any]].
+Content = Annotated[Any, BeforeValidator(_check_content, str | list[TextPart | RefusalPart])]
 
 
 class InputMessage(TypedDict):

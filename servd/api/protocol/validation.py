@@ -80,9 +80,8 @@ def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
     if not first["loc"]:
         return InvalidRequest("the body must be a JSON object")
     body = pydantic_core.from_json(data)
-    problems: dict[
-        str, list[str]
-    ] = {}  # a union has one problem per member, all with the same path
+    # A union has one problem per member, all with the same path.
+    problems: dict[str, list[str]] = {}
     for detail in details:
         path = _path(detail["loc"], body)
         problems.setdefault(path, [])

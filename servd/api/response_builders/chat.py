@@ -42,7 +42,7 @@ class ChatBuilder(ChunkBuilder):
             self.has_begun[output.index] = True
             begin = ChoiceDelta(role="assistant", content=self.asked.echoed)
             chunks.append(self._chunk([ChunkChoice(output.index, begin)], self.chunk_usage()))
-        if is_first:  # it is told once
+        if is_first:  # it is said once
             chunks[0].prompt_token_ids, chunks[0].prompt_text = self._prompt()
         if has_news:
             choice = ChunkChoice(

@@ -46,7 +46,7 @@ class CompletionBuilder(ChunkBuilder):
         self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in self.choices]
 
     def chunks(self, output: CompletionOutput) -> list[Completion]:
-        """One chunk; a choice's first one also brings what is told once."""
+        """One chunk; a choice's first one also brings what is said once."""
         is_first = not self.has_begun[output.index]
         if not self.has_news(output) and not (is_first and self.echo):
             return []

@@ -67,7 +67,7 @@ class EventBuilder(ResponseBuilder):
 
     @property
     def parser(self) -> OutputParser:
-        """Of the only choice."""
+        """The only choice's."""
         return self.parsers[0]
 
     def events_of(self, output: CompletionOutput) -> Iterator[Event]:

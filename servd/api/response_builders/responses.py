@@ -44,9 +44,9 @@ class ResponsesBuilder(EventBuilder):
         keep: called when `response` is complete, before the client knows.
 
     Args:
-        request: of the client.
+        request: the client's.
         body: as the client sent it.
-        response_id: of the response.
+        response_id: the response's.
         chat: what the body means.
         is_stored: the response can be asked for later.
     """

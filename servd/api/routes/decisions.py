@@ -100,7 +100,7 @@ async def _probabilities(
     question: Question,
     listed: list[tuple[str, str]],
 ) -> list[float]:
-    """Of the options in this order, asked for in the last message of the conversation."""
+    """The options in this order, asked for in the last message of the conversation."""
     async_llm = scorer.async_llm
     lines = [f"- {text}: {meaning}" if meaning else f"- {text}" for text, meaning in listed]
     asked = "\n".join([question["instructions"], "", "Answer with one of these only:", *lines])

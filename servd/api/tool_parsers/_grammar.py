@@ -66,7 +66,7 @@ def calls_grammar(
     """The grammar of one or more calls of these tools (exactly one unless `parallel`).
 
     Args:
-        syntaxes: of the model's family; the model takes one of them.
+        syntaxes: those of the model's family; the model takes one of them.
         arguments_grammar: see `ToolParser.arguments_grammar`.
         tools: in OpenAI's form.
         parallel: more than one call is allowed.
@@ -88,7 +88,7 @@ def calls_grammar(
     starts = [f"calls{number}" for number in range(len(syntaxes))] + (
         ["content"] if content_schema else []
     )
-    # After thoughts, models like to begin a new paragraph.
+    # After reasoning, models like to begin a new paragraph.
     rules = [rf"start: /\n{{0,2}}/ ({' | '.join(starts)})"]
     for number, syntax in enumerate(syntaxes):
         separator, begin, end = (

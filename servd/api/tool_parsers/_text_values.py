@@ -16,7 +16,7 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
     tell.
 
     Args:
-        schema: of a value.
+        schema: a value's.
         root: what its references speak of.
         seen: references that were followed; they add nothing.
     """
@@ -54,7 +54,7 @@ def texts_of(schema: Any, root: Any, end: str) -> list[str]:
     matched as lazily as possible.
 
     Args:
-        schema: of the value.
+        schema: the value's.
         root: what its references speak of.
         end: closing tag.
 

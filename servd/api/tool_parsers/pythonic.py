@@ -24,7 +24,7 @@ _PLAIN = re.compile(r"[^'\"()\[\]{}]*")
 
 
 class Parser(ToolParser):
-    """A call is told when it is complete: only then it is known to be Python. Only literals are
+    """A call is emitted when it is complete: only then it is known to be Python. Only literals are
     evaluated.
     """
 
