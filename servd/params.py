@@ -11,7 +11,7 @@ from servd import bounds
 from servd.bounds import INT32_MAX, INT64_MAX, Count, TokenId
 from servd.errors import InvalidRequest
 
-# Limits of one request. The engine's columns have 32 or 64 bits; lists are sent once per choice.
+# Limits of one request. The engine's columns have 32 or 64 bits; lists are sent once per prompt.
 MAX_N = 128
 MAX_BEAMS = 16
 MAX_LOGPROBS = 20
@@ -90,9 +90,9 @@ class SamplingParams(
 ):
     """How tokens are chosen and when generation ends. Defaults are neutral, as in vLLM.
 
-    `stop`, `include_stop_str_in_output`, `skip_special_tokens`, `bad_words` and `n` concern text
-    and are used by the API room alone; the rest is used by the engine. Bounds are those of the
-    annotations; `verify` checks them.
+    `stop`, `include_stop_str_in_output`, `skip_special_tokens` and `bad_words` concern text and are
+    used by the API room alone; the rest is used by the engine, which makes `n` requests of one.
+    Bounds are those of the annotations; `verify` checks them.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
