@@ -14,7 +14,8 @@ from servd.errors import InvalidRequest
 # Limits of one request. The engine's columns have 32 or 64 bits; lists are sent once per prompt.
 MAX_N = 128
 MAX_BEAMS = 16
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # that clients may ask for
+MAX_CANDIDATES = 512  # that beam search asks for: for each beam, more than there are ways to end
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -116,7 +117,8 @@ class SamplingParams(
     allowed_token_ids: (
         Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
     ) = None
-    logprobs: NumLogprobs | None = None  # None: none; k: the sampled token and the k most likely
+    # None: none; k: the sampled token and the k most likely. Clients: up to MAX_LOGPROBS.
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)] | None = None
     stop: Annotated[
         list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]],
         Meta(max_length=MAX_STOP),

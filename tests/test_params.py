@@ -7,6 +7,7 @@ from servd.errors import InvalidRequest
 from servd.params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_CANDIDATES,
     MAX_LOGPROBS,
     MAX_N,
     MAX_PATTERN_SIZE,
@@ -31,7 +32,7 @@ BOUNDS = [
     ("seed", [None, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1]),
     ("max_tokens", [None, 0, 16], [-1]),
     ("min_tokens", [0, 16], [-1, 17]),
-    ("logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+    ("logprobs", [None, 0, MAX_CANDIDATES], [-1, MAX_CANDIDATES + 1]),
     ("prompt_logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
     ("repetition_detection", [None, Repetition(0, 0, 0), Repetition(MAX_PATTERN_SIZE,
         MAX_PATTERN_SIZE, 2)],

@@ -23,7 +23,7 @@ from servd.api.tokenizer import Tokenizer
 from servd.errors import EngineError
 from servd.messages import FinishReason, TokenLogprobs
 from servd.outputs import CompletionOutput
-from servd.params import SamplingParams
+from servd.params import MAX_CANDIDATES, SamplingParams
 from servd.tracing import now_ns
 
 EarlyStopping = bool | Literal["never"]
@@ -61,7 +61,8 @@ class BeamSearch:
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         self.ends = frozenset(prepared.request.eos_token_ids).union(params.stop_token_ids)
-        self.num_candidates = max(2, 1 + len(self.ends)) * self.num_beams  # so many cannot all end
+        # So many cannot all end.
+        self.num_candidates = min(max(2, 1 + len(self.ends)) * self.num_beams, MAX_CANDIDATES)
         self.running = [Beam([], 0.0)]
         self.finished: list[Beam] = []  # best first
         self.length = 0

@@ -10,6 +10,7 @@ import math
 import pytest
 
 from servd.messages import AbortRequests, EngineCoreRequest
+from servd.params import MAX_BEAMS, MAX_STOP
 from tests.api.harness import events, output_text, serve, until, user
 from tests.api.test_errors import check
 from tests.api.test_metrics_route import values
@@ -149,6 +150,13 @@ async def test_the_load_is_one_during_the_whole_search(served):
     body = {"prompt": "a", "n": 3, "max_tokens": 5, "use_beam_search": True}
     assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
     assert loads == {1}
+
+
+async def test_the_widest_search_with_the_most_ways_to_end(http):
+    stops = list(range(200, 200 + MAX_STOP))
+    body = {"prompt": "a", "n": MAX_BEAMS, "max_tokens": 3, "use_beam_search": True}
+    answer = await http.post(COMPLETIONS, json={**body, "stop_token_ids": stops})
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == MAX_BEAMS
 
 
 async def test_an_error_in_one_step_ends_the_search(served):
