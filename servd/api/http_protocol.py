@@ -18,6 +18,9 @@ logger = logging.getLogger("servd.api")
 
 MAX_HEAD = 64 * 1024  # bytes of request line and headers, of trailers, of chunk extensions
 MIN_BODY_RATE = 1024  # bytes per second, on average over --body-timeout
+# Every chunk costs microseconds of the loop, and one read may bring 40,000 of a single byte.
+MIN_CHUNK = 64  # bytes, on average
+MAX_SMALL_CHUNKS = 4096  # before that counts
 
 
 class Connections:
@@ -41,7 +44,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     - 408 to a head that is not whole after --header-timeout seconds, and to a body that comes
       slower than MIN_BODY_RATE; a connection that sends nothing at all is closed in silence,
-    - 431 to a head without end, which uvicorn would collect until the memory is full.
+    - 431 to a head without end, which uvicorn would collect until the memory is full,
+    - 400 to a body of tiny chunks, which would hold up the loop.
 
     Over --max-connections, whoever has been idle for longest is closed. If none is idle, the
     application gets an Overloaded as `scope["state"]["refusal"]`.
@@ -55,7 +59,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.shared = shared
         self.limits = shared.config
         self.num_unparsed = 0  # bytes since the parser handed on a whole head or a part of a body
-        self.num_body_bytes = 0
+        self.num_body_bytes = self.num_chunks = 0
+        self._problem = ""  # for which the parser has been stopped
         self._is_in_body = False
         self._is_surplus = False
         self._read_timer: asyncio.TimerHandle | None = None  # runs while the client owes bytes
@@ -95,7 +100,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self.num_unparsed = self.num_body_bytes = 0
+        self.num_unparsed = self.num_body_bytes = self.num_chunks = 0
         self._is_in_body = True
         self._stop_read_timer()
         self.shared.idle.pop(self, None)
@@ -110,9 +115,20 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body came."""
+        """A part of the body came.
+
+        Raises:
+            ValueError: too many were too small; the parser stops at it.
+        """
         self.num_unparsed = 0
         self.num_body_bytes += len(body)
+        self.num_chunks += 1
+        if self.num_chunks > MAX_SMALL_CHUNKS + self.num_body_bytes // MIN_CHUNK:
+            self._problem = (
+                f"the body came in {self.num_chunks} chunks of {MIN_CHUNK} bytes or less on "
+                f"average: send larger ones"
+            )
+            raise ValueError(self._problem)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -131,8 +147,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._watch_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP."""
-        self._refuse(400, msg)
+        """Answer what is not HTTP, or what the parser was stopped at."""
+        self._refuse(400, self._problem or msg)
 
     def _watch_reading(self) -> None:
         """Start the clock of the head or body that the client owes, unless it runs."""

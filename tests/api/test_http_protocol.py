@@ -110,6 +110,15 @@ async def test_a_long_body_that_keeps_coming_is_read_to_its_end(served: Served, 
         assert answer.startswith(b"HTTP/1.1 200 ")
 
 
+async def test_a_body_of_tiny_chunks_is_refused(served: Served, connect):
+    async with listening(served.app) as url:
+        client = await connect(url)
+        head = completion(0).replace(b"content-length: 0", b"transfer-encoding: chunked")
+        client.writer.write(head + b"1\r\n \r\n" * 5000)
+        answer = await asyncio.wait_for(client.reader.read(), 5)
+        assert b" 400 " in answer.partition(b"\r\n")[0] and b"send larger ones" in answer
+
+
 async def test_a_refused_request_cannot_trickle_its_body(served: Served, connect):
     """The answer is out; what follows is owed all the same."""
     async with listening(served.app, body_timeout=0.2) as url:
