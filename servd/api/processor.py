@@ -19,10 +19,13 @@ from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest, RequestOptions
-from servd.params import PoolingParams, ReasoningTags, SamplingParams
+from servd.params import MAX_LOGPROBS, PoolingParams, ReasoningTags, SamplingParams
 from servd.tracing import Mark, now_ns
 
 NO_OPTIONS = RequestOptions()
+# Characters of a text that is tokenised though it need not fit: the tokenizer needs about 140 bytes
+# of memory for each.
+MAX_CHARS = 2 << 20
 PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
 
@@ -113,6 +116,7 @@ class Processor:
             asked = PROMPT_ONLY
         else:
             params.verify(self.spec.vocab_size)
+            _check_logprobs(params)
             asked = params
         text = self.render(prompt)
         marks: list[Mark] = []
@@ -185,10 +189,10 @@ class Processor:
         return self.fill_in_middle.prompt(content, prompt.suffix)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, however many they are.
+        """The token ids of a prompt, which need not fit into the context.
 
         Raises:
-            InvalidRequest: see `render` and `Tokenizer.encode`.
+            InvalidRequest: the text is too long, or see `render` and `Tokenizer.encode`.
         """
         return self._token_ids(prompt, self.render(prompt))
 
@@ -274,6 +278,13 @@ class Processor:
     def _token_ids(self, prompt: Prompt, text: str | list[int]) -> list[int]:
         if not isinstance(text, str):
             return text
+        limit = max(MAX_CHARS, self.max_model_len * self.tokenizer.longest_token)
+        if len(text) > limit:
+            raise InvalidRequest(
+                f"the {prompt.param} has {len(text)} characters, at most {limit} are tokenised in "
+                f"one request: send less of it",
+                param=prompt.param,
+            )
         # A chat template writes its own special tokens.
         adds = prompt.add_special_tokens and not isinstance(prompt.content, Chat)
         return self.tokenizer.encode(text, adds)
@@ -354,6 +365,14 @@ class Processor:
 def _least_output(params: SamplingParams) -> int:
     """Tokens of the context that are not for the prompt."""
     return 1 if params.max_tokens is None else params.max_tokens
+
+
+def _check_logprobs(params: SamplingParams) -> None:
+    """Clients get fewer than the engine could give."""
+    if (params.logprobs or 0) > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs must be at most {MAX_LOGPROBS}, got {params.logprobs}", param="logprobs"
+        )
 
 
 def _for_engine(params: SamplingParams) -> SamplingParams:

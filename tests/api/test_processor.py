@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.processor import Processor
+from servd.api.processor import MAX_CHARS, Processor
 from servd.api.prompt import Chat, Prompt
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import FAKE_SPEC, ModelSpec
 from servd.messages import RequestOptions
-from servd.params import INT64_MAX, PoolingParams, SamplingParams
+from servd.params import INT64_MAX, MAX_LOGPROBS, PoolingParams, SamplingParams
 
 
 def make(
@@ -104,6 +104,24 @@ def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ContextTooLong, match="characters") as error:
         processor.process(asked("x" * (100 * longest + 1)), SamplingParams(max_tokens=1))
     assert error.value.code == "context_length_exceeded"
+
+
+def test_only_the_server_itself_gets_more_log_probabilities_than_the_limit():
+    make().process(asked("a"), SamplingParams(logprobs=MAX_LOGPROBS))
+    with pytest.raises(InvalidRequest, match=f"logprobs must be at most {MAX_LOGPROBS}"):
+        make().process(asked("a"), SamplingParams(logprobs=MAX_LOGPROBS + 1))
+
+
+def test_not_even_a_text_that_need_not_fit_is_tokenised_at_any_length(monkeypatch):
+    processor = make(100)
+    monkeypatch.setattr(processor.tokenizer, "encode", None)
+    prompt, options = asked("x" * (MAX_CHARS + 1)), RequestOptions(truncate_prompt_tokens=1)
+    for tokenise in (
+        lambda: processor.tokenize(prompt),
+        lambda: processor.process(prompt, SamplingParams(max_tokens=1), options),
+    ):
+        with pytest.raises(InvalidRequest, match=f"at most {MAX_CHARS}"):
+            tokenise()
 
 
 @pytest.mark.parametrize(("num_prompt", "fits"), [(99, True), (100, False), (500, False)])
