@@ -175,6 +175,7 @@ class AsyncLLM:
         """Take in a whole request of a client, before anything is done for it, or refuse it.
 
         Raises:
+            InvalidRequest: it has more prompts than may ever be unfinished.
             Overloaded: too many prompts are unfinished, or the model is still loading.
             EngineDead: the engine is gone.
         """
@@ -187,6 +188,12 @@ class AsyncLLM:
                     retry_after=5,
                 )
         limit = self.config.scheduler.max_waiting_requests
+        if num_prompts > limit:
+            raise InvalidRequest(
+                f"the request has {num_prompts} prompts, at most {limit} are taken at once "
+                "(--max-waiting-requests): send fewer",
+                param="prompt",
+            )
         if self.num_unfinished + num_prompts > limit:
             more = f" and this one has {num_prompts} prompts" if num_prompts > 1 else ""
             raise Overloaded(
@@ -321,6 +328,8 @@ class AsyncLLM:
             # What was received with it is lost, and nobody may wait for it.
             log.exception("messages of the engine could not be taken")
             self.fail("the API server could not take an answer of the engine; its log says why")
+            # More may be there, and the channel tells only of what comes from now on.
+            self._reading_on.call_soon(self._receive)
 
     def _take_messages(self) -> None:
         end = now_ns() + MAX_TURN_NS

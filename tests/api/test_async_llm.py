@@ -291,6 +291,9 @@ async def test_a_request_is_admitted_with_all_its_prompts_or_not_at_all(llm):
             with llm.admit(2):
                 pass
         assert llm.num_unfinished == 2
+    # One that could never be admitted is not told to come back later.
+    with pytest.raises(InvalidRequest, match="4 prompts, at most 3"), llm.admit(4):
+        pass
     with pytest.raises(ZeroDivisionError), llm.admit(3):
         assert llm.num_unfinished == 3
         1 / 0  # noqa: B018
