@@ -378,16 +378,20 @@ async def test_a_server_that_still_loads(stream):
 
 
 async def test_a_full_server():
+    body = {"prompt": ["a", "b", "c"], "stream": True}
+    async with serve(max_waiting_requests=3) as served:
+        with served.async_llm.admit():
+            answer = await served.http.post(COMPLETIONS, json=body)
+            check(answer, 503, code="overloaded")
+            assert "retry-after" in answer.headers
+            assert served.engine.sent == [] and served.async_llm.num_unfinished == 1
+        assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
+
+
+async def test_a_request_that_would_never_be_admitted():
     async with serve(max_waiting_requests=1) as served:
-        served.engine.may_step.clear()
-        answer = await served.http.post(
-            COMPLETIONS, json={"prompt": ["a", "b", "c"], "stream": True}
-        )
-        check(answer, 503, code="overloaded")
-        assert "retry-after" in answer.headers
-        assert served.engine.sent == [] and served.async_llm.num_unfinished == 0
-        served.engine.may_step.set()
-        assert (await served.http.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
+        answer = await served.http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"]})
+        check(answer, 400, "prompt")
 
 
 @pytest.mark.parametrize("stream", [False, True])
