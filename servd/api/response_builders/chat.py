@@ -25,6 +25,8 @@ from servd.api.response_builders.logprobs import choice_logprobs
 from servd.messages import FinishReason
 from servd.outputs import CompletionOutput
 
+NOTHING = ChoiceDelta()
+
 
 class ChatBuilder(ChunkBuilder):
     """Shapes of a chat completion."""
@@ -34,16 +36,16 @@ class ChatBuilder(ChunkBuilder):
     def chunks(self, output: CompletionOutput) -> list[ChatCompletionChunk]:
         """A chunk with the role before a choice's first delta, then the delta."""
         chunks: list[ChatCompletionChunk] = []
-        is_first = not any(self.has_begun)
         delta = self._delta(output)
         output.text = ""  # it is in the delta, as far as it is certain what it is
-        has_news = self.has_news(output) or delta != ChoiceDelta()
+        has_news = self.has_news(output) or delta != NOTHING
         if not self.has_begun[output.index]:
+            is_first = not any(self.has_begun)
             self.has_begun[output.index] = True
             begin = ChoiceDelta(role="assistant", content=self.asked.echoed)
             chunks.append(self._chunk([ChunkChoice(output.index, begin)], self.chunk_usage()))
-        if is_first:  # it is said once
-            chunks[0].prompt_token_ids, chunks[0].prompt_text = self._prompt()
+            if is_first:  # it is said once
+                chunks[0].prompt_token_ids, chunks[0].prompt_text = self._prompt()
         if has_news:
             choice = ChunkChoice(
                 output.index,
