@@ -41,6 +41,18 @@ def address(folder: Path | str, name: str) -> str:
     return f"ipc://{folder}/{name}"
 
 
+class UnreadableMessage(Exception):
+    """What came is not a message of the kind that the inbox receives.
+
+    Attributes:
+        data: what came.
+    """
+
+    def __init__(self, data: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.data = data
+
+
 class Inbox(Generic[T]):
     """Receives messages of the union `kind` from any number of outboxes. Belongs to one thread."""
 
@@ -57,17 +69,20 @@ class Inbox(Generic[T]):
     def recv(self, timeout: float | None = None) -> T | None:
         """Wait for the next message, at most `timeout` seconds (None: for ever); None when time is
         up.
+
+        Raises:
+            UnreadableMessage: the next message is dropped; those after it can be received.
         """
         if timeout is not None and not self.socket.poll(int(timeout * 1000)):
             return None
-        return self.decoder.decode(self.socket.recv())
+        return self._decode(self.socket.recv())
 
     def drain(self, most: int = 2**31) -> list[T]:
         """The messages that are there now, up to so many, without waiting."""
         messages: list[T] = []
         while len(messages) < most:
             try:
-                messages.append(self.decoder.decode(self.socket.recv(zmq.NOBLOCK)))
+                messages.append(self._decode(self.socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 break
         return messages
@@ -77,6 +92,12 @@ class Inbox(Generic[T]):
         the start.
         """
         return self.socket.getsockopt(zmq.FD)
+
+    def _decode(self, data: bytes) -> T:
+        try:
+            return self.decoder.decode(data)
+        except (ValueError, RecursionError) as error:
+            raise UnreadableMessage(data, str(error)) from None
 
     def close(self) -> None:
         """Close and remove the socket file."""

@@ -145,8 +145,11 @@ def test_garbage_is_refused_by_the_type(at, inbox):
 
     outbox = ipc.Outbox(at)
     outbox.send(Garbage(1))
-    with pytest.raises(msgspec.ValidationError):
+    outbox.send(ResetPrefixCache())
+    with pytest.raises(ipc.UnreadableMessage, match="Expected `array`, got `object`") as caught:
         inbox.recv(timeout=5)
+    assert msgspec.msgpack.decode(caught.value.data) == {"a": 1}
+    assert inbox.recv(timeout=5) == ResetPrefixCache()
     outbox.close()
 
 

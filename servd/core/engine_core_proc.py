@@ -25,19 +25,23 @@ from servd.core.engine_core import EngineCore
 from servd.core.executor import Executor, Progress
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineError
-from servd.ipc import Inbox, Outbox, address
+from servd.ipc import Inbox, Outbox, UnreadableMessage, address
 from servd.messages import (
     AbortRequests,
     Attach,
+    EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     EngineDead,
     EngineReady,
     EngineStatus,
+    FinishReason,
     FromEngine,
     ToEngine,
     WorkerFailed,
     WorkerReady,
 )
+from servd.params import MAX_N, SamplingParams
 
 logger = logging.getLogger("servd.engine")
 
@@ -189,12 +193,22 @@ class EngineCoreProc:
         """Input thread: socket -> queue."""
         inbox: Inbox[ToEngine] = Inbox(address(self.start.ipc_dir, "engine"), ToEngine)
         while True:
+            self.receive(inbox)
+
+    def receive(self, inbox: Inbox[ToEngine]) -> None:
+        """Hand on the next message. One that cannot be read concerns nobody but who sent it."""
+        try:
             message = inbox.recv()
-            assert message is not None
-            if isinstance(message, Attach):
-                self.outputs.put(message)
-            else:
-                self.inputs.put(message)
+        except UnreadableMessage as error:
+            logger.error("a message of an API server cannot be read: %s", error)
+            if (answer := rejection(error)) is not None:
+                self.outputs.put(answer)
+            return
+        assert message is not None
+        if isinstance(message, Attach):
+            self.outputs.put(message)
+        else:
+            self.inputs.put(message)
 
     def send_outputs(self) -> None:
         """Output thread: queue -> sockets. Encoding happens here, beside the busy loop."""
@@ -229,6 +243,25 @@ class EngineCoreProc:
                     self.inputs.put(ClientGone(receiver))
         for outbox in outboxes.values():
             outbox.close()
+
+
+def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | None:
+    """The client and the errors that end what should have been an EngineCoreRequest; None if not
+    even that can be read of it.
+    """
+    try:
+        message = msgspec.msgpack.decode(unreadable.data)
+    except (ValueError, RecursionError):
+        return None
+    match message:
+        case ["EngineCoreRequest", str(request_id), _, [_, n, *_], int(client), *_]:
+            params = SamplingParams(n=min(n, MAX_N) if isinstance(n, int) else 1)
+            ids = EngineCoreRequest(request_id, [], params).choice_ids()
+        case _:
+            return None
+    error = f"the engine cannot read the request: {unreadable}"
+    outputs = [EngineCoreOutput(i, finish_reason=FinishReason.ERROR, error=error) for i in ids]
+    return client, EngineCoreOutputs(outputs)
 
 
 def all_of(client: int, engine: EngineCore) -> AbortRequests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
@@ -13,12 +14,16 @@ from servd.api.protocol.completions import CompletionRequest
 from servd.api.protocol.embeddings import EmbeddingRequest
 from servd.api.protocol.responses import ResponsesRequest
 from servd.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from servd.core.engine_core_proc import rejection
+from servd.ipc import UnreadableMessage
 from servd.messages import (
+    AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineDead,
     EngineStatus,
     FinishReason,
+    ToEngine,
 )
 from servd.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -418,6 +423,36 @@ async def test_an_engine_that_fails_on_a_request_before_its_first_token(served: 
     served.engine.send = fail  # type: ignore[method-assign]
     answer = await served.http.post(CHAT, json={"messages": user("hi"), "stream": stream})
     assert "no blocks" in check(answer, 500, code="engine_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": user("hi"), "n": 3}),
+        (CHAT, {"messages": user("hi"), "stream": True}),
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+    ],
+)
+async def test_a_request_that_the_engine_cannot_read(served: Served, path, body):
+    send = served.engine.send
+
+    def fail(message) -> None:
+        if isinstance(message, AbortRequests):
+            return
+        encoded = msgspec.to_builtins(message)
+        encoded[-1] = ["not the hash of a block"]
+        data = msgspec.msgpack.encode(encoded)
+        with pytest.raises(msgspec.ValidationError, match="base64|bytes"):
+            msgspec.msgpack.decode(data, type=ToEngine)
+        client, outputs = rejection(UnreadableMessage(data, "no hash")) or (None, None)
+        assert client == 0 and outputs is not None
+        served.engine.tell(outputs)
+
+    served.engine.send = fail  # type: ignore[method-assign]
+    answer = await served.http.post(path, json=body)
+    assert "cannot read the request: no hash" in check(answer, 500, code="engine_error")
+    served.engine.send = send  # type: ignore[method-assign]
+    assert (await served.http.post(path, json=body)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,21 @@ from servd.config import Config
 from servd.core.client import identity
 from servd.core.engine_core_proc import ClientGone, EngineCoreProc, Start, all_of
 from servd.hf import FAKE_SPEC
-from servd.ipc import Inbox
+from servd.ipc import Inbox, Outbox
 from servd.messages import (
     AbortRequests,
     Attach,
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     EngineDead,
     EngineStatus,
+    FinishReason,
     FromEngine,
+    ResetPrefixCache,
+    ToEngine,
 )
+from servd.params import MAX_CANDIDATES, PoolingParams
 from tests.core.engines import make_engine, make_request
 
 
@@ -81,6 +86,57 @@ def test_a_client_of_another_model_or_version_is_refused(other: str):
         thread.join(30)
         inbox.close()
         folder.rmdir()
+
+
+@pytest.fixture
+def proc():
+    folder = ipc.private_dir()
+    yield EngineCoreProc(Start(Config(), FAKE_SPEC, str(folder), 0.0))
+    folder.rmdir()
+
+
+@pytest.fixture
+def inbox(proc):
+    inbox: Inbox[ToEngine] = Inbox(ipc.address(proc.start.ipc_dir, "engine"), ToEngine)
+    yield inbox
+    inbox.close()
+
+
+@pytest.fixture
+def outbox(inbox):
+    outbox = Outbox(inbox.at)
+    yield outbox
+    outbox.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "ended"),
+    [
+        (make_request("a", [1], logprobs=MAX_CANDIDATES + 1, client=2), ["a"]),
+        (make_request("a", [1], n=3, top_p=7.0, client=2), ["a_0", "a_1", "a_2"]),
+        (EngineCoreRequest("a", [1], PoolingParams(dimensions=-1), client=2), ["a"]),
+    ],
+)
+def test_a_request_that_cannot_be_read_ends_with_an_error(proc, inbox, outbox, message, ended):
+    outbox.send(message)
+    proc.receive(inbox)
+    client, answer = proc.outputs.get(timeout=0)
+    assert client == 2
+    assert [(output.request_id, output.finish_reason) for output in answer.outputs] == [
+        (name, FinishReason.ERROR) for name in ended
+    ]
+    assert "Expected `" in answer.outputs[0].error
+    outbox.send(ResetPrefixCache())
+    proc.receive(inbox)
+    assert proc.inputs.get(timeout=0) == ResetPrefixCache()
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\xa1\xff", b"\x91" * 5000, b"\x92\xa1a\x01"])
+def test_a_message_that_is_no_request_is_logged_and_dropped(proc, inbox, outbox, caplog, data):
+    outbox.socket.send(data)
+    proc.receive(inbox)
+    assert proc.inputs.empty() and proc.outputs.empty()
+    assert "cannot be read" in caplog.text
 
 
 def test_all_requests_of_a_client_are_dropped():
