@@ -21,6 +21,7 @@ from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.child import Child
 from servd.config import Config
 from servd.core.client import EngineCoreClient, identity
+from servd.core.executor import EXECUTORS
 from servd.errors import ConfigError, UnsupportedModel
 from servd.messages import EngineDead
 from servd.resolve import look_at_machine, resolve
@@ -80,7 +81,9 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
         ConfigError: no such model, an architecture that servd does not have, options that do not
             fit.
     """
-    if config.model.model is None and config.parallel.executor == "fake":
+    # What "auto" will be drives workers, which need weights.
+    executor = plugins.load(EXECUTORS, config.parallel.executor or "uniproc", "Executor")
+    if config.model.model is None and not executor.needs_weights:
         spec = hf.FAKE_SPEC
     else:
         config = config.replace(model=config.model.model or hf.DEMO_MODEL)
@@ -88,7 +91,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
         assert model.model is not None
         spec = hf.read_spec(hf.find_model(model.model, model.revision, model.download_dir))
     supported = plugins.names("servd.worker.models")
-    if config.parallel.executor != "fake" and spec.model_type not in supported:
+    if executor.needs_weights and spec.model_type not in supported:
         raise UnsupportedModel(
             f"model_type {spec.model_type!r} is not supported; servd has: {', '.join(supported)}"
         )

@@ -72,11 +72,6 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     on_cuda = decided.get("device", config.parallel.device) == "cuda"
     if config.model.dtype == "auto":
         decided["dtype"] = spec.dtype if on_cuda else "float32"
-    if config.model.quantization == "fp8" and not on_cuda:
-        log.warning(
-            "--quantization fp8 is made for GPUs and very slow on a CPU: use --quantization int8 "
-            "here"
-        )
     decided |= _resolve_lengths(config, spec, on_cuda)
     if config.scheduler.async_scheduling is None:
         decided["async_scheduling"] = on_cuda

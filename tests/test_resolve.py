@@ -155,14 +155,6 @@ def test_impossible_settings_are_refused_with_numbers(machine, options, parts):
         assert part in str(error.value)
 
 
-def test_fp8_on_a_cpu_is_said_to_be_slow(caplog):
-    decide(CUDA, quantization="fp8")
-    decide(quantization="int8")
-    assert not caplog.records
-    decide(quantization="fp8")
-    assert "int8" in caplog.text
-
-
 def test_every_decision_is_logged(caplog):
     caplog.set_level("INFO", "servd.resolve")
     config = decide(model="m")

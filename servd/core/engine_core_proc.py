@@ -22,7 +22,7 @@ from servd.child import read_start
 from servd.config import Config
 from servd.core.client import identity
 from servd.core.engine_core import EngineCore
-from servd.core.executor import Executor, Progress
+from servd.core.executor import EXECUTORS, Executor, Progress
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineError
 from servd.ipc import Inbox, Outbox, UnreadableMessage, address
@@ -287,15 +287,14 @@ def start_executor(
         ConfigError: the weights cannot be had, or the model cannot be loaded here.
     """
     model = config.model
-    if config.parallel.executor != "fake" and model.load_format != "dummy":
+    assert config.parallel.executor is not None
+    executor_class: type[Executor] = plugins.load(EXECUTORS, config.parallel.executor, "Executor")
+    if executor_class.needs_weights and model.load_format != "dummy":
         progress("finding weights", 0.0)
         assert model.model is not None
         hf.download_weights(model.model, model.revision, model.download_dir)
     progress("importing", 0.0)
-    assert config.parallel.executor is not None
-    executor: Executor = plugins.load("servd.core.executor", config.parallel.executor, "Executor")(
-        config, spec, progress
-    )
+    executor = executor_class(config, spec, progress)
     try:
         return executor, executor.start()
     except BaseException:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from servd.config import Config
 from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
+
+EXECUTORS = __name__  # the package, for servd.plugins
 
 Progress = Callable[[str, float], None]
 """Called with a start-up phase ("loading weights") and how far it is, 0 to 1."""
@@ -28,6 +30,9 @@ class Executor(ABC):
     Every step is two calls, `execute_model` then `sample_tokens`; calling out of order raises
     RuntimeError.
     """
+
+    # False: it runs no model of servd/worker/models, only pretends to; hf.FAKE_SPEC will do.
+    needs_weights: ClassVar[bool] = True
 
     def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
         self.config = config

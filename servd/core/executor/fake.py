@@ -140,6 +140,8 @@ class FakeExecutor(executor.Executor):
     real model. With asynchronous scheduling the steps run on a thread of their own, as on a device.
     """
 
+    needs_weights = False
+
     def __init__(self, config: Config, spec: ModelSpec, progress: executor.Progress) -> None:
         super().__init__(config, spec, progress)
         self.block_size = config.cache.block_size

@@ -4,6 +4,8 @@ they come.
 
 from __future__ import annotations
 
+import functools
+import logging
 from importlib.util import find_spec
 
 import torch
@@ -11,6 +13,8 @@ import torch.nn.functional as F
 
 from servd.errors import ConfigError
 from servd.worker.layers._matrix import Form
+
+log = logging.getLogger("servd.worker")
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 MULTIPLE = 16  # both sizes of a matrix are one, for the tensor cores
@@ -20,16 +24,29 @@ def quantize(weight: torch.Tensor) -> Form | None:
     """[out, in] of any float type; None if its sizes cannot be multiplied.
 
     Raises:
-        ConfigError: the GPU has no such products.
+        ConfigError: as of `check_device`.
     """
-    if weight.device.type == "cuda" and (
-        capability := torch.cuda.get_device_capability(weight.device)
-    ) < (9, 0):
+    check_device(weight.device)
+    return None if any(size % MULTIPLE for size in weight.shape) else Fp8Matrix(weight)
+
+
+@functools.cache
+def check_device(device: torch.device) -> None:
+    """Warn, once, where fp8 is slow.
+
+    Raises:
+        ConfigError: the GPU has no products of 8-bit floats.
+    """
+    if device.type != "cuda":
+        log.warning(
+            "--quantization fp8 is made for GPUs and very slow on a CPU: use --quantization int8 "
+            "here"
+        )
+    elif (capability := torch.cuda.get_device_capability(device)) < (9, 0):
         raise ConfigError(
             f"--quantization fp8 needs a GPU of compute capability 9.0 (Hopper) or later, not "
             f"{capability[0]}.{capability[1]}: use --quantization int8, or none"
         )
-    return None if any(size % MULTIPLE for size in weight.shape) else Fp8Matrix(weight)
 
 
 class Fp8Matrix:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from servd import plugins
+from servd import launch, plugins
 from servd.config import Config
 from servd.core.engine_core import EngineCore
-from servd.core.executor import multiproc, uniproc
+from servd.core.executor import fake, multiproc, uniproc
 from servd.errors import ConfigError, EngineDead
 from servd.hf import FAKE_SPEC
 from tests.core.engines import generate, make_request, solo
@@ -71,6 +71,15 @@ def test_the_two_halves_of_a_step_are_called_in_turn(start, name):
     executor.execute_model(scheduled)
     with pytest.raises(RuntimeError, match="without sample_tokens"):
         executor.execute_model(scheduled)
+
+
+class Pretender(fake.FakeExecutor):
+    """An executor of somebody else's, without weights."""
+
+
+def test_an_executor_that_needs_no_weights_needs_no_model():
+    _, spec = launch.find_and_resolve(Config.load({"executor": f"{__name__}:Pretender"}))
+    assert spec == FAKE_SPEC
 
 
 def test_all_workers_run_every_step_and_the_smallest_cache_decides(start):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from servd.errors import ConfigError, UnsupportedModel
-from servd.worker.quantization.fp8 import quantize, round_rows
+from servd.worker.quantization.fp8 import check_device, quantize, round_rows
 from tests.worker.driver import Driver, config_for
 
 ROUNDING = 2.0**-4  # of a number of e4m3, at most
@@ -98,6 +98,14 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
         match=r"compute capability 9\.0 \(Hopper\) or later, not 8\.0: use --quantization int8",
     ):
         quantize(OnCuda())  # type: ignore[arg-type]
+
+
+def test_a_cpu_is_said_to_be_slow_once_and_not_for_every_matrix(caplog: pytest.LogCaptureFixture):
+    check_device.cache_clear()
+    for _ in range(2):
+        quantize(torch.ones(16, 16))
+    assert len(caplog.records) == 1
+    assert "use --quantization int8" in caplog.text
 
 
 @pytest.mark.parametrize(
