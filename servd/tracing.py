@@ -46,7 +46,13 @@ class Tracer:
     def __init__(self, keep: int = 1024) -> None:
         self.keep = keep
         self.marks: dict[str, list[Mark]] = {}
+        self.owners: dict[str, str] = {}  # of what is kept, where it has one
         self.recent: OrderedDict[str, list[Mark]] = OrderedDict()
+
+    def begin(self, request_id: str, at_ns: int, owner: str) -> None:
+        """Note that a request of `owner` was received."""
+        self.owners[request_id] = owner
+        self.mark(request_id, "received", at_ns)
 
     def mark(self, request_id: str, stage: str, at_ns: int | None = None, step: int = -1) -> None:
         """Note that `request_id` reached `stage` (one of STAGES), now or at `at_ns`."""
@@ -62,19 +68,23 @@ class Tracer:
         self.recent[request_id] = marks
         self.recent.move_to_end(request_id)
         while len(self.recent) > self.keep:
-            self.recent.popitem(last=False)
+            oldest, _ = self.recent.popitem(last=False)
+            self.owners.pop(oldest, None)
         return marks
 
     def forget(self, request_id: str) -> None:
         """Drop a request that is a part of another."""
         self.marks.pop(request_id, None)
+        self.owners.pop(request_id, None)
 
     def begin_ns(self, request_id: str) -> int:
         """When a running request arrived; now, if it has no timeline."""
         marks = self.marks.get(request_id)
         return marks[0].at_ns if marks else now_ns()
 
-    def get(self, request_id: str) -> list[Mark] | None:
-        """Marks of a running or recent request in order of time, or None."""
+    def get(self, request_id: str, owner: str = "") -> list[Mark] | None:
+        """Marks of a running or recent request of `owner` in order of time, or None."""
+        if self.owners.get(request_id, "") != owner:
+            return None
         marks = self.marks.get(request_id) or self.recent.get(request_id)
         return sorted(marks, key=lambda m: m.at_ns) if marks else None

@@ -40,5 +40,19 @@ def test_only_the_most_recent_finished_requests_are_kept():
     assert tracer.marks == {}
 
 
+def test_a_timeline_is_shown_to_its_owner_alone_and_forgotten_with_its_request():
+    tracer = Tracer(keep=2)
+    for i, owner in enumerate("aabb"):
+        tracer.begin(str(i), 1, owner)
+    tracer.forget("0")
+    assert [i for i in "0123" if tracer.get(i, "a")] == ["1"]
+    assert [i for i in "0123" if tracer.get(i, "b")] == ["2", "3"]
+    assert not any(tracer.get(i) for i in "0123")
+    for i in "123":
+        tracer.finish(i)
+    assert not tracer.get("1", "a") and tracer.get("3", "b")
+    assert tracer.owners == {"2": "b", "3": "b"}
+
+
 def test_an_unknown_request_has_no_timeline():
     assert Tracer().get("r") is None

@@ -124,7 +124,7 @@ def start_timeline(request: Request, engine_request_id: str) -> None:
     """Begin the timeline of a request whose body has been parsed; RequestContext ends it."""
     tracer = context_of(request).async_llm.tracer
     request.state.traced.append(engine_request_id)
-    tracer.mark(engine_request_id, "received", request.state.received_ns)
+    tracer.begin(engine_request_id, request.state.received_ns, request.state.owner)
     tracer.mark(engine_request_id, "parsed")
 
 

@@ -76,6 +76,15 @@ async def test_the_timeline_of_a_request_sums_to_its_wall_time(http):
     assert (await http.get("/debug/requests/unknown")).status_code == 404
 
 
+async def test_a_timeline_belongs_to_its_key():
+    async with serve(api_key=["mine", "theirs"]) as served:
+        mine, theirs = ({"authorization": f"Bearer {key}"} for key in ("mine", "theirs"))
+        answer = await served.http.post("/v1/completions", json={"prompt": "a"}, headers=mine)
+        url = f"/debug/requests/{answer.json()['id']}"
+        assert (await served.http.get(url, headers=mine)).status_code == 200
+        assert (await served.http.get(url, headers=theirs)).status_code == 404
+
+
 async def test_no_request_leaves_an_open_timeline(served: Served):
     await served.http.post("/v1/completions", json={"prompt": "a"})
     await served.http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": True})

@@ -702,13 +702,49 @@ async def test_a_background_response_is_streamed_again_and_from_the_middle(
         engine.may_step.clear()
         stream = await client.responses.create(background=True, stream=True, **body)
         name = (await anext(stream)).response.id
-        await client.responses.cancel(name)
-        assert [event.type for event in await events_of(stream)] == ["response.queued"]
+        cancelled = await client.responses.cancel(name)
+        queued, last = await events_of(stream)
+        assert (queued.type, last.type) == ("response.queued", "response.incomplete")
+        assert last.response == cancelled and cancelled.status == "cancelled"
 
         engine.may_step.set()
         response = await client.responses.create(**body)
         with pytest.raises(openai.BadRequestError, match="background"):
             await client.responses.retrieve(response.id, stream=True)
+
+
+async def test_a_cancelled_background_response_tells_its_readers_with_what_it_has(
+    listening_server: Served,
+):
+    engine = listening_server.engine
+    body: Any = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+    async with connect(listening_server) as client:
+        stream = await client.responses.create(**body, max_output_tokens=2000)
+        texts = []
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                engine.may_step.clear()
+                texts.append(event.delta)
+                break
+        [name] = listening_server.app.state.context.responses[""]._stored
+        cancelled = await client.responses.cancel(name)
+        rest = await events_of(stream)
+        texts += [event.delta for event in rest if event.type == "response.output_text.delta"]
+        assert [event.type for event in rest[-4:]] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.incomplete",
+        ]
+        last = rest[-1].response
+        assert last.status == cancelled.status == "cancelled"
+        assert last.output[0].status == "incomplete" and last.output_text == "".join(texts)
+        again = await events_of(
+            await client.responses.retrieve(
+                name, stream=True, starting_after=rest[-2].sequence_number
+            )
+        )
+        assert again == rest[-1:]
 
 
 async def test_a_background_stream_of_an_engine_that_dies(listening_server: Served):

@@ -145,6 +145,12 @@ class ResponsesBuilder(EventBuilder):
         else:
             yield self._event("error", code=detail.code, message=detail.message, param=detail.param)
 
+    def cancel(self) -> Iterator[Event]:
+        """Somebody has stopped it. OpenAI's clients know no event of that name."""
+        yield from self._close("incomplete")
+        self.response.status = "cancelled"
+        yield self._event("response.incomplete", response=self.response)
+
     def _usage(self) -> ResponseUsage:
         num_input_tokens = self.num_prompt_tokens
         return ResponseUsage(

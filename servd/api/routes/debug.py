@@ -40,10 +40,11 @@ async def request_timeline(request: Request, request_id: str) -> Response:
     `at_ms` counts from the first mark; `took_ms` is the time since the mark before, and sums to
     `wall_ms`.
     """
-    marks = context_of(request).async_llm.tracer.get(request_id)
+    marks = context_of(request).async_llm.tracer.get(request_id, request.state.owner)
     if not marks:
         raise NotFound(
-            f"there is no running or recent request {request_id[:200]!r}", param="request_id"
+            f"there is no running or recent request {request_id[:200]!r} of this API key",
+            param="request_id",
         )
     stages: list[Stage] = []
     before = 0.0

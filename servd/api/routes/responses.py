@@ -259,7 +259,8 @@ async def _run_detached(
                 for event in builder.events_of(output):
                     log.append(encode([event]))
     except asyncio.CancelledError:
-        builder.response.status = "cancelled"
+        for event in builder.cancel():
+            log.append(encode([event]))
         raise
     except Exception as error:
         log.append(builder.error_frame(error_reply(error, request_id)))
