@@ -75,7 +75,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._is_surplus = True  # unless there is room when its head is whole
             oldest = next(iter(self.shared.idle))
             if oldest is not self:
-                del self.shared.idle[oldest]  # at once: several may come in one turn of the loop
+                # At once: several may come, and send, before the loop says that it is lost.
+                del self.shared.idle[oldest]
+                self.connections.discard(oldest)
                 oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -106,7 +108,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.shared.idle.pop(self, None)
         if not self.flow.write_paused:  # what was left of the answer before is no longer watched
             self._stop_write_timer()
-        if self._is_surplus and len(self.connections) > self.limits.max_connections:
+        num_open = len(self.connections) - len(self.shared.idle)
+        if self._is_surplus and num_open > self.limits.max_connections:
             self.scope.setdefault("state", {})["refusal"] = Overloaded(
                 f"the server has {self.limits.max_connections} connections with open requests, its "
                 f"limit (--max-connections): retry later"

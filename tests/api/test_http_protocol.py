@@ -10,8 +10,10 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
-from servd.api.http_protocol import MIN_BODY_RATE, HttpProtocol
+from servd.api.http_protocol import MIN_BODY_RATE, Connections, HttpProtocol
 from servd.config import ServerConfig
 from servd.messages import AbortRequests
 from tests.api.harness import Served, listening, until
@@ -153,6 +155,38 @@ async def test_more_connections_with_open_requests_than_allowed(served: Served, 
         served.engine.may_step.set()
         for client in busy:
             assert (await client.reader.readline()).startswith(b"HTTP/1.1 200 ")
+
+
+class Yielding(asyncio.Transport):
+    """A connection whose loss the loop does not get round to report."""
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_a_connection_that_has_yielded_counts_no_longer():
+    """uvloop reads from a new one before it reports that another is lost."""
+
+    async def until_disconnect(scope, receive, send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    config = uvicorn.Config(until_disconnect, lifespan="off", log_config=None)
+    shared, state = Connections(ServerConfig(max_connections=2)), ServerState()
+    for _ in range(5):
+        late = HttpProtocol(shared, config=config, server_state=state, app_state={})
+        late.connection_made(Yielding())
+    late.data_received(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    for connection in list(state.connections):
+        connection.connection_lost(None)
+    await asyncio.gather(*state.tasks)
+    assert "refusal" not in late.scope["state"]
 
 
 class Transport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -270,8 +271,8 @@ def test_silent_connections_lock_nobody_out(start):
     server = start("--executor", "fake", "--max-connections", "100", soft_file_limit=256)
     assert psutil.Process(server.children()["api"].pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-    silent = [socket.create_connection(address, timeout=10) for _ in range(300)]
-    for _ in range(3):
-        assert httpx.get(f"{server.url}/v1/models", timeout=5).status_code == 200
-    for client in silent:
-        client.close()
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(address, timeout=10))
+        for _ in range(3):
+            assert httpx.get(f"{server.url}/v1/models", timeout=30).status_code == 200
