@@ -152,7 +152,8 @@ class SamplingParams(
         bounds.verify(self, vocab_size)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
+                f"min_tokens must be at most the limit of {self.max_tokens} output tokens, got "
+                f"{self.min_tokens}",
                 param="min_tokens",
             )
         if self.repetition_detection is not None:

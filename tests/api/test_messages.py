@@ -409,7 +409,8 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "all"}}, "tool_choice"),
     ({"temperature": -1}, "temperature"),
-    ({"stop_sequences": [""]}, "stop"),
+    ({"stop_sequences": [""]}, "every entry of stop_sequences must be"),
+    ({"stop_sequences": ["stop"] * 17}, "stop_sequences must be at most 16 entries long, got 17"),
     ({"thinking": {"type": "often"}}, "thinking"),
 ]
 

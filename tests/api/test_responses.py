@@ -449,6 +449,17 @@ async def test_every_bad_value_is_a_400_that_names_its_field(http, body, param):
     assert answer.json()["error"]["param"] == param, answer.text
 
 
+async def test_errors_name_the_field_that_was_sent(http):
+    for body, sentence in [
+        ({"text": {"format": {"type": "x"}}}, "text.format.type must be 'text', "),
+        ({"reasoning": {"effort": "x"}}, "reasoning.effort must be 'none', "),
+        ({"min_tokens": 9, "max_output_tokens": 4}, "min_tokens must be at most the limit of 4"),
+        ({"max_output_tokens": 5000}, "This model's maximum context length"),  # as OpenAI's
+    ]:
+        answer = await http.post(URL, json={"input": "hi", **body})
+        assert answer.json()["error"]["message"].startswith(sentence), answer.text
+
+
 async def test_what_has_no_effect_is_named(http):
     body = {
         "input": "hi",

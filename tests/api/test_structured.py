@@ -107,12 +107,12 @@ REFUSED = [
     ),
     ({"response_format": {"type": "xml"}}, "response_format.type", "text"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must not be empty"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "EOF"),
     (
         {"structured_outputs": {"structural_tag": "x"}},
         "structured_outputs.structural_tag",
-        "not permitted",
+        "unknown",
     ),
     (
         {"structured_outputs": {"regex": "a", "choice": ["a"]}},

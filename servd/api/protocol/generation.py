@@ -41,6 +41,8 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _one_or_more(value: Any) -> Any:
+    if not isinstance(value, str | list | None):
+        raise PydanticCustomError("texts", "must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 

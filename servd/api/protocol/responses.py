@@ -122,6 +122,8 @@ InputItem = Annotated[
 
 
 def as_items(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("items", "must be a string or a list of items")
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 

@@ -63,10 +63,16 @@ class TranslatedRequest(RequestBody):
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name the fields as the client wrote them: chat field -> field of the body."""
+    """Let errors name the fields as the client wrote them: chat field -> field of the body.
+
+    A message begins with the field; the same word elsewhere may be the client's.
+    """
     try:
         yield
     except RequestError as error:
         if error.param and (root := re.match(r"\w+", error.param)):
-            error.param = names.get(root[0], error.param)
+            if name := names.get(root[0]):
+                error.param = name
+                pattern = rf"^((?:every entry of )?){root[0]}\b"
+                error.message = re.sub(pattern, rf"\1{name}", error.message)
         raise

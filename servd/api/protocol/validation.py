@@ -8,9 +8,10 @@ from typing import Annotated, Any, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from servd.api.protocol.json_size import has_more_values
+from servd.bounds import shorten
 from servd.errors import InvalidRequest
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
@@ -18,6 +19,30 @@ MAX_VALUES = 500_000  # elements, keys and containers of a body
 MAX_PROBLEMS = 10
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
 MAX_KEYS = 16  # of OpenAI's metadata; the other objects have fewer
+
+SCALAR = str | int | float
+# pydantic's type of an error -> what a field "must be", where pydantic's own words are clumsy.
+RULES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "extra_forbidden": "is unknown",
+    "float_type": "must be a number",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be a whole number",
+    "int_type": "must be a whole number",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "missing": "is missing",
+    "string_pattern_mismatch": "must match {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_type": "must be a string",
+    "too_long": "must have at most {max_length} entries",
+    "too_short": "must have at least {min_length} entries",
+    "union_tag_invalid": "must have a {discriminator} among {expected_tags}",
+    "union_tag_not_found": "must have a {discriminator}",
+}
 
 
 def _check_size(value: Any) -> Any:
@@ -71,7 +96,7 @@ def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
 
 
 def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
-    details = error.errors(include_url=False, include_context=False, include_input=False)
+    details = error.errors(include_url=False)
     first = details[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(
@@ -81,35 +106,51 @@ def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
         return InvalidRequest("the body must be a JSON object")
     body = pydantic_core.from_json(data)
     # A union has one problem per member, all with the same path.
-    problems: dict[str, list[str]] = {}
+    problems: dict[str, list[ErrorDetails]] = {}
     for detail in details:
-        path = _path(detail["loc"], body)
-        problems.setdefault(path, [])
-        if detail["msg"] not in problems[path]:
-            problems[path].append(detail["msg"])
-    lines = [
-        f"{path}: {' or '.join(messages)}"
-        for path, messages in list(problems.items())[:MAX_PROBLEMS]
-    ]
+        problems.setdefault(_path(detail, body), []).append(detail)
+    lines = [_sentence(*problem) for problem in list(problems.items())[:MAX_PROBLEMS]]
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
     return InvalidRequest("; ".join(lines), param=next(iter(problems)))
 
 
-def _path(loc: tuple[int | str, ...], body: Any) -> str:
+def _sentence(path: str, details: list[ErrorDetails]) -> str:
+    """`n must be a whole number, got 'two'`."""
+    first, *others = dict.fromkeys(map(_rule, details))
+    rule = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    sentence = f"{path} {rule}" if rule.startswith(("must ", "may ", "is ")) else f"{path}: {rule}"
+    detail = details[0]
+    got = detail.get("ctx", {}).get("actual_length", detail["input"])
+    is_telling = detail["type"] in RULES.keys() - {"extra_forbidden"} and not rule.endswith("empty")
+    return f"{sentence}, got {shorten(got)}" if is_telling and isinstance(got, SCALAR) else sentence
+
+
+def _rule(detail: ErrorDetails) -> str:
+    context = detail.get("ctx", {})
+    if context.get("min_length") == 1:
+        return "must not be empty"
+    if rule := RULES.get(detail["type"]):
+        return rule.format_map(context)
+    return detail["msg"].replace("Input should be", "must be")
+
+
+def _path(detail: ErrorDetails, body: Any) -> str:
     """`messages[0].content` from pydantic's path, without its own entries such as "str" or
     "list[Part]".
 
     An entry belongs to the client if it leads somewhere in the client's body, or names a field that
     is missing.
     """
-    path = ""
+    path, loc = "", detail["loc"]
     for i, entry in enumerate(loc):
         if isinstance(entry, int):
             if isinstance(body, list) and entry < len(body):
                 path += f"[{entry}]"
                 body = body[entry]
-        elif isinstance(body, dict) and (entry in body or i == len(loc) - 1):
+        elif isinstance(body, dict) and (
+            entry in body or (detail["type"] == "missing" and i == len(loc) - 1)
+        ):
             path += ("." if path else "") + entry[:MAX_NAME]
             body = body.get(entry)
     return path
