@@ -2,7 +2,7 @@
 
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def main(url: str) -> None:
@@ -23,4 +23,8 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000")
+    url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
+    try:
+        main(url)
+    except APIConnectionError:
+        sys.exit(f"no server answers at {url}: start one with `servd serve`")

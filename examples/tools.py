@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 from openai.types.chat import ChatCompletionToolParam
 
 WEATHER: ChatCompletionToolParam = {
@@ -50,4 +50,8 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000")
+    url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
+    try:
+        main(url)
+    except APIConnectionError:
+        sys.exit(f"no server answers at {url}: start one with `servd serve`")

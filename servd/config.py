@@ -229,8 +229,8 @@ class ServerConfig(Section, frozen=True):
     api_key: Annotated[
         list[Annotated[str, Meta(min_length=1)]],
         Meta(
-            description="Keys that clients must send as `Authorization: Bearer KEY`. Default: "
-            "$SERVD_API_KEY."
+            description="A key that clients must send as `Authorization: Bearer KEY`; for several, "
+            "repeat the flag. Default: the one in $SERVD_API_KEY."
         ),
     ] = []
     chat_template: Annotated[

@@ -158,8 +158,12 @@ class _Schemas:
         assert not shared.keys() & components.keys(), shared.keys() & components.keys()
         for body in bodies.values():
             for kind in get_args(body) or (body,):  # of a union, each
+                properties = shared[kind.__name__]["properties"]
+                for name in sorted(kind.from_chat):
+                    taken = shared["ChatCompletionRequest"]["properties"][name]
+                    properties.setdefault(name, taken)
                 if issubclass(kind, GenerationRequest | TranslatedRequest):
-                    _add_bounds(shared[kind.__name__]["properties"], SamplingParams)
+                    _add_bounds(properties, SamplingParams)
         _add_bounds(shared["RepetitionFields"]["properties"], RepetitionDetection)
         self.components: Schema = {**shared, **components}
         self._of = {key: schema for (key, _), schema in read.items()}

@@ -74,7 +74,8 @@ class Client:
         try:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
-            raise ServdError(f"{self.url}{path}: {message_of(error)}") from None
+            remedy = "; give it with --api-key or $SERVD_API_KEY" if error.code == 401 else ""
+            raise ServdError(f"{self.url}{path}: {message_of(error)}{remedy}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
             reason = getattr(error, "reason", error)
             raise ServdError(

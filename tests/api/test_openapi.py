@@ -222,6 +222,23 @@ async def test_bounds_are_those_that_hold(path, field, http):
         assert accepted.status_code == 200 or is_context_full, (field, within, accepted.text)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/messages", "/v1/responses"])
+async def test_fields_that_are_taken_over_from_chats_are_described(path, http):
+    described = body_schema(path)["properties"]
+    chat = body_schema("/v1/chat/completions")["properties"]
+    base = BASES[path]
+    for name, value in {"top_k": 5, "seed": 1, "stop": ["x"], "guided_regex": "a+"}.items():
+        assert described[name] == chat[name]
+        response = await http.post(path, json={**base, name: value})
+        assert "x-servd-ignored" not in response.headers and response.status_code == 200
+    for name, schema in described.items():
+        if path.endswith("batch") and (bounds := [*number_bounds(schema), *lengths(schema)]):
+            for value in [bound[1] for bound in bounds if bound[1] is not None]:
+                response = await http.post(path, json={**base, name: value})
+                assert response.status_code == 400, name
+    assert path.endswith("batch") != ("tools" in described)
+
+
 async def test_every_route_is_described(served: Served):
     told = (await served.http.get("/openapi.json")).json()
     there_are = {

@@ -66,6 +66,15 @@ def test_errors_are_one_line(fake_server: Server):
     assert "Traceback" not in nobody.stderr + refused.stderr
 
 
+def test_a_missing_key_is_one_line_that_says_how_to_give_it(start):
+    server = start("--executor", "fake", "--api-key", "secret")
+    refused = run(server, "chat")
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert refused.stderr.endswith("; give it with --api-key or $SERVD_API_KEY\n")
+    assert run(server, "chat", "--api-key", "secret", stdin="/exit\n").returncode == 0
+
+
 def test_a_lost_connection_is_a_one_line_error():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True).start()

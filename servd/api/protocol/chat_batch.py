@@ -17,10 +17,13 @@ REFUSED = (
     "stream", "tools", "use_beam_search", "echo", "prompt_logprobs", "return_token_ids",
     "return_prompt_text",
 )  # fmt: skip
+NEEDLESS = ("messages", "n", "stream_options", "tool_choice")  # not said, or nothing without those
 
 
 class ChatBatchRequest(RequestBody):
     """Body of POST /v1/chat/completions/batch: that of a chat, with a list of its `messages`."""
+
+    from_chat = frozenset(ChatCompletionRequest.model_fields.keys() - {*REFUSED, *NEEDLESS})
 
     messages: Annotated[list[list[Any]], Field(min_length=1, max_length=MAX_PROMPTS)]
 

@@ -34,6 +34,8 @@ EXTENSIONS = frozenset(
 class TranslatedRequest(RequestBody):
     """Base of the bodies that become a chat request."""
 
+    from_chat = EXTENSIONS
+
     stream: bool | None = None
 
     def ignored(self) -> list[str]:

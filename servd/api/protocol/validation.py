@@ -4,7 +4,7 @@ InvalidRequest.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
@@ -62,6 +62,9 @@ class RequestBody(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
+
+    # Fields of a chat that the body takes over beside its own; they are among its extra ones.
+    from_chat: ClassVar[frozenset[str]] = frozenset()
 
     model: str | None = None
 
