@@ -384,6 +384,10 @@ class AsyncLLM:
             delta.index += running.first
             running.stream.put(delta)
 
+    def check_room(self, owner: str) -> None:
+        """Whether `offload` has room for one more request: see `FairThreads.check_room`."""
+        self._threads.check_room(owner, self.config.scheduler.max_waiting_requests)
+
     async def offload(self, owner: str, size: int, work: Callable[[], T]) -> T:
         """Do `work` off the event loop, unless it is short.
 

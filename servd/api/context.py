@@ -84,19 +84,31 @@ async def offload(request: Request, size: int, work: Callable[[], T]) -> T:
     return await context_of(request).async_llm.offload(owner_of(request), size, work)
 
 
+async def body_of(request: Request) -> bytes:
+    """The whole body, if there is room to parse it.
+
+    Raises:
+        Overloaded: too many wait for that.
+    """
+    data = await request.body()
+    context_of(request).async_llm.check_room(owner_of(request))
+    return data
+
+
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """Read and check a JSON body.
 
     Raises:
         InvalidRequest: also for another content type, which a browser's form could send across
             origins, and under --strict-fields for fields that have no effect.
+        Overloaded: see `body_of`.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest(
             f"Content-Type must be application/json, got {content_type[:100] or 'none'}"
         )
-    data = await request.body()
+    data = await body_of(request)
     request.state.received_ns, request.state.num_bytes = now_ns(), len(data)
     context = context_of(request)
     config, max_values = context.config, max(MAX_VALUES, 2 * context.max_model_len)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from servd.errors import Overloaded
+
 T = TypeVar("T")
 
 
@@ -45,6 +47,21 @@ class FairThreads:
         # The thread is busy until the work ends, also if nobody waits for it any more.
         future.add_done_callback(lambda _: self._leave_from_thread(loop, client))
         return await asyncio.wrap_future(future)
+
+    def check_room(self, client: str, limit: int) -> None:
+        """Whether work of one more request may come. To be asked before anything is done for it:
+        what has begun is not refused.
+
+        Raises:
+            Overloaded: `limit` works wait, among them this client's share or more.
+        """
+        num_waiting = sum(map(len, self._waiting.values()))
+        share = limit // len({*self._waiting, client})
+        if num_waiting >= limit and len(self._waiting.get(client, ())) >= share:
+            raise Overloaded(
+                f"{num_waiting} requests wait to be read or tokenised, the limit is {limit} "
+                "(--max-waiting-requests): retry later"
+            )
 
     def close(self) -> None:
         """Start nothing more. What runs goes on to its end."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from functools import partial
 
 import msgspec
 import pytest
 from pydantic import ValidationError
 
+from servd.api.async_llm import MAX_INLINE
+from servd.api.auth import owners
 from servd.api.protocol.anthropic import MessagesRequest
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.completions import CompletionRequest
@@ -426,6 +431,51 @@ async def test_a_full_server():
             assert "retry-after" in answer.headers
             assert served.engine.sent == [] and served.async_llm.num_unfinished == 1
         assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
+
+
+async def test_requests_that_wait_to_be_read_or_tokenised_have_a_limit():
+    """Two threads are busy and two requests wait, all of one key."""
+    text = "word " * (MAX_INLINE // 4)
+    bodies = {
+        "/tokenize": {"prompt": text},
+        "/invocations": {"prompt": text},
+        "/v1/messages/count_tokens": {"model": MODEL, "messages": user(text)},
+        "/v1/responses/input_tokens": {"input": text},
+        f"{CHAT}/render": {"messages": user(text)},
+        CHAT: {"messages": user("hi")},
+    }
+    async with serve(max_waiting_requests=2, max_model_len=8192, api_key=["a", "b"]) as served:
+        busy = threading.Event()
+        served.http.headers["authorization"] = "Bearer a"
+        async with asyncio.TaskGroup() as tasks:
+            owner = owners(["a"])[0]
+            for _ in range(2):
+                tasks.create_task(
+                    served.async_llm.offload(owner, MAX_INLINE + 1, partial(busy.wait, 10))
+                )
+            waiting = [
+                tasks.create_task(served.http.post("/tokenize", json=bodies["/tokenize"]))
+                for _ in range(2)
+            ]
+            await until(lambda: len(served.async_llm._threads._waiting.get(owner, ())) == 2)
+            for path, body in bodies.items():
+                answer = await served.http.post(path, json=body)
+                assert "the limit is 2 (--max-waiting-requests)" in answer.text, path
+                assert answer.status_code == (529 if "messages" in path else 503)
+                assert answer.headers["retry-after"] == "1"
+            other = {"authorization": "Bearer b"}
+            for path, body in bodies.items():
+                answer = await served.http.post(path, json=body, headers=other)
+                assert answer.status_code == 200, answer.text
+            busy.set()
+        assert all(task.result().status_code == 200 for task in waiting)
+
+
+async def test_a_full_server_renders_nothing():
+    async with serve(max_waiting_requests=1) as served:
+        with served.async_llm.admit():
+            answer = await served.http.post(f"{CHAT}/render", json={"messages": user("hi")})
+            check(answer, 503, code="overloaded")
 
 
 async def test_a_request_that_would_never_be_admitted():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from servd.api.fair_threads import FairThreads
+from servd.errors import Overloaded
 from tests.api.harness import until
 
 
@@ -66,6 +67,34 @@ async def test_clients_take_turns(threads):
     await asyncio.gather(*tasks)
     # Neither has to wait for the four of `a` that were there before.
     assert max(gate.order.index("c0"), gate.order.index("b1")) < gate.order.index("a4")
+
+
+async def test_what_waits_has_a_limit_of_which_each_client_has_a_share(threads):
+    gate = Gate()
+    tasks: list[asyncio.Task[str]] = []
+
+    def add(client: str) -> None:
+        threads.check_room(client, limit=4)
+        tasks.append(asyncio.create_task(threads.run(client, gate.work(client))))
+
+    for client in "bbb":  # one of them waits
+        add(client)
+    await until(lambda: len(gate.order) == 2)
+    for client in "aaaa":  # the first gets the third thread
+        add(client)
+        await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="4 requests .* limit is 4 .*--max-waiting-requests"):
+        threads.check_room("a", limit=4)
+    add("b")
+    await asyncio.sleep(0)
+    for client in "ab":
+        with pytest.raises(Overloaded):
+            threads.check_room(client, limit=4)
+    add("c")
+    gate.open.set()
+    await asyncio.gather(*tasks)
+    add("a")
+    await tasks[-1]
 
 
 async def test_cancelled_work_frees_its_place(threads):

@@ -24,7 +24,8 @@ async def render_chat_completion(request: Request) -> Response:
     params = body.sampling_params(context.async_llm.processor.default_params)
     prompts = [body.prompt(f"render-{request.state.unique_id}")]
     options = owned(request, body.request_options())
-    (prepared,) = await context.async_llm.prepare(prompts, params, options)
+    with context.async_llm.admit():
+        (prepared,) = await context.async_llm.prepare(prompts, params, options)
     params = msgspec.structs.asdict(prepared.params)
     answer = RenderedChat(model, prepared.prompt, prepared.prompt_token_ids, params)
     return json_response(answer, headers=ignored_header(request))
