@@ -24,11 +24,11 @@ ROOMS = tests/api tests/core tests/demo_model tests/parity
 FAST = --ignore=tests/core/structured_output tests/core tests/cli $(filter-out tests/test_docs.py tests/test_llm.py tests/test_messages.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-unit test-slow test-gpu check format format-check lint typecheck architecture \
+.PHONY: help install serve test test-unit test-slow test-sanitizers test-gpu check format format-check lint typecheck architecture \
 	docs bench bench-cpu bench-gpu docker clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "Variables: MODEL=gpt2 HOST=0.0.0.0 PORT=8000 ARGS='--max-num-seqs 8' PYTHON=python3.12"
 
@@ -51,6 +51,22 @@ test-unit: $(VENV)/.dev ## Run the tests that start no server
 
 test-slow: $(VENV)/.dev ## Run the tests at full model size
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# A copy of the tree with instrumented kernels, for which Python loads the run-time libraries first. Their `new` ends the
+# process where it should throw, so the test of that is left out.
+SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZED = build/sanitizers
+test-sanitizers: $(VENV)/.dev ## Run the tests of the CPU kernels with AddressSanitizer and UBSan
+	@if ! echo 'int main() {}' | $(CXX) $(SANITIZE) -x c++ - -o /dev/null 2>/dev/null; then \
+		echo "skipped: $(CXX) has no sanitizers"; exit; fi; set -e; \
+	rm -rf $(SANITIZED); mkdir -p $(SANITIZED); cp -r pyproject.toml setup.py README.md LICENSE servd tests $(SANITIZED); \
+	python=$$PWD/$(BIN)/python; cd $(SANITIZED); rm -f servd/worker/ops/_*.so; \
+	CXXFLAGS="-O1 $(SANITIZE)" LDFLAGS="$(SANITIZE)" $$python setup.py -q build_ext --inplace; \
+	export LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$$PWD; \
+	$$python -c 'from servd.worker.ops import native; native.loaded_library()'; \
+	$$python -m pytest --capture=sys tests/worker/ops tests/worker/attention tests/worker/sample \
+		-k '(native or avx or generic) and not without_memory' $(ARGS)
 
 test-gpu: .gpu ## Run the tests that need a GPU with GPU_PYTHON, in less than 8 minutes
 	@if $(HAS_GPU); then PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' $(GPU_TESTS) $(ARGS); \

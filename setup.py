@@ -3,6 +3,7 @@ pyproject.toml.
 """
 
 import hashlib
+import os
 import platform
 import sys
 from copy import copy
@@ -61,6 +62,7 @@ setup(
                 "-g0",
                 "-Wno-maybe-uninitialized",
                 *flags,
+                *os.environ.get("CXXFLAGS", "").split(),  # last: the later flag wins
             ],
             extra_link_args=["-pthread", f"-Wl,--defsym=servd_state_{STATE}=1"],
             optional=True,

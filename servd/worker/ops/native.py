@@ -43,6 +43,7 @@ class Kernel(ctypes.Structure):
 
 
 Message = c_char * 200
+FAILURES = {1: IndexError, 2: MemoryError}  # by the status of servd_run
 
 
 class Library:
@@ -57,7 +58,6 @@ class Library:
         lib = ctypes.CDLL(str(path))
         self._run = lib.servd_run
         self._run.argtypes = [c_char_p, c_int64, ctypes.POINTER(c_char), c_int64]
-        self._run.restype = ctypes.c_bool
         self.panel_size = c_int.in_dll(lib, "servd_panel_size").value
         num_kernels = c_int.in_dll(lib, "servd_num_kernels").value
         table = (Kernel * num_kernels).in_dll(lib, "servd_kernels")
@@ -85,10 +85,12 @@ class Library:
         Raises:
             IndexError: a call was given an index outside of what it indexes. It and those after it
                 have not run.
+            MemoryError: a call found no memory for its intermediate results. Those after it have
+                not run.
         """
         message = Message()
-        if not self._run(program, len(program) // 8, message, len(message)):
-            raise IndexError(message.value.decode())
+        if status := self._run(program, len(program) // 8, message, len(message)):
+            raise FAILURES[status](message.value.decode())
 
 
 @cache
@@ -130,7 +132,7 @@ def call(kernel: str, *arguments: Argument) -> None:
     """Call a kernel of the library. A TorchFunctionMode sees it, as it sees torch's functions.
 
     Raises:
-        IndexError: see `Library.run`.
+        IndexError, MemoryError: see `Library.run`.
     """
     if has_torch_function(arguments):
         return handle_torch_function(call, arguments, kernel, *arguments)

@@ -266,6 +266,22 @@ def test_a_program_ends_at_a_bad_index():
     assert out.flatten().tolist() == [2.0, 0.0, 1.0]
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("kernel", "arguments"),
+    [
+        ("matmul", lambda x: (0, x, 2**40, 1, x, None, None, x, 1)),  # before its loop
+        ("narrow", lambda x: (x, x, torch.ones(3, dtype=torch.int64), x, 3, 2**50, x)),  # within it
+    ],
+)
+def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(
+    kernel: str, arguments: Callable[[torch.Tensor], tuple[Any, ...]]
+):
+    with pytest.raises(MemoryError, match=f"^{kernel}: no memory for intermediate results$"):
+        native.call(kernel, *arguments(torch.zeros(6)))
+    embed([9])  # and the process is well
+
+
 def test_a_library_of_other_sources_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -46,7 +46,7 @@ struct QueryTile {
     int count;
     const float* q[MAX_TILE_QUERIES];
     int64_t key_begin[MAX_TILE_QUERIES], key_end[MAX_TILE_QUERIES];  // what each may see
-    float max[MAX_TILE_QUERIES], sum[MAX_TILE_QUERIES];  // of scores; of e^(score - max)
+    float max[MAX_TILE_QUERIES], sum[MAX_TILE_QUERIES];  // max score; sum of e^(score - max)
     alignas(64) float acc[MAX_TILE_QUERIES][MAX_HEAD_DIM];  // values times e^(score - max)
 };
 
@@ -320,7 +320,7 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
             new float[shares ? 0 : num_splits * MAX_TILE_QUERIES * partial_size]);
         const int64_t num_computed = seq_lens[row] - query_lens[row];
         tile.count = int(std::min(tile_size, query_lens[row] * group - task.query));
-        int64_t places[MAX_TILE_QUERIES];  // of the tile's queries: token * num_heads + head
+        int64_t places[MAX_TILE_QUERIES];  // where a query lies: token * num_heads + head
         for (int i = 0; i < tile.count; i++) {
             const int64_t position = (task.query + i) / group;
             const int64_t head = task.kv_head * group + (task.query + i) % group;

@@ -19,12 +19,12 @@ namespace {
 // With two vectors of NR, the rows of a tile fill the registers but a few.
 constexpr int MR = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
 constexpr int NR = 2 * WIDTH;
-// Of k: what a tile, a panel and the next panel have of it stays in the second-level cache.
+// Depth of a block of k: a tile, a panel and the next panel of it stay in the second-level cache.
 constexpr int64_t MAX_KC = 768;
-// Tiles: their kc columns stay in the second-level cache for one panel after another.
+// A chunk's tiles: their kc columns stay in the second-level cache for one panel after another.
 constexpr int64_t MC_TILES = 8;
-constexpr int64_t LINE = 64;  // bytes of a cache line
-// Bytes; the processor's own prefetching ends with the page, and lost a quarter.
+constexpr int64_t LINE = 64;  // bytes in a cache line
+// In bytes; the processor's own prefetching ends with the page, and lost a quarter.
 constexpr int64_t PREFETCH_DISTANCE = 4096;
 constexpr int64_t X_STRIDE = MAX_KC + 16;
 
@@ -33,8 +33,8 @@ struct OutputTile {
     float* y;
     int64_t stride;
     int columns;  // up to NR
-    const float *scale, *bias;  // of the columns, or null
-    bool is_first_k, is_last_k;  // of the blocks of k
+    const float *scale, *bias;  // one for each column, or null
+    bool is_first_k, is_last_k;  // whether this is the first or last block of k
 };
 
 // Weights that are needed after these are prefetched while the processor computes: the first tile
@@ -107,8 +107,8 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
         copy.reset(new float[num_k_blocks * rows * X_STRIDE]);
         parallel_for(rows, std::max<int64_t>(1, 32768 / (k + 1)), [&](int64_t row) {
             for (int64_t block = 0; block < num_k_blocks; block++)
-                memcpy(&copy[(block * rows + row) * X_STRIDE], x + row * k + block * max_kc,
-                       std::min(max_kc, k - block * max_kc) * 4);
+                std::copy_n(x + row * k + block * max_kc, std::min(max_kc, k - block * max_kc),
+                            &copy[(block * rows + row) * X_STRIDE]);
         });
     }
     const int64_t num_chunks = (num_tiles + MC_TILES - 1) / MC_TILES;
@@ -159,7 +159,7 @@ void pack_panels(const W* weight, int64_t row_stride, int64_t column_stride, int
     const int64_t num_panels = (n + NR - 1) / NR;
     parallel_for(num_panels, 1, [&](int64_t panel) {
         W* to = packed + panel * k * NR;
-        memset((void*)to, 0, k * NR * sizeof(W));
+        std::fill_n(to, k * NR, W{});
         const int columns = int(std::min<int64_t>(NR, n - panel * NR));
         const W* from = weight + panel * NR * row_stride;
         for (int64_t i = 0; i < k; i++)

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <iterator>
+#include <new>
 #include <type_traits>
 #include <utility>
 
@@ -20,6 +21,8 @@ struct Kernel {
     const char* parameters;  // a letter each
     const int64_t* (*call)(const int64_t* arguments);  // returns their end
 };
+
+enum Status { DONE = 0, BAD_INDEX = 1, OUT_OF_MEMORY = 2 };
 
 // As in Python's struct module.
 template <typename T>
@@ -73,9 +76,9 @@ extern const int servd_num_kernels = std::size(servd_kernels);
 
 // Runs a program: for each call the kernel's number in the table, and its arguments.
 //
-// Returns whether all indices were good. If not, what follows the bad call has not run, and
-// `message` [size] names kernel, index and limit.
-bool servd_run(const int64_t* program, int64_t num_words, char* message, int64_t size) {
+// Returns a Status. After a failure, what follows the call has not run, and `message` [size] names
+// the kernel, and an index and its limit.
+int servd_run(const int64_t* program, int64_t num_words, char* message, int64_t size) {
     const int64_t* const end = program + num_words;
     while (program < end) {
         const Kernel& kernel = servd_kernels[*program];
@@ -83,10 +86,13 @@ bool servd_run(const int64_t* program, int64_t num_words, char* message, int64_t
             program = kernel.call(program + 1);
         } catch (const std::out_of_range& error) {
             snprintf(message, size, "%s: %s", kernel.name, error.what());
-            return false;
+            return BAD_INDEX;
+        } catch (const std::bad_alloc&) {
+            snprintf(message, size, "%s: no memory for intermediate results", kernel.name);
+            return OUT_OF_MEMORY;
         }
     }
-    return true;
+    return DONE;
 }
 
 }  // extern "C"

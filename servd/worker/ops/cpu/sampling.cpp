@@ -152,7 +152,7 @@ float narrow_row(const float* weights, float lowest, int64_t k, double p, int64_
                      [=](Above a) { return a.count >= k; });
         float weight;
         memcpy(&weight, &kth, 4);
-        // Of those that tie with the k-th, as many as make k.
+        // As many of those that tie with the k-th as make k.
         all.mass = above.mass + (k - above.count) * int64_t(weight);
     }
     const double limit = p * double(all.mass);
@@ -283,7 +283,7 @@ void draw(const float* weights, const float* lowest, const int64_t* seeds,
     });
 }
 
-// log_totals [rows]: log of the sum of e^logit; ranks [rows]: of the token, from 1.
+// log_totals [rows]: log of the sum of e^logit; ranks [rows]: the token's rank, from 1.
 void score(const float* logits, int64_t stride, const int64_t* token_ids, int64_t rows,
            int64_t vocab, float* log_totals, int64_t* ranks) {
     check_ids("token_ids", token_ids, 0, rows, vocab);
