@@ -49,11 +49,6 @@ class Tracer:
         self.owners: dict[str, str] = {}  # of what is kept, where it has one
         self.recent: OrderedDict[str, list[Mark]] = OrderedDict()
 
-    def begin(self, request_id: str, at_ns: int, owner: str) -> None:
-        """Note that a request of `owner` was received."""
-        self.owners[request_id] = owner
-        self.mark(request_id, "received", at_ns)
-
     def mark(self, request_id: str, stage: str, at_ns: int | None = None, step: int = -1) -> None:
         """Note that `request_id` reached `stage` (one of STAGES), now or at `at_ns`."""
         self.marks.setdefault(request_id, []).append(Mark(stage, at_ns or now_ns(), step))

@@ -43,7 +43,8 @@ def test_only_the_most_recent_finished_requests_are_kept():
 def test_a_timeline_is_shown_to_its_owner_alone_and_forgotten_with_its_request():
     tracer = Tracer(keep=2)
     for i, owner in enumerate("aabb"):
-        tracer.begin(str(i), 1, owner)
+        tracer.owners[str(i)] = owner
+        tracer.mark(str(i), "received")
     tracer.forget("0")
     assert [i for i in "0123" if tracer.get(i, "a")] == ["1"]
     assert [i for i in "0123" if tracer.get(i, "b")] == ["2", "3"]

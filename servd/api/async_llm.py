@@ -227,11 +227,7 @@ class AsyncLLM:
         )
         for one in prepared:
             output = one.params.structured_output
-            if output is None:
-                continue
-            if processor.grammars.knows(output):
-                processor.check_structured_output(one)
-            else:
+            if output is not None and not processor.grammars.knows(output):
                 check = partial(processor.check_structured_output, one)
                 await self._grammar_threads.run(owner, check)
         return prepared
@@ -384,19 +380,24 @@ class AsyncLLM:
             delta.index += running.first
             running.stream.put(delta)
 
-    def check_room(self, owner: str) -> None:
-        """Whether `offload` has room for one more request: see `FairThreads.check_room`."""
-        self._threads.check_room(owner, self.config.scheduler.max_waiting_requests)
-
-    async def offload(self, owner: str, size: int, work: Callable[[], T]) -> T:
+    async def offload(
+        self, owner: str, size: int, work: Callable[[], T], is_new: bool = False
+    ) -> T:
         """Do `work` off the event loop, unless it is short.
 
         Args:
             owner: whose work it is; owners take turns.
             size: about how many characters, tokens or numbers it has to look at.
             work: must not touch what belongs to the loop.
+            is_new: nothing has been done yet for the request, so that it may be refused.
+
+        Raises:
+            Overloaded: too many new ones wait.
         """
-        return work() if size <= MAX_INLINE else await self._threads.run(owner, work)
+        if size <= MAX_INLINE:
+            return work()
+        limit = self.config.scheduler.max_waiting_requests if is_new else None
+        return await self._threads.run(owner, work, limit)
 
 
 def _size(params: SamplingParams | PoolingParams) -> int:

@@ -79,20 +79,9 @@ def owned(request: Request, options: RequestOptions) -> RequestOptions:
     return msgspec.structs.replace(options, owner=owner_of(request), cache_salt=salt)
 
 
-async def offload(request: Request, size: int, work: Callable[[], T]) -> T:
+async def offload(request: Request, size: int, work: Callable[[], T], is_new: bool = False) -> T:
     """`AsyncLLM.offload` for a request of a client."""
-    return await context_of(request).async_llm.offload(owner_of(request), size, work)
-
-
-async def body_of(request: Request) -> bytes:
-    """The whole body, if there is room to parse it.
-
-    Raises:
-        Overloaded: too many wait for that.
-    """
-    data = await request.body()
-    context_of(request).async_llm.check_room(owner_of(request))
-    return data
+    return await context_of(request).async_llm.offload(owner_of(request), size, work, is_new)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
@@ -101,18 +90,18 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     Raises:
         InvalidRequest: also for another content type, which a browser's form could send across
             origins, and under --strict-fields for fields that have no effect.
-        Overloaded: see `body_of`.
+        Overloaded: see `AsyncLLM.offload`.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest(
             f"Content-Type must be application/json, got {content_type[:100] or 'none'}"
         )
-    data = await body_of(request)
+    data = await request.body()
     request.state.received_ns, request.state.num_bytes = now_ns(), len(data)
     context = context_of(request)
     config, max_values = context.config, max(MAX_VALUES, 2 * context.max_model_len)
-    body = await offload(request, len(data), lambda: parse(kind, data, max_values))
+    body = await offload(request, len(data), lambda: parse(kind, data, max_values), True)
     ignored = body.ignored()
     if getattr(body, "priority", None) and config.scheduler.scheduling_policy != "priority":
         ignored = sorted({*ignored, "priority"})
@@ -136,7 +125,8 @@ def start_timeline(request: Request, engine_request_id: str) -> None:
     """Begin the timeline of a request whose body has been parsed; RequestContext ends it."""
     tracer = context_of(request).async_llm.tracer
     request.state.traced.append(engine_request_id)
-    tracer.begin(engine_request_id, request.state.received_ns, request.state.owner)
+    tracer.owners[engine_request_id] = request.state.owner
+    tracer.mark(engine_request_id, "received", request.state.received_ns)
     tracer.mark(engine_request_id, "parsed")
 
 

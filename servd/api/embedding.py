@@ -9,9 +9,7 @@ from contextlib import aclosing
 import msgspec
 from starlette.requests import Request
 
-from servd.api.async_llm import AsyncLLM
 from servd.api.context import context_of, offload, owned, start_timeline
-from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
 from servd.api.streaming import until_disconnect
 from servd.messages import RequestOptions
@@ -62,21 +60,20 @@ async def embed(
     ]
     for prompt in named:
         start_timeline(request, prompt.request_id)
-    with async_llm.admit(len(named)):
+
+    async def compute() -> Vectors:
         prepared = await async_llm.prepare(named, params, owned(request, options))
         num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
         check(num_tokens)
-        vectors = await until_disconnect(_compute(async_llm, prepared), request.receive)
-    return Vectors(vectors, num_tokens)
+        vectors = [b""] * len(prepared)
+        async with aclosing(async_llm.generate(prepared)) as outputs:
+            async for output in outputs:
+                assert output.pooled is not None
+                vectors[output.index] = output.pooled
+        return Vectors(vectors, num_tokens)
 
-
-async def _compute(async_llm: AsyncLLM, prepared: list[Prepared]) -> list[bytes]:
-    vectors = [b""] * len(prepared)
-    async with aclosing(async_llm.generate(prepared)) as outputs:
-        async for output in outputs:
-            assert output.pooled is not None
-            vectors[output.index] = output.pooled
-    return vectors
+    with async_llm.admit(len(named)):
+        return await until_disconnect(compute(), request.receive)
 
 
 async def similarities(

@@ -34,13 +34,20 @@ class FairThreads:
         # Client -> its work that waits; the client at the front is the next to be served.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    async def run(self, client: str, work: Callable[[], T]) -> T:
+    async def run(self, client: str, work: Callable[[], T], limit: int | None = None) -> T:
         """Wait for a thread and for `work`; cancelled while it waits, `work` is not started.
 
         Args:
             client: whoever shares one part of the threads: an API key, or an address.
             work: must not touch what belongs to the loop.
+            limit: how many may wait already; None where it would be a pity to refuse, as for the
+                answer to a request that has been computed.
+
+        Raises:
+            Overloaded: `limit` wait, and of this client its share or more.
         """
+        if limit is not None:
+            self._check_room(client, limit)
         await self._enter(client)
         loop = asyncio.get_running_loop()
         future = self._pool.submit(work)
@@ -48,24 +55,18 @@ class FairThreads:
         future.add_done_callback(lambda _: self._leave_from_thread(loop, client))
         return await asyncio.wrap_future(future)
 
-    def check_room(self, client: str, limit: int) -> None:
-        """Whether work of one more request may come. To be asked before anything is done for it:
-        what has begun is not refused.
+    def close(self) -> None:
+        """Start nothing more. What runs goes on to its end."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-        Raises:
-            Overloaded: `limit` works wait, among them this client's share or more.
-        """
+    def _check_room(self, client: str, limit: int) -> None:
         num_waiting = sum(map(len, self._waiting.values()))
         share = limit // len({*self._waiting, client})
         if num_waiting >= limit and len(self._waiting.get(client, ())) >= share:
             raise Overloaded(
-                f"{num_waiting} requests wait to be read or tokenised, the limit is {limit} "
+                f"{num_waiting} requests wait to be read, the limit is {limit} "
                 "(--max-waiting-requests): retry later"
             )
-
-    def close(self) -> None:
-        """Start nothing more. What runs goes on to its end."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _enter(self, client: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

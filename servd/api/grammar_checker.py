@@ -69,8 +69,18 @@ class GrammarChecker:
             self._connect()
 
     def knows(self, output: StructuredOutput) -> bool:
-        """Whether `check` would answer at once."""
-        return _key(output) in self._verdicts
+        """Whether an output of this form is known to be possible; never blocks.
+
+        Raises:
+            InvalidRequest: it is known to be impossible.
+        """
+        # One look: another thread may drop the verdict after any.
+        error = self._verdicts.get(_key(output), UNKNOWN)
+        if error is UNKNOWN:
+            return False
+        if error is not None:
+            raise InvalidRequest(f"{output.param}: {error}", param=output.param)
+        return True
 
     def check(self, output: StructuredOutput, client: str = "") -> None:
         """Block until it is known that an output of this form can be generated.
@@ -84,11 +94,7 @@ class GrammarChecker:
             Overloaded: too many others are being checked, this client's take too long, or the
                 process has died and is started by the next call.
         """
-        # Another thread may drop the verdict after any look.
-        error = self._verdicts.get(_key(output), UNKNOWN)
-        if error is UNKNOWN:
-            error = self._try(output, client)
-        if error is not None:
+        if not self.knows(output) and (error := self._try(output, client)) is not None:
             raise InvalidRequest(f"{output.param}: {error}", param=output.param)
 
     def close(self) -> None:
@@ -107,7 +113,7 @@ class GrammarChecker:
             return f"the {output.kind} has {size} bytes, at most {MAX_BYTES} are accepted"
         with self._turns.take(client, QUEUE_LIMIT):
             if self.knows(output):  # others have asked the same
-                return self._verdicts[_key(output)]
+                return None
             error = self._verdicts[_key(output)] = self._ask(output)
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import struct
+import threading
+from functools import partial
 
 import openai
 import pytest
 
+from servd.api.async_llm import MAX_INLINE
 from servd.core.executor.fake import next_state, vector
 from servd.params import PoolingParams
-from tests.api.harness import MODEL, Served, chat_prompt, user
+from tests.api.harness import MODEL, Served, chat_prompt, until, user
 from tests.api.test_errors import check
 
 EMBEDDINGS = "/v1/embeddings"
@@ -115,6 +119,23 @@ async def test_every_input_has_a_timeline_and_nothing_keeps_running(served: Serv
     await ask(served.http, input=["a", "b"])
     assert served.async_llm.num_unfinished == 0 and not served.engine.core.scheduler.requests
     assert len(served.async_llm.tracer.recent) == 2 and not served.async_llm.tracer.marks
+
+
+async def test_a_client_that_leaves_while_its_inputs_are_prepared(listening_server: Served):
+    async_llm, busy = listening_server.async_llm, threading.Event()
+    work = [
+        asyncio.create_task(async_llm.offload("127.0.0.1", MAX_INLINE + 1, partial(busy.wait, 10)))
+        for _ in range(2)
+    ]
+    body = {"input": ["a"] * 30}  # tokenised in a thread
+    client = asyncio.create_task(listening_server.http.post(EMBEDDINGS, json=body))
+    await until(lambda: async_llm.num_unfinished == 30)
+    client.cancel()
+    await until(lambda: not async_llm.num_unfinished)
+    assert not any(task.done() for task in work)
+    busy.set()
+    await asyncio.gather(*work)
+    assert listening_server.engine.sent == []
 
 
 @pytest.mark.parametrize(

@@ -433,7 +433,7 @@ async def test_a_full_server():
         assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
 
 
-async def test_requests_that_wait_to_be_read_or_tokenised_have_a_limit():
+async def test_requests_that_wait_to_be_read_have_a_limit():
     """Two threads are busy and two requests wait, all of one key."""
     text = "word " * (MAX_INLINE // 4)
     bodies = {
@@ -442,7 +442,7 @@ async def test_requests_that_wait_to_be_read_or_tokenised_have_a_limit():
         "/v1/messages/count_tokens": {"model": MODEL, "messages": user(text)},
         "/v1/responses/input_tokens": {"input": text},
         f"{CHAT}/render": {"messages": user(text)},
-        CHAT: {"messages": user("hi")},
+        CHAT: {"messages": user(text)},
     }
     async with serve(max_waiting_requests=2, max_model_len=8192, api_key=["a", "b"]) as served:
         busy = threading.Event()

@@ -74,8 +74,7 @@ async def test_what_waits_has_a_limit_of_which_each_client_has_a_share(threads):
     tasks: list[asyncio.Task[str]] = []
 
     def add(client: str) -> None:
-        threads.check_room(client, limit=4)
-        tasks.append(asyncio.create_task(threads.run(client, gate.work(client))))
+        tasks.append(asyncio.create_task(threads.run(client, gate.work(client), limit=4)))
 
     for client in "bbb":  # one of them waits
         add(client)
@@ -84,13 +83,14 @@ async def test_what_waits_has_a_limit_of_which_each_client_has_a_share(threads):
         add(client)
         await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="4 requests .* limit is 4 .*--max-waiting-requests"):
-        threads.check_room("a", limit=4)
+        await threads.run("a", bool, limit=4)
     add("b")
     await asyncio.sleep(0)
     for client in "ab":
         with pytest.raises(Overloaded):
-            threads.check_room(client, limit=4)
+            await threads.run(client, bool, limit=4)
     add("c")
+    tasks.append(asyncio.create_task(threads.run("a", gate.work("a"))))  # has begun before
     gate.open.set()
     await asyncio.gather(*tasks)
     add("a")

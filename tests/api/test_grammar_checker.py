@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -120,15 +121,34 @@ def test_a_checker_that_fails_to_start_or_restart(make):
     checker.check(FORMS[0])
 
 
-def test_a_verdict_that_another_thread_drops_is_asked_for_again(make):
-    class Vanishing(OrderedDict):
-        def __contains__(self, key: object) -> bool:
-            return self.pop(key, 0) != 0 or super().__contains__(key)
+class Vanishing(OrderedDict):
+    """Verdicts that another thread drops after any look."""
 
+    def __contains__(self, key: object) -> bool:
+        return self.pop(key, self) is not self
+
+    def get(self, key: object, default: object = None) -> object:
+        return self.pop(key, default)
+
+
+def test_a_verdict_that_another_thread_drops_is_asked_for_again(make):
     checker = make(9)
     checker.check(FORMS[0])
     checker._verdicts = Vanishing(checker._verdicts)
-    checker.check(FORMS[0])
+    for _ in range(3):
+        checker.check(FORMS[0])
+
+
+async def test_a_verdict_that_another_thread_drops_does_not_hold_up_the_loop(served, monkeypatch):
+    grammars = served.async_llm.processor.grammars
+    grammars._verdicts = Vanishing({("regex", "[a-z]"): None, ("regex", "("): "no"})
+    monkeypatch.setattr(grammars, "_try", Mock(side_effect=AssertionError("it blocks")))
+    body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "[a-z]"}}
+    answer = await served.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    body["structured_outputs"] = {"regex": "("}
+    answer = await served.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
 
 
 def test_closing_does_not_wait_for_a_check_and_nothing_starts_afterwards(make, monkeypatch):

@@ -667,6 +667,18 @@ async def test_a_background_response_counts_with_its_events_when_it_is_cancelled
         assert store.num_bytes == 0
 
 
+async def test_a_background_response_that_has_grown_too_large_is_not_kept():
+    async with serve() as served:
+        [store] = served.app.state.context.responses.values()
+        store.max_bytes = 5_000
+        body = {"input": "hi", "background": True, "max_output_tokens": 500}
+        kept = (await served.http.post(URL, json={"input": "hi", "max_output_tokens": 1})).json()
+        name = (await served.http.post(URL, json=body)).json()["id"]
+        await until(lambda: not store.running)
+        assert (await served.http.get(f"{URL}/{name}")).status_code == 404
+        assert (await served.http.get(f"{URL}/{kept['id']}")).status_code == 200
+
+
 async def events_of(stream) -> list[Any]:
     """All events that the openai client sees."""
     return [event async for event in stream]

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd import plugins
-from servd.api.context import body_of, offload
+from servd.api.context import offload
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.protocol.completions import Completion, CompletionRequest
@@ -56,8 +56,8 @@ async def invoke(request: Request) -> Response:
         InvalidRequest: there is none, or what the route raises.
     """
     try:
-        data = await body_of(request)
-        fields = await offload(request, len(data), lambda: _fields(data))
+        data = await request.body()
+        fields = await offload(request, len(data), lambda: _fields(data), is_new=True)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         fields = {"messages": None}  # the chat route says what is wrong with it
     for name, file in ROUTE_OF.items():

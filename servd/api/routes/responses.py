@@ -69,15 +69,17 @@ async def create_response(request: Request) -> HTTPResponse:
         num_bytes += (previous.num_bytes if previous else 0) + (log.num_bytes if log else 0)
         store.put(Stored(builder.response, items, num_bytes, log, task))
 
-    if is_stored:
-        builder.keep = keep
     if log is None:
+        if is_stored:
+            builder.keep = keep
         return await builder.respond()
     async with AsyncExitStack() as admission:
         await admission.enter_async_context(builder.admitted())
         store.check_room()  # others may have come while it was prepared
         request.state.traced.remove(response_id)  # its timeline is longer than the request
-        task = asyncio.create_task(_run_detached(builder, log, store, admission.pop_all()))
+        task = asyncio.create_task(_run_detached(builder, log, admission.pop_all()))
+        # With all its bytes, which count in the store; forgotten meanwhile, it stays so.
+        task.add_done_callback(lambda _: keep() if response_id in store else None)
     for event in builder.queue():
         log.append(encode([event]))
     keep()
@@ -235,7 +237,7 @@ async def _chat(
     """The chat that a request with these items is."""
     # Stored turns come on top of the body.
     size = request.state.num_bytes + 64 * len(items)
-    return await offload(request, size, lambda: body.as_chat(body.chat_fields(items)))
+    return await offload(request, size, lambda: body.as_chat(body.chat_fields(items)), True)
 
 
 def _conversation(previous: Stored | None, body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -249,7 +251,7 @@ async def _cancel(stored: Stored) -> None:
 
 
 async def _run_detached(
-    builder: ResponsesBuilder, log: EventLog, store: ResponseStore, admission: AsyncExitStack
+    builder: ResponsesBuilder, log: EventLog, admission: AsyncExitStack
 ) -> None:
     """Make a response in the background, to its end or until it is cancelled."""
     request_id = builder.request.state.request_id
@@ -266,6 +268,4 @@ async def _run_detached(
         log.append(builder.error_frame(error_reply(error, request_id)))
     finally:
         log.close()
-        if builder.id in store:  # not forgotten meanwhile
-            builder.keep()  # with all its bytes, which count in the store
         builder.async_llm.tracer.finish(builder.id)

@@ -208,8 +208,9 @@ class GrammarManager:
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests that wait for their grammars."""
+        gone = set(request_ids)
         for requests in self._compiling.values():
-            requests[:] = [request for request in requests if request.request_id not in request_ids]
+            requests[:] = [request for request in requests if request.request_id not in gone]
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         """Have a thread with a stack of known size do some work."""
