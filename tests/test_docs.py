@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from servd import plugins
 from servd.cli import make_parser
-from servd.config import options_by_name
+from servd.config import Config, options_by_name, read_config_file
+from tests.integration.conftest import shared
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tools/*/*.md")])
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 # Flags of other programs that the pages show.
@@ -27,7 +34,8 @@ OTHER_FLAGS = {
     "--rm", "--gpus", "--user", "--build-arg", "--build",  # docker
     "--check",  # tools.docs
     "--url", "--concurrency",  # servd run-batch
-    "--num-prompts", "--input-len", "--output-len", "--out",  # servd bench
+    "--num-prompts", "--input-len", "--output-len", "--prefix-len", "--request-rate",  # servd bench
+    "--json", "--jsonl", "--plot", "--out",  # servd bench and benchmarks
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
     "--threads", "--work",  # tools.demo_model.train
     "--parts",  # benchmarks.gpu
@@ -36,9 +44,8 @@ OTHER_FLAGS = {
 
 def blocks(page: Path, language: str) -> list[str]:
     """Fenced code blocks of a language."""
-    return re.findall(
-        rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE
-    )
+    found = FENCE.findall(page.read_text(encoding="utf8"))
+    return [text for its_language, text in found if its_language == language]
 
 
 def test_generated_pages_are_current():
@@ -77,8 +84,6 @@ def test_every_flag_of_the_command_line_is_documented():
 
 
 def test_the_help_has_every_option_and_its_description(capsys):
-    from servd.config import Config
-
     with pytest.raises(SystemExit) as end:
         make_parser().parse_args(["serve", "--help"])
     assert end.value.code == 0
@@ -157,52 +162,29 @@ def test_compose_builds_the_images_that_exist():
 
 # ---- examples ----
 
+SHOWN = {"text", "mermaid", "jinja"}  # not run; the template is compared above
+URL = "http://localhost:8000"
+
+
+def examples(language: str) -> Any:
+    """Parametrises with the blocks of a language on all pages."""
+    found = [(page, i, text) for page in PAGES for i, text in enumerate(blocks(page, language))]
+    return pytest.mark.parametrize(
+        "text", [pytest.param(text, id=f"{page.name}-{i}") for page, i, text in found]
+    )
+
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server that calls its fake model demo."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "servd",
-            "serve",
-            "--executor",
-            "fake",
-            "--port",
-            "0",
-            "--served-model-name",
-            "demo",
-        ],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    try:
-        log = []
-        for line in process.stderr:
-            log.append(line)
-            if match := re.search(r"ready at (http://\S+)", line):
-                yield match[1]
-                break
-        else:
-            pytest.fail("the server did not start:\n" + "".join(log))
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
-        process.stderr.close()
+    """The demo model, served as the pages say."""
+    for server in shared("--device", "cpu"):
+        yield server.url
 
 
-def run_example(text: str, language: str, **replace: str) -> str:
-    """Run a block as its reader would, with some words of it replaced; return what it prints."""
-    for old, new in replace.items():
-        text = text.replace({"server": "http://localhost:8000", "model": '"gpt2"'}[old], new)
-    program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[
-        language
-    ]
+def run_example(text: str, *program: str) -> str:
+    """Run a block as its reader would; return what it prints."""
     result = subprocess.run(
-        [*program, text],
+        [*program, "-c", text],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -213,38 +195,98 @@ def run_example(text: str, language: str, **replace: str) -> str:
     return result.stdout
 
 
+def shape(value: Any) -> Any:
+    """A document without its values: keys, and what lists are made of."""
+    match value:
+        case dict():
+            return {key: shape(part) for key, part in value.items()}
+        case list():
+            return [shape(part) for part in value]
+        case None | str():
+            return "text or null"
+    return "number"
+
+
+@every_page
+def test_every_block_has_a_language_that_is_tried(page):
+    languages = {language for language, _ in FENCE.findall(page.read_text(encoding="utf8"))}
+    assert languages <= SHOWN | {"bash", "python", "console", "json", "toml"}
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-@pytest.mark.parametrize("text", blocks(ROOT / "README.md", "bash"))
+@examples("bash")
 def test_curl_examples(text, url):
-    printed = run_example(text, "bash", server=url)
+    printed = run_example(text.replace(URL, url), "bash", "-euo", "pipefail")
     if '"stream": true' in text:
         events = [line.removeprefix("data: ") for line in printed.splitlines() if line]
         assert events[-1] == "[DONE]"
-        parts = [
-            choice["text"]
-            for event in events[:-1]
-            for choice in msgspec.json.decode(event)["choices"]
-        ]
-        assert len("".join(parts)) == 32  # the fake's tokens are letters
+        chunks = [msgspec.json.decode(event)["choices"][0] for event in events[:-1]]
+        assert "".join(chunk["text"] for chunk in chunks) and chunks[-1]["finish_reason"]
+    elif "/v1/decisions" in text:
+        answers = map(msgspec.json.decode, blocks(ROOT / "docs/http.md", "json"))
+        [shown] = [answer for answer in answers if "answers" in answer]
+        assert shape(msgspec.json.decode(printed)) == shape(shown)
     else:
-        answer = msgspec.json.decode(printed)
-        assert answer["usage"]["completion_tokens"] == 32
-        assert len(answer["choices"][0]["message"]["content"]) == 32
+        assert "serving daemon" in msgspec.json.decode(printed)["choices"][0]["message"]["content"]
 
 
-PYTHON_BLOCKS = [
-    pytest.param(text, id=f"{page.name}-{i}")
-    for page in (ROOT / "README.md", ROOT / "docs/offline.md")
-    for i, text in enumerate(blocks(page, "python"))
-]
-
-
-@pytest.mark.parametrize("text", PYTHON_BLOCKS)
+@examples("python")
 def test_python_examples(text, request):
-    if "localhost:8000" in text:
-        printed = run_example(text, "python", server=request.getfixturevalue("url"))
-        assert len(printed.strip()) > 0
+    if URL in text:
+        text = text.replace(URL, request.getfixturevalue("url"))
     else:
-        folder = request.getfixturevalue("tiny_gpt2")
-        printed = run_example(text, "python", model=f'"{folder}"')
-        assert len(printed.splitlines()) >= text.count("print(")
+        text = text.replace('"gpt2"', f'"{request.getfixturevalue("tiny_gpt2")}"')
+    printed = run_example(text, sys.executable)
+    promised = re.findall(r"print\(.*\)  # (.*)", text)
+    assert [line for line in promised if line not in printed.splitlines()] == []
+    assert len(printed.splitlines()) >= text.count("print(")
+
+
+def test_the_error_in_the_docs_is_the_servers(url):
+    [shown, *_] = blocks(ROOT / "docs/http.md", "json")
+    body = {"messages": [{"role": "user", "content": "hi"}], "top_p": 2}
+    assert httpx.post(f"{url}/v1/chat/completions", json=body).json() == json.loads(shown)
+
+
+def test_the_batch_in_the_docs_is_answered_as_shown(url, tmp_path):
+    requests, [answer] = [text.splitlines() for text in blocks(ROOT / "docs/batch.md", "json")]
+    (tmp_path / "in").write_text("\n".join(requests))
+    files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "servd", "run-batch", *files, "--url", url]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert len(answers) == len(requests)
+    shown = json.loads(answer)
+    for each in answers:
+        assert each["response"]["status_code"] == 200
+        assert each["response"].pop("body") and shape(each) == {
+            **shape(shown),
+            "response": {"status_code": "number", "request_id": "text or null"},
+        }
+
+
+@examples("toml")
+def test_configuration_files_can_be_read(text, tmp_path):
+    file = tmp_path / "servd.toml"
+    file.write_text(text)
+    options = read_config_file(str(file))
+    assert options and Config.load(options) != Config()
+
+
+@examples("console")
+def test_commands_exist(text):
+    """Those of servd with their flags, targets of make, modules of Python."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf8")
+    commands = 0
+    for line in text.replace("\\\n", " ").splitlines():
+        for command in re.sub(r" {2,}#.*", "", line.removeprefix("$ ")).split(" && "):
+            match shlex.split(re.sub(r"^([A-Z]+=\S+ )+", "", command)):
+                case ["servd", *arguments]:
+                    make_parser().parse_args(arguments)
+                case ["make", *words]:
+                    targets = [word for word in words if "=" not in word]
+                    assert [t for t in targets if f"\n{t}:" not in makefile] == []
+                case ["python" | "python3", "-m", module, *_]:
+                    assert importlib.util.find_spec(module), module
+            commands += 1
+    assert commands
