@@ -1,6 +1,4 @@
-"""A child process and its bond with its parent: start message on stdin, exit noticed at once, never
-an orphan.
-"""
+"""A child process bound to its parent: start message on stdin, exit noticed, never an orphan."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ class Child:
 
 
 def read_start(kind: type[T]) -> T:
-    """In the child: read the start message, and from then on end this process when the parent is
-    gone.
-    """
+    """In the child: read the start message; from then on end when the parent is gone."""
     stdin = sys.stdin.buffer
     message: Any = stdin.read(int.from_bytes(stdin.read(4), "big"))
     start = msgspec.msgpack.decode(message, type=kind)

@@ -27,6 +27,11 @@ from servd.sizes import parse_bytes
 Positive = Annotated[int, Meta(ge=1)]
 
 
+def about(description: str, **rules: Any) -> Meta:
+    """What an option does, and its bounds."""
+    return Meta(description=description, **rules)
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections."""
 
@@ -36,115 +41,95 @@ class ModelConfig(Section, frozen=True):
 
     model: Annotated[
         str | None,
-        Meta(
-            description="Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, "
-            "inside servd."
+        about(
+            "Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, inside servd."
         ),
     ] = None
     served_model_name: Annotated[
         list[str],
-        Meta(
-            description="Names that clients may use; the first is shown. Default: MODEL, and the "
-            "name of its folder."
+        about(
+            "Names that clients may use; the first is shown. Default: MODEL, and the name of its "
+            "folder."
         ),
     ] = []
     tokenizer: Annotated[
-        str | None,
-        Meta(description="Folder or Hugging Face id of the tokenizer, if not the model's own."),
+        str | None, about("Folder or Hugging Face id of the tokenizer, if not the model's own.")
     ] = None
-    revision: Annotated[
-        str | None, Meta(description="Branch, tag or commit of the model on the hub.")
-    ] = None
+    revision: Annotated[str | None, about("Branch, tag or commit of the model on the hub.")] = None
     download_dir: Annotated[
-        str | None, Meta(description="Cache folder for downloads. Default: the Hugging Face cache.")
+        str | None, about("Cache folder for downloads. Default: the Hugging Face cache.")
     ] = None
     trust_remote_code: Annotated[
-        bool,
-        Meta(
-            description="Run Python code that comes with the tokenizer when it has to be converted."
-        ),
+        bool, about("Run Python code that comes with the tokenizer when it has to be converted.")
     ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(
-            description="Type of weights and activations. auto: the checkpoint's on CUDA, float32 "
-            "on a CPU. A CPU "
-            "computes in float32 whatever it is: 16 bits are how it stores weights and KV cache."
+        about(
+            "Type of weights and activations. auto: the checkpoint's on CUDA, float32 on a CPU. A "
+            "CPU computes in float32 whatever it is: 16 bits are how it stores weights and KV "
+            "cache."
         ),
     ] = "auto"
     quantization: Annotated[
         str | None,
-        Meta(
+        about(
+            "Round the weights as they are loaded. int8: 8 bits and a scale per output. fp8: "
+            "8-bit floats, activations too, which Hopper multiplies twice as fast as 16 bits.",
             extra={"plugins": "servd.worker.quantization"},
-            description="Round the weights as they are loaded. int8: 8 bits and a scale per "
-            "output. fp8: 8-bit floats, "
-            "activations too, which Hopper multiplies twice as fast as 16 bits.",
         ),
     ] = None
     max_model_len: Annotated[
         Positive | None,
-        Meta(description="Longest prompt plus output, in tokens. Default: what the model allows."),
+        about("Longest prompt plus output, in tokens. Default: what the model allows."),
     ] = None
     shorten_max_model_len: Annotated[
         bool | None,
-        Meta(
-            description="Go on with a shorter context if the KV cache cannot hold max_model_len "
-            "tokens, rather than "
-            "refuse to start. Default: on unless --max-model-len is given."
+        about(
+            "Go on with a shorter context if the KV cache cannot hold max_model_len tokens, "
+            "rather than refuse to start. Default: on unless --max-model-len is given."
         ),
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"],
-        Meta(description="auto: safetensors. dummy: seeded random weights, for tests."),
+        about("auto: safetensors. dummy: seeded random weights, for tests."),
     ] = "auto"
     seed: Annotated[
-        int,
-        Meta(
-            ge=0, description="Seed of everything random: dummy weights, requests without a seed."
-        ),
+        int, about("Seed of everything random: dummy weights, requests without a seed.", ge=0)
     ] = 0
     generation_config: Annotated[
         str,
-        Meta(
-            description="Default sampling parameters: `auto` (the model's "
-            "generation_config.json), `vllm` (neutral "
-            "ones) or a folder that holds a generation_config.json."
+        about(
+            "Default sampling parameters: `auto` (the model's generation_config.json), `vllm` "
+            "(neutral ones) or a folder that holds a generation_config.json."
         ),
     ] = "auto"
-    enforce_eager: Annotated[
-        bool, Meta(description="Never use CUDA graphs, nor programs on a CPU.")
-    ] = False
+    enforce_eager: Annotated[bool, about("Never use CUDA graphs, nor programs on a CPU.")] = False
     compile: Annotated[
         bool,
-        Meta(
-            description="Let torch.compile fuse the layers, in place of servd's own kernels. "
-            "Needs CUDA."
-        ),
+        about("Let torch.compile fuse the layers, in place of servd's own kernels. Needs CUDA."),
     ] = False
 
 
 class CacheConfig(Section, frozen=True):
     """KV cache."""
 
-    block_size: Annotated[int, Meta(ge=1, le=256, description="Tokens per KV-cache block.")] = 16
+    block_size: Annotated[int, about("Tokens per KV-cache block.", ge=1, le=256)] = 16
     gpu_memory_utilization: Annotated[
-        float,
-        Meta(gt=0, le=1, description="Share of the device's memory that servd may use in all."),
+        float, about("Share of the device's memory that servd may use in all.", gt=0, le=1)
     ] = 0.9
     kv_cache_memory: Annotated[
         Positive | None,
-        Meta(description='Memory for the KV cache: bytes or "2GiB". Default: from what is free.'),
+        about('Memory for the KV cache: bytes or "2GiB". Default: from what is free.'),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
-        Meta(
-            description="What keys and values are stored as. auto: as --dtype. fp8: 8-bit floats "
-            "(e4m3), for twice as "
-            "many tokens as with 16 bits."
+        about(
+            "What keys and values are stored as. auto: as --dtype. fp8: 8-bit floats (e4m3), for "
+            "twice as many tokens as with 16 bits."
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[
-        bool, Meta(description="Reuse the KV cache of equal prompt beginnings.")
+        bool, about("Reuse the KV cache of equal prompt beginnings.")
     ] = True
 
 
@@ -152,33 +137,25 @@ class SchedulerConfig(Section, frozen=True):
     """Which requests run in a step."""
 
     max_num_seqs: Annotated[
-        Positive | None,
-        Meta(description="Most requests in one step. Default: 64 on a CPU, 256 on CUDA."),
+        Positive | None, about("Most requests in one step. Default: 64 on a CPU, 256 on CUDA.")
     ] = None
     max_num_batched_tokens: Annotated[
-        Positive | None,
-        Meta(description="Token budget of one step. Default: 512 on a CPU, 8192 on CUDA."),
+        Positive | None, about("Token budget of one step. Default: 512 on a CPU, 8192 on CUDA.")
     ] = None
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
-        Meta(
-            description="fcfs: first come, first served. priority: lowest `priority` of the "
-            "request first."
-        ),
+        about("fcfs: first come, first served. priority: lowest `priority` of the request first."),
     ] = "fcfs"
     async_scheduling: Annotated[
         bool | None,
-        Meta(
-            description="Schedule the next step while the device computes this one. Default: on "
-            "with CUDA."
-        ),
+        about("Schedule the next step while the device computes this one. Default: on with CUDA."),
     ] = None
     max_waiting_requests: Annotated[
         int,
-        Meta(
+        about(
+            "Unfinished requests beyond which new ones get 503 with Retry-After. All choices of a "
+            "prompt count as one, so that no request is refused for its `n`.",
             ge=0,
-            description="Unfinished requests beyond which new ones get 503 with Retry-After. "
-            "All choices of a prompt count as one, so that no request is refused for its `n`.",
         ),
     ] = 2048
 
@@ -186,27 +163,24 @@ class SchedulerConfig(Section, frozen=True):
 class ParallelConfig(Section, frozen=True):
     """Devices and processes."""
 
-    device: Annotated[
-        Literal["auto", "cuda", "cpu"], Meta(description="auto: CUDA where it works.")
-    ] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], about("auto: CUDA where it works.")] = "auto"
     executor: Annotated[
         str | None,
-        Meta(
+        about(
+            "uniproc: the worker runs inside the engine process. multiproc: one process per "
+            "device. fake: deterministic tokens with no model, to measure the server itself. "
+            "Default: uniproc for one device.",
             extra={"plugins": "servd.core.executor"},
-            description="uniproc: the worker runs inside the engine process. multiproc: one "
-            "process per device. "
-            "fake: deterministic tokens with no model, to measure the server itself. Default: "
-            "uniproc for one device.",
         ),
     ] = None
     tensor_parallel_size: Annotated[
-        int, Meta(ge=1, description="Devices that each hold a slice of every layer.")
+        int, about("Devices that each hold a slice of every layer.", ge=1)
     ] = 1
     attention_backend: Annotated[
         str,
-        Meta(
+        about(
+            "auto: the first that can run here.",
             extra={"plugins": "servd.worker.attention", "beside": ["auto"]},
-            description="auto: the first that can run here.",
         ),
     ] = "auto"
 
@@ -214,124 +188,108 @@ class ParallelConfig(Section, frozen=True):
 class ServerConfig(Section, frozen=True):
     """HTTP server."""
 
-    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 picks a free one.")] = 8000
+    host: Annotated[str, about("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, about("TCP port; 0 picks a free one.", ge=0, le=65535)] = 8000
     strict_fields: Annotated[
         bool,
-        Meta(
-            description="Refuse request fields that have no effect (400), instead of naming them "
-            "in a header."
+        about(
+            "Refuse request fields that have no effect (400), instead of naming them in a header."
         ),
     ] = False
-    uds: Annotated[
-        str | None, Meta(description="Listen on this Unix socket instead of host and port.")
-    ] = None
+    uds: Annotated[str | None, about("Listen on this Unix socket instead of host and port.")] = None
     api_key: Annotated[
         list[Annotated[str, Meta(min_length=1)]],
-        Meta(
-            description="A key that clients must send as `Authorization: Bearer KEY`; for several, "
-            "repeat the flag. Default: the one in $SERVD_API_KEY."
+        about(
+            "A key that clients must send as `Authorization: Bearer KEY`; for several, repeat the "
+            "flag. Default: the one in $SERVD_API_KEY."
         ),
     ] = []
     chat_template: Annotated[
-        str | None,
-        Meta(description="Jinja chat template (file or text) to use instead of the model's."),
+        str | None, about("Jinja chat template (file or text) to use instead of the model's.")
     ] = None
     fim_template: Annotated[
         str | None,
-        Meta(
-            description="Prompt for `suffix` of completions, with {prefix} and {suffix}. Default: "
-            "by the model's "
-            "fill-in-the-middle tokens."
+        about(
+            "Prompt for `suffix` of completions, with {prefix} and {suffix}. Default: by the "
+            "model's fill-in-the-middle tokens."
         ),
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        Meta(
+        about(
+            "How the model writes tool calls. Default: what the chat template shows.",
             extra={"plugins": "servd.api.tool_parsers", "beside": ["none"]},
-            description="How the model writes tool calls. Default: what the chat template shows.",
         ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        Meta(
+        about(
+            "How the model marks its reasoning. Default: what the chat template shows.",
             extra={"plugins": "servd.api.reasoning_parsers", "beside": ["none"]},
-            description="How the model marks its reasoning. Default: what the chat template shows.",
         ),
     ] = None
     enable_auto_tool_choice: Annotated[
-        bool, Meta(description='Find tool calls in replies where `tool_choice` is "auto".')
+        bool, about('Find tool calls in replies where `tool_choice` is "auto".')
     ] = True
     max_stored_responses: Annotated[
         int,
-        Meta(
+        about(
+            "Responses of `/v1/responses` that an API server process keeps in memory for each API "
+            "key; 0 stores none.",
             ge=0,
-            description="Responses of `/v1/responses` that an API server process keeps in memory "
-            "for each API key; 0 stores none.",
         ),
     ] = 1000
     api_server_count: Annotated[
-        int, Meta(ge=1, le=64, description="API server processes that share the port.")
+        int, about("API server processes that share the port.", ge=1, le=64)
     ] = 1
     headless: Annotated[
         bool,
-        Meta(
-            description="Run the engine only; API servers elsewhere on this host join it with "
-            "--attach."
-        ),
+        about("Run the engine only; API servers elsewhere on this host join it with --attach."),
     ] = False
     attach: Annotated[
-        str | None,
-        Meta(description="Run API servers only, for the engine whose --ipc-dir this is."),
+        str | None, about("Run API servers only, for the engine whose --ipc-dir this is.")
     ] = None
     ipc_dir: Annotated[
         str | None,
-        Meta(
-            description="Folder of the sockets between the processes. Default: a new private one."
-        ),
+        about("Folder of the sockets between the processes. Default: a new private one."),
     ] = None
     max_connections: Annotated[
         int,
-        Meta(
+        about(
+            "Open connections per API server process. Beyond them the longest idle one is closed; "
+            "if none is idle, requests of new ones get 503 with Retry-After.",
             ge=1,
-            description="Open connections per API server process. Beyond them the longest idle one "
-            "is closed; if none is idle, requests of new ones get 503 with Retry-After.",
         ),
     ] = 4096
     header_timeout: Annotated[
         float,
-        Meta(
+        about(
+            "Seconds from connecting to whole headers; then 408, or nothing to a client that was "
+            "silent.",
             gt=0,
             le=86400,
-            description="Seconds from connecting to whole headers; then 408, or nothing to a "
-            "client that was silent.",
         ),
     ] = 20.0
     body_timeout: Annotated[
         float,
-        Meta(
+        about(
+            "Seconds over which a body must come with at least 1024 bytes per second on average; "
+            "else 408.",
             gt=0,
             le=86400,
-            description="Seconds over which a body must come with at least 1024 bytes per second "
-            "on average; else 408.",
         ),
     ] = 30.0
     write_timeout: Annotated[
         float,
-        Meta(
+        about(
+            "Seconds, up to twice as many, that a client may take no byte of its answer.",
             gt=0,
             le=86400,
-            description="Seconds, up to twice as many, that a client may take no byte of its "
-            "answer.",
         ),
     ] = 90.0
     shutdown_timeout: Annotated[
         float,
-        Meta(
-            ge=0,
-            le=86400,
-            description="Seconds that open requests get to finish after SIGTERM or Ctrl-C.",
-        ),
+        about("Seconds that open requests get to finish after SIGTERM or Ctrl-C.", ge=0, le=86400),
     ] = 15.0
 
 
@@ -339,7 +297,7 @@ class ObservabilityConfig(Section, frozen=True):
     """Logs."""
 
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least level shown.")
+        Literal["debug", "info", "warning", "error"], about("Least level shown.")
     ] = "info"
 
 
@@ -368,11 +326,7 @@ class Config(Section, frozen=True):
             name = name.replace("-", "_")
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1)
-                hint = (
-                    f"did you mean {flag_of(near[0])}?"
-                    if near
-                    else "`servd serve --help` lists them"
-                )
+                hint = f"did you mean {flag_of(near[0])}?" if near else "see `servd serve --help`"
                 raise ConfigError(f"unknown option {flag_of(name)}; {hint}")
             if name == "kv_cache_memory" and isinstance(value, str):
                 value = parse_bytes(value)
@@ -391,13 +345,8 @@ class Config(Section, frozen=True):
         changed: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
             changed.setdefault(fields[name][0], {})[name] = value
-        return msgspec.structs.replace(
-            self,
-            **{
-                s: msgspec.structs.replace(getattr(self, s), **values)
-                for s, values in changed.items()
-            },
-        )
+        replace = msgspec.structs.replace
+        return replace(self, **{s: replace(getattr(self, s), **v) for s, v in changed.items()})
 
 
 def options_by_name() -> dict[str, tuple[str, msgspec.structs.FieldInfo]]:
@@ -414,31 +363,25 @@ def flag_of(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def _explain(
-    error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]
-) -> ConfigError:
+KINDS = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text",
+    "array": "a list",
+}  # fmt: skip
+
+
+def _explain(error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]) -> Exception:
     """ "Expected `int` >= 1 - at `$.cache.block_size`" as a sentence about a flag."""
     rule, _, path = str(error).partition(" - at `$.")
     section, _, name = path.rstrip("`").partition("[")[0].partition(".")
-    value = (
-        "" if name == "api_key" else f" {nested[section][name]}"
-    )  # a key must not appear in a log
-    kinds = {
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "str": "text",
-        "array": "a list",
-    }
-    match = re.match(
-        r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(?:,|$)", rule
-    )
+    secret = name == "api_key"  # it must not appear in a log
+    value = "" if secret else f" {nested[section][name]}"
+    match = re.match(r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(,|$)", rule)
     if known := choices(options_by_name()[name][1].type):
         rule = f"must be one of: {', '.join(known)}"
     elif match and match["length"]:
         rule = "must not be empty"
     elif match:
-        rule = f"must be {kinds.get(match[1], match[1])}{match['bound'] or ''}"
+        rule = f"must be {KINDS.get(match[1], match[1])}{match['bound'] or ''}"
     return ConfigError(f"{flag_of(name)}{value}: {rule}")
 
 

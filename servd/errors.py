@@ -97,9 +97,7 @@ class EngineDead(EngineError):
 
 
 class ConfigError(ServdError):
-    """A flag, a configuration file or the machine does not allow the server to start: exit code
-    2.
-    """
+    """A flag, a configuration file or the machine prevents the server's start: exit code 2."""
 
 
 class ModelNotFound(ConfigError):

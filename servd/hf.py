@@ -34,9 +34,7 @@ CONVERTIBLE = (
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What servd needs to know of a model before any weight is read: config.json under one set of
-    names.
-    """
+    """What servd must know of a model before its weights: config.json in one set of names."""
 
     folder: str  # "" for the fake model
     model_type: str
@@ -170,9 +168,7 @@ def find_model(model: str, revision: str | None = None, download_dir: str | None
 def download_weights(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path:
-    """Like `find_model`, for the weights too; shows a progress bar. A local folder is returned as
-    it is.
-    """
+    """Like `find_model`, for the weights too; shows a progress bar."""
     if (folder := local_folder(model)) is not None:
         return folder
     return _download(model, revision, download_dir, METADATA_FILES + WEIGHT_FILES)

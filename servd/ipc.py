@@ -61,9 +61,8 @@ class Inbox(Generic[T]):
         self.decoder = msgspec.msgpack.Decoder(kind)
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(
-            zmq.RCVHWM, 0
-        )  # flow control is the scheduler's queue, not a full pipe
+        # Flow control is the scheduler's queue, not a full pipe.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(at)
 
     def recv(self, timeout: float | None = None) -> T | None:
@@ -88,9 +87,7 @@ class Inbox(Generic[T]):
         return messages
 
     def fileno(self) -> int:
-        """For an event loop's add_reader. Edge-triggered: call `drain` at every event, and once at
-        the start.
-        """
+        """For an event loop's add_reader. Edge-triggered: `drain` at every event and at first."""
         return self.socket.getsockopt(zmq.FD)
 
     def _decode(self, data: bytes) -> T:

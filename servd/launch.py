@@ -192,9 +192,7 @@ def check_engine(ipc_dir: str, identity: str) -> None:
 
 
 class SocketFolder:
-    """The folder of the sockets between processes: --attach's, --ipc-dir, or a private one removed
-    at the end.
-    """
+    """The folder of the sockets: --attach's, --ipc-dir, or a private one, removed at the end."""
 
     def __init__(self, config: Config) -> None:
         server = config.server
@@ -233,9 +231,7 @@ class SocketFolder:
 
 
 class ProcessTree:
-    """The children of this process, and what happens when one of them, or this process, has to
-    end.
-    """
+    """This process's children, and what happens when one of them, or it, has to end."""
 
     def __init__(self, config: Config, spec: hf.ModelSpec, ipc_dir: str, started_at: float) -> None:
         self.config = config
@@ -263,9 +259,7 @@ class ProcessTree:
             child.on_exit(self.events.put)
 
     def start_api_servers(self, listener: socket.socket) -> None:
-        """One or several, which share the listening socket: the kernel hands each connection to one
-        of them.
-        """
+        """One or several; the kernel hands each connection of their shared socket to one."""
         count = self.config.server.api_server_count
         env: dict[str, str] = {}
         if count > 1:  # each of them must be able to answer /metrics for all
@@ -315,9 +309,7 @@ class ProcessTree:
         return 1
 
     def report_death(self, reason: str) -> None:
-        """Have the API servers answer every open request with an error; they end themselves
-        afterwards.
-        """
+        """Have the API servers answer every open request with an error, and end."""
         # With --headless the API servers are other launchers' children, found by their sockets.
         inboxes = (
             Path(self.ipc_dir).glob("client-*") if self.config.server.headless else self.inboxes

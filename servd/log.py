@@ -7,9 +7,7 @@ import sys
 
 
 def setup(process: str, level: str) -> None:
-    """Log to stderr as `12:34:56.789 INFO  api-0  message`. Called once by each process at its
-    start.
-    """
+    """Log to stderr as `12:34:56.789 INFO  api-0  message`. Called once by each process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         logging.Formatter(

@@ -55,9 +55,7 @@ class Attach(Message, tag=True):
 
 
 class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
-    """How a request is served, whatever it asks of the model: carried from the route to the
-    engine.
-    """
+    """How a request is served, whatever it asks of the model: from the route to the engine."""
 
     priority: int = 0  # lower runs first, under --scheduling-policy priority
     cache_salt: str | None = None  # requests share cached blocks only with the same salt
@@ -95,9 +93,7 @@ class EngineCoreRequest(Message, tag=True):
 
 
 class AbortRequests(Message, tag=True):
-    """Drop these requests, wherever they are; unknown ids are ignored. They get no further
-    output.
-    """
+    """Drop these requests, wherever they are, without further output; unknown ids are ignored."""
 
     request_ids: list[str]
 
@@ -120,9 +116,7 @@ class EngineStatus(Message, tag=True):
 
 
 class WorkerReady(Message, tag=True):
-    """What a worker learned while it loaded: the facts that "auto" settings and the log depend
-    on.
-    """
+    """What a worker learned while it loaded, on which "auto" settings and the log depend."""
 
     device: str  # e.g. "cpu", "NVIDIA H200"
     dtype: str
@@ -175,9 +169,7 @@ class EngineCoreOutput(Message):
 
 
 class SchedulerStats(Message):
-    """The engine's state after a step, for metrics and the log line. Counters are since the last
-    report.
-    """
+    """The engine's state after a step, for metrics and logs; counters since the last report."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -197,9 +189,7 @@ class EngineCoreOutputs(Message, tag=True):
 
 
 class EngineDead(Message, tag=True):
-    """The engine cannot go on; sent by itself on a failure, by the parent when the process is
-    gone.
-    """
+    """The engine cannot go on: from itself, or from the parent when its process is gone."""
 
     reason: str
 

@@ -1,6 +1,4 @@
-"""What a request produces: CompletionOutput (a delta or the whole of one choice) and
-RequestOutput.
-"""
+"""What a request produces: CompletionOutput (one choice, or a delta of it) and RequestOutput."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """A request, finished or under way: its prompt and its `n` choices in order, whole up to
-    now.
-    """
+    """A request, finished or not: its prompt and its `n` choices in order, whole up to now."""
 
     request_id: str
     prompt: str | None  # None if the prompt was given as token ids

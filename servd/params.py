@@ -185,9 +185,7 @@ class PoolingParams(
     frozen=True,
     gc=False,
 ):
-    """How the hidden states of a prompt become one vector, or with "all" one for each token, one
-    after another.
-    """
+    """How the hidden states of a prompt become one vector, or with "all" one for each token."""
 
     pooling: Literal["last", "mean", "all"] = "last"
     normalize: bool = True

@@ -1,6 +1,4 @@
-"""Decide every "auto" of a Config and check options against each other: a pure function of config,
-model, machine.
-"""
+"""Decide every "auto" of a Config and check its options: a function of config, model, machine."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def look_at_machine() -> Machine:
-    """Ask the CUDA driver for the number of devices, and torch's version file for its kind of
-    build.
-    """
+    """Ask the CUDA driver for the number of devices, and torch's version file for its build."""
     has_triton = importlib.util.find_spec("triton") is not None
     return Machine(num_gpus=_num_gpus(), torch_has_cuda=_torch_has_cuda(), has_triton=has_triton)
 

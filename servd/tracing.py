@@ -31,9 +31,7 @@ now_ns = time.monotonic_ns
 
 
 class Mark(msgspec.Struct, array_like=True, gc=False):
-    """One border crossed by a request. `step` is the engine's step number, -1 outside the
-    engine.
-    """
+    """One border crossed by a request; `step` is the engine's, -1 outside of it."""
 
     stage: str
     at_ns: int

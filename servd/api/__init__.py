@@ -1,3 +1,1 @@
-"""The API room: HTTP in, HTTP out. Knows OpenAI and text, never a tensor; never imports torch or
-transformers.
-"""
+"""The API room: HTTP in and out. Knows text, never a tensor; imports no torch or transformers."""

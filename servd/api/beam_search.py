@@ -109,9 +109,7 @@ class BeamSearch:
         answers: list[CompletionOutput],
         reason: FinishReason,
     ) -> None:
-        """However many steps it took, and beams, the client sent one request, and gets its tokens
-        at once.
-        """
+        """The client sent one request, however many steps and beams; its tokens come at once."""
         num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
         choices = [
             ChoiceTimes(arrival_ns, num_prompt_tokens, len(answer.token_ids)) for answer in answers

@@ -193,9 +193,7 @@ class _Compiled:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here its body is rendered as it
-    is.
-    """
+    """`{% generation %}` marks the assistant's words for training; here its body is rendered."""
 
     tags = {"generation"}
 
@@ -282,9 +280,7 @@ def _text_of_part(part: Any, param: str) -> str:
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates want arguments as an object; the API has them as JSON text. What is no JSON object
-    stays text.
-    """
+    """Arguments as an object, which templates want; what is no JSON object stays text."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -1,6 +1,4 @@
-"""Incremental text of one choice: whole characters only, and no text that may turn out to be a stop
-string.
-"""
+"""Incremental text of one choice: whole characters, and nothing that may become a stop string."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ async def embed(
 async def similarities(
     request: Request, firsts: Sequence[bytes], seconds: Sequence[bytes]
 ) -> list[float]:
-    """Cosines of vectors of length 1, float32 each: of one with all others, or of each with its
-    counterpart.
-    """
+    """Cosines of float32 vectors of length 1: of one with all others, or of pairs."""
 
     def compute() -> list[float]:
         left = [unpack_vector(vector) for vector in firsts]

@@ -31,9 +31,7 @@ class EventLog:
         self._tell()
 
     async def follow(self, start: int = 0) -> AsyncGenerator[bytes, None]:
-        """The events from number `start` on, as they come; several at once where they are there
-        already.
-        """
+        """The events from number `start` on, as they come; several at once where they are there."""
         while True:
             news = self._news
             if events := self._events[start:]:

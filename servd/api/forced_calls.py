@@ -1,6 +1,4 @@
-"""Calls that the model had to make: a JSON array of `{"name": ..., "arguments": {...}}`, held to
-the tools' schemas.
-"""
+"""Calls that the model had to make: a JSON array of names and arguments, held to the schemas."""
 
 from __future__ import annotations
 

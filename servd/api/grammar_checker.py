@@ -1,6 +1,4 @@
-"""GrammarChecker: refuses structured outputs that cannot be generated, before the engine sees
-them.
-"""
+"""GrammarChecker: refuses structured outputs that cannot be generated, before the engine."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ class GrammarChecker:
         self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     def start(self) -> None:
-        """Start the process, so that the first request need not wait for it. It comes up by
-        itself.
-        """
+        """Start the process, so that the first request need not. It comes up by itself."""
         with self._turns.take(), contextlib.suppress(OSError):  # then the first request starts it
             self._connect()
 

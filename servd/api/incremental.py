@@ -74,9 +74,7 @@ class Reader:
 
     @property
     def taken(self) -> str:
-        """Text that was consumed and is in no delta yet; what is malformed is given back
-        from here.
-        """
+        """Consumed text that is in no delta yet; what is malformed is given back from here."""
         return "".join(self._taken)
 
     def forget(self) -> None:
@@ -108,9 +106,7 @@ class Reader:
         return self.take(min(self._at + 1, len(self._text)))
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Consume `literal` if the text goes on with it. A beginning of it that the end cuts off is
-        consumed too.
-        """
+        """Consume `literal` if the text goes on with it, or a beginning that the end cuts off."""
         while True:
             text = self._text[self._at : self._at + len(literal)]
             if not literal.startswith(text):
@@ -121,9 +117,7 @@ class Reader:
             yield
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Consume all characters up to the first one that `pattern`, a repeated set of characters,
-        does not match.
-        """
+        """Consume all up to the first character that `pattern`, a repeated set, does not match."""
         pieces: list[str] = []
         while True:
             match = pattern.match(self._text, self._at)
@@ -227,9 +221,7 @@ class Brackets:
         self.is_escaped = False  # the text broke off after a backslash
 
     def end(self, text: str, start: int) -> int:
-        """Position after the last bracket in `text`, read from `start` to its end; 0 if it is not
-        there.
-        """
+        """Position after the last bracket in `text`, read from `start` to its end; 0 without it."""
         escaped = start if self.is_escaped else -1
         for match in _JSON_MARKS.finditer(text, start):
             char, at = match[0], match.start()

@@ -1,6 +1,4 @@
-"""What surrounds every request: its id, its timeline, the last resort for errors, the limit of its
-body.
-"""
+"""What surrounds every request: its id, its timeline, the last resort for errors, body limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""ModelFormat: how the served model writes reasoning and tool calls; ExpectedOutput: what that
-means for one request.
-"""
+"""ModelFormat: how the model writes reasoning and tool calls; ExpectedOutput: for one request."""
 
 from __future__ import annotations
 

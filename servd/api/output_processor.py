@@ -1,6 +1,4 @@
-"""EngineCoreOutput to CompletionOutput: text and stop strings. Shared by AsyncLLM and the offline
-LLMEngine.
-"""
+"""EngineCoreOutput to CompletionOutput: text and stop strings, for AsyncLLM and LLMEngine."""
 
 from __future__ import annotations
 

@@ -74,9 +74,7 @@ class ResponseStore:
             )
 
     def put(self, stored: Stored) -> None:
-        """Keep a response, or its new state; forget finished ones that were not used for longest,
-        where there are too many.
-        """
+        """Keep a response, or its new state; if there are too many, forget finished ones."""
         self.pop(stored.response.id)
         if stored.num_bytes > self.max_bytes and not stored.is_running:
             return

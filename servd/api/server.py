@@ -71,9 +71,7 @@ class LoopLag:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that drains on SIGTERM, cuts what is left with a proper error, and ends when the
-    engine is dead.
-    """
+    """uvicorn that drains on SIGTERM, cuts the rest with an error, and ends with the engine."""
 
     def __init__(
         self,

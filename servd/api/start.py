@@ -1,6 +1,4 @@
-"""Start message of an API-server process; apart from server.py so that the parent need not import
-FastAPI.
-"""
+"""Start message of an API-server process: its parent can read it without importing FastAPI."""
 
 from __future__ import annotations
 

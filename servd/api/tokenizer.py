@@ -152,9 +152,7 @@ class Tokenizer:
     def byte_table(
         self, skip_special_tokens: bool = True, visible_ids: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """Token id -> its bytes; empty for ids without a token and, if asked, for special tokens
-        but `visible_ids`.
-        """
+        """Token id -> its bytes; none without a token, or if asked for special ones not visible."""
         if not skip_special_tokens:
             return self._bytes
         if visible_ids not in self._tables:
@@ -193,9 +191,7 @@ class Tokenizer:
 
 
 class _Table(dict[int, bytes]):
-    """Token bytes, made when first needed: a vocabulary of 150,000 would cost memory and start-up
-    time.
-    """
+    """Token bytes, made when first needed: a large vocabulary costs memory and time."""
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -209,9 +205,7 @@ class _Table(dict[int, bytes]):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE (GPT-2): printable Latin-1 stands for itself, other bytes for
-    U+0100 on.
-    """
+    """GPT-2's byte-level alphabet: printable Latin-1 is itself, other bytes are U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -223,9 +217,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and so on as text; in the file each is a string or an object with
-    `content`.
-    """
+    """`bos_token` and so on as text; in the file each is a string or has `content`."""
     found: dict[str, str] = {}
     for name in (
         "bos_token",

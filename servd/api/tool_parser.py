@@ -1,6 +1,4 @@
-"""What all tool parsers share: emitting calls, giving malformed ones back as content, and calls
-written in JSON.
-"""
+"""What all tool parsers share: emitting calls, giving malformed ones back, calls in JSON."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ class ToolParser(Parser):
             self.deltas.append(Content(visible))
 
     def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
-        """Read to the end: `call` (see `attempt`) reads what may follow a marker; everything else
-        is content.
-        """
+        """Read to the end: `call` (see `attempt`) reads after a marker; the rest is content."""
         while True:
             text, marker = yield from self.reader.piece(*markers)
             if marker and call:
@@ -168,9 +164,7 @@ class ToolParser(Parser):
                 return False
 
     def json_arguments(self) -> Steps[bool]:
-        """Read the arguments of the call that has begun: an object, or JSON text in a string, or
-        null.
-        """
+        """Read the arguments of the call: an object, or JSON text in a string, or null."""
         first = yield from self.reader.peek()
         if first in ("{", "["):
             return (yield from self.reader.json_value(self.arguments))
@@ -182,9 +176,7 @@ class ToolParser(Parser):
 
 
 def _unwrapped(arguments: str) -> str:
-    """A JSON value as the arguments that it means: models also write them into a string, or null
-    for none.
-    """
+    """A JSON value as the arguments that it means: also written into a string, or null."""
     text = json.loads(arguments) if arguments.startswith('"') else arguments
     return "{}" if text in ("", "null") else text
 

@@ -15,9 +15,7 @@ from servd.errors import ConfigError, ServdError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 after a clean stop, 1 when a process died, 2 for an error that
-    names its remedy.
-    """
+    """Run a command and exit: 0 after a clean stop, 1 if a process died, 2 for a named error."""
     try:
         arguments = make_parser().parse_args(argv)
         sys.exit(arguments.run(arguments))
@@ -69,9 +67,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=wide, allow_abbrev=False, **options)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave nothing over, so that the error comes from the command whose flags they would have
-        been.
-        """
+        """Leave nothing over, so that the error comes from the command that was meant."""
         parsed, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
             near = difflib.get_close_matches(

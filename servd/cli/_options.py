@@ -1,6 +1,4 @@
-"""Flags of the commands that start an engine: derived from Config, with files and the environment
-behind them.
-"""
+"""Flags of the commands that start an engine, derived from Config, over files and environment."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(hint: Any) -> tuple[Any, str]:
-    """Plain type and description of an annotated field: `Annotated[Positive | None, Meta(...)]` ->
-    (int, text).
-    """
+    """Plain type and description of a field: `Annotated[int | None, Meta(...)]` -> (int, text)."""
     description = ""
     while True:
         if typing.get_origin(hint) is typing.Annotated:

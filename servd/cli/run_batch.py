@@ -140,9 +140,7 @@ class Target(NamedTuple):
 
 
 def seconds_of(retry_after: str | None) -> float | None:
-    """How long to wait, by a Retry-After header: a number of seconds, or a date. None without a
-    valid one.
-    """
+    """How long to wait, by a Retry-After header in seconds or as a date; None: it has neither."""
     if retry_after is None:
         return None
     try:
@@ -330,9 +328,7 @@ def describe(problem: Exception) -> str:
 
 
 def keep_finished(results: Path) -> dict[Any, int]:
-    """Drop from an earlier run's output what has to be done again; returns the HTTP status of what
-    stays, by custom_id.
-    """
+    """Drop what has to be done again from an earlier output; the others' status by custom_id."""
     if not results.exists():
         return {}
     lines: dict[Any, str] = {}

@@ -1,3 +1,1 @@
-"""The shapes of requests and responses: pydantic reads what clients send, msgspec writes what they
-get.
-"""
+"""The shapes of requests and responses: pydantic reads the former, msgspec writes the latter."""

@@ -1,6 +1,4 @@
-"""Anthropic's Messages: the request, its translation into a chat, and the answer with its content
-blocks.
-"""
+"""Anthropic's Messages: the request, its translation into a chat, and the answer's blocks."""
 
 from __future__ import annotations
 
@@ -283,9 +281,7 @@ def _chat_format(output_format: dict[str, Any] | None) -> Any:
 
 
 def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat. Tool results, which are blocks of a user's message, become messages of
-    their own.
-    """
+    """Messages of a chat. Tool results, blocks of a user's message, become messages."""
     chat = [{"role": "system", "content": _text_parts(system)}] if system else []
     for message in messages:
         content = message["content"]
@@ -387,9 +383,7 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct):
-    """Tokens of a message. The prompt's are `input_tokens` and `cache_read_input_tokens`
-    together.
-    """
+    """Tokens of a message; the prompt's are `input_tokens` plus `cache_read_input_tokens`."""
 
     input_tokens: int  # computed for this message
     cache_read_input_tokens: int

@@ -165,9 +165,7 @@ class NamedTool(TypedDict):
 
 
 def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
-    """`strict`, if it has no effect: only calls that the model has to make are held to their
-    schemas.
-    """
+    """`strict`, if it has no effect: only calls that must be made are held to schemas."""
     return (
         {"tools.strict"}
         if not are_forced and any(function.get("strict") for function in functions)
@@ -280,9 +278,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     @property
     def echoed(self) -> str:
-        """What the answer begins with: the last message, if `echo` is asked for and it is the
-        assistant's.
-        """
+        """What the answer begins with: with `echo`, the last message if the assistant's."""
         last = self.messages[-1]
         if not self.echo or last["role"] != "assistant":
             return ""
@@ -298,9 +294,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         return Prompt(content=self.chat(), request_id=request_id, param="messages")
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """The request's sampling parameters over the model's `defaults`; without a limit, up to the
-        context's end.
-        """
+        """Sampling parameters over the model's `defaults`; no limit is the context's end."""
         max_tokens = (
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
@@ -325,9 +319,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The sampled token of one position; `token` shows a part of a character as U+FFFD, `bytes` are
-    exact.
-    """
+    """The sampled token of a position; `token` shows a part of a character as U+FFFD."""
 
     token: str
     logprob: float
@@ -357,9 +349,7 @@ class MessageToolCall(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """The model's message. Clients are divided over the name of the reasoning, so it comes under
-    both.
-    """
+    """The model's message. Clients disagree on the name of the reasoning: it has both."""
 
     content: str | None
     role: str = "assistant"

@@ -15,9 +15,7 @@ from servd.errors import InvalidRequest
 
 
 class CohereEmbedRequest(RequestBody):
-    """Body of POST /v2/embed. `input_type` has no effect: prompts that a model needs are written
-    into the texts.
-    """
+    """Body of POST /v2/embed. `input_type` has no effect: prompts are part of the texts."""
 
     texts: Texts
     embedding_types: Annotated[
@@ -58,8 +56,6 @@ class CohereEmbeddings(msgspec.Struct):
 
 
 def sign_bits(vector: list[float]) -> list[int]:
-    """A bit for each number that is above 0, the first one highest; the last byte is filled up with
-    0.
-    """
+    """A bit for each number, set above 0, the first one highest; zeros fill up the last byte."""
     numbers = [vector[start : start + 8] for start in range(0, len(vector), 8)]
     return [sum((number > 0) << (7 - i) for i, number in enumerate(group)) for group in numbers]

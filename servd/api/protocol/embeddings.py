@@ -22,9 +22,7 @@ Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
 
 
 class VectorRequest(RequestBody):
-    """What requests for vectors share: texts, token ids or one chat, and the form of the
-    vectors.
-    """
+    """What requests for vectors share: texts, ids or one chat, and the form of the vectors."""
 
     # read as list[str] | list[list[int]] | None
     input: Annotated[Any, BeforeValidator(list_of_prompts, Prompts)] = None

@@ -1,6 +1,4 @@
-"""The error body that OpenAI's clients read, and on Anthropic's routes theirs, for every
-exception.
-"""
+"""The error body that OpenAI's clients read, or Anthropic's on its routes, for every exception."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rerank: documents in the order of their similarity to a query, in the shapes of Jina and
-Cohere.
-"""
+"""Rerank: documents in the order of similarity to a query, in the shapes of Jina and Cohere."""
 
 from __future__ import annotations
 

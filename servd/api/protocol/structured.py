@@ -1,6 +1,4 @@
-"""What a request asks of its output's form: response_format, structured_outputs and the older
-guided_* fields.
-"""
+"""What a request asks of its output's form: response_format, structured_outputs and guided_*."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the Responses and Messages requests share: each becomes a chat request, and hears of errors
-in its own words.
-"""
+"""What Responses and Messages share: each becomes a chat, and hears of errors in its own words."""
 
 from __future__ import annotations
 

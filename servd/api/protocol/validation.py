@@ -1,6 +1,4 @@
-"""Read a request body into its pydantic model; what is wrong with it becomes one bounded
-InvalidRequest.
-"""
+"""Read a request body into its pydantic model; what is wrong becomes one bounded InvalidRequest."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ FewKeys = BeforeValidator(_check_size)
 
 
 class RequestBody(BaseModel):
-    """Base of all request bodies: exact types; unknown fields are kept, so that they can be named
-    in the answer.
-    """
+    """Base of all request bodies: exact types; unknown fields are kept, to be named later."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -1,3 +1,1 @@
-"""How model families mark their reasoning: one file each, chosen by the chat template or
---reasoning-parser.
-"""
+"""How model families mark reasoning: one file each, by the template or --reasoning-parser."""

@@ -12,7 +12,5 @@ class Parser(ReasoningParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Only by option: the template cannot tell whether the model reasons without being
-        asked to.
-        """
+        """Only by option: the template cannot tell whether the model reasons unasked."""
         return False

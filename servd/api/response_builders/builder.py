@@ -102,9 +102,7 @@ class ResponseBuilder(ABC):
         return b""
 
     def error_frame(self, reply: ErrorReply) -> bytes:
-        """How a stream ends that has begun and cannot go on; `reply` is what else would have been
-        the response.
-        """
+        """How a stream that cannot go on ends; `reply` is what else the response would be."""
         return event(reply.body)
 
     def generate(self) -> AsyncGenerator[CompletionOutput, None]:

@@ -119,9 +119,7 @@ class ChunkBuilder(ResponseBuilder):
         return None if self.asked.include_usage else UNSET
 
     def has_news(self, output: CompletionOutput) -> bool:
-        """Whether a stream says something about an output; its text may be held back for a stop
-        string.
-        """
+        """Whether a stream says something about an output; its text may be held back."""
         asked_for_tokens = (
             output.logprobs or self.asked.return_token_ids or self.asked.continuous_usage
         )

@@ -1,6 +1,4 @@
-"""EventBuilder: what Responses and Messages share; a stream is made of named events, each of which
-changes the body.
-"""
+"""EventBuilder: what Responses and Messages share, streams of named events that change the body."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""MessageBuilder: a chat becomes an Anthropic Message of content blocks, and the events of its
-stream.
-"""
+"""MessageBuilder: a chat becomes a Message of content blocks, and the events of its stream."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The HTTP routes: one family per file, each with a `router`; files that start with an underscore
-are shared.
-"""
+"""The HTTP routes: one family per file, each with a `router`; underscored files are shared."""
 
 from __future__ import annotations
 

@@ -24,9 +24,7 @@ router = APIRouter()
     statuses={503: ("The model is loading, or the engine is gone", dict[str, str | float])},
 )
 async def health(request: Request) -> Response:
-    """200 when requests are served; 503 while the model loads, with how far it is, and when the
-    engine is gone.
-    """
+    """200 when requests are served; 503 while the model loads, and when the engine is gone."""
     context = context_of(request)
     match context.async_llm.status:
         case EngineReady():

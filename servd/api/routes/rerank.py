@@ -1,6 +1,4 @@
-"""POST /rerank, /v1/rerank and /v2/rerank: documents by the cosine of their embeddings with the
-query's.
-"""
+"""POST /rerank, /v1/rerank and /v2/rerank: documents by the cosine with the query's embedding."""
 
 from __future__ import annotations
 

@@ -114,9 +114,7 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
     },
 )
 async def get_response(request: Request, response_id: str) -> HTTPResponse:
-    """A stored response, finished or not; with `stream` its events, if it is made in the
-    background.
-    """
+    """A stored response, finished or not; with `stream`, the events of a background one."""
     stored = _stored(request, response_id)
     if request.query_params.get("stream", "false").lower() not in ("true", "1"):
         return json_response(stored.response)
@@ -184,9 +182,7 @@ async def cancel_response(request: Request, response_id: str) -> HTTPResponse:
 
 
 def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, str]) -> EventStream:
-    """The events of a response from number `start` on. It is made to its end, also if the client
-    leaves.
-    """
+    """The events of a response from number `start` on. It goes on if the client leaves."""
     state, keep_alive = request.state, context_of(request).keep_alive
     return EventStream(
         log.follow(start),

@@ -1,3 +1,1 @@
-"""How model families write tool calls: one file each, chosen by the chat template or
---tool-call-parser.
-"""
+"""How model families write tool calls: one file each, by the template or --tool-call-parser."""

@@ -1,6 +1,4 @@
-"""Grammars of tool calls that obey the tools' schemas, in a model's own format, as llguidance's
-Lark.
-"""
+"""Grammars of tool calls that obey the tools' schemas, in a model's format, as Lark."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ class NotExpressible(Exception):
 
 
 class CallSyntax(msgspec.Struct, frozen=True):
-    """How a family writes calls. In `call`, NAME and ARGUMENTS stand for the name and the
-    arguments.
-    """
+    """How a family writes calls; in `call`, NAME and ARGUMENTS stand for what they say."""
 
     call: str
     begin: str = ""

@@ -1,6 +1,4 @@
-"""Values that a format writes as plain text: what a JSON schema says of them, and Lark for those
-that obey it.
-"""
+"""Values that a format writes as plain text: what a JSON schema says of them, and their Lark."""
 
 from __future__ import annotations
 
@@ -140,9 +138,7 @@ class _Texts:
 
 
 def _reference(schema: Any) -> str | None:
-    """Where a schema points that says nothing else; pydantic also writes it as an `allOf` of
-    one.
-    """
+    """Where a schema points that says nothing else; pydantic also writes `allOf` of one."""
     if isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"allOf"}:
         options = schema["allOf"]
         schema = options[0] if isinstance(options, list) and len(options) == 1 else None

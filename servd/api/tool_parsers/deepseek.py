@@ -15,9 +15,7 @@ FENCE = "```"
 
 
 class Parser(ToolParser):
-    """V3 and R1 write `function`, the separator, the name and fenced JSON; V3.1 the name, the
-    separator and JSON.
-    """
+    """V3 and R1 write `function`, separator, name, fenced JSON; V3.1 name, separator, JSON."""
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
     syntaxes = (

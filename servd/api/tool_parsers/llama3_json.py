@@ -1,6 +1,4 @@
-"""Llama 3: the reply is `{"name": ..., "parameters": {...}}`, or several, joined by `;`, maybe
-after a tag.
-"""
+"""Llama 3: `{"name": ..., "parameters": {...}}`, or several, joined by `;`, maybe after a tag."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ TAG = "<|python_tag|>"
 
 
 class Parser(ToolParser):
-    """A call needs its parameters, because without a tag any JSON answer looks like the beginning
-    of one.
-    """
+    """A call needs its parameters: without a tag any JSON answer begins like one."""
 
     markers = (TAG,)
     syntaxes = (CallSyntax('{"name": "NAME", "parameters": ARGUMENTS}', separator="; "),)

@@ -1,6 +1,4 @@
-"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since 2025
-`[TOOL_CALLS]name[ARGS]{...}`.
-"""
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`."""
 
 from __future__ import annotations
 

@@ -24,9 +24,7 @@ _PLAIN = re.compile(r"[^'\"()\[\]{}]*")
 
 
 class Parser(ToolParser):
-    """A call is emitted when it is complete: only then it is known to be Python. Only literals are
-    evaluated.
-    """
+    """A call is emitted when it is complete, and so known to be Python. Literals only."""
 
     markers = (START, END)
     syntaxes = (CallSyntax("NAME(ARGUMENTS)", begin="[", separator=", ", end="]"),)
@@ -38,9 +36,7 @@ class Parser(ToolParser):
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
-        """Keyword arguments with JSON values, all of which mean the same in Python, `true` and
-        `null` by `_literal`.
-        """
+        """Keyword arguments with JSON values, read as Python; `true` and `null` by `_literal`."""
         properties = properties_of(function)
         names = function["name"].split(".") + [name for name, *_ in properties]
         if not all(name.isidentifier() and name.isascii() for name in names):

@@ -1,6 +1,4 @@
-"""Qwen3-Coder:
-`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
-"""
+"""Qwen3-Coder: `<tool_call><function=F><parameter=P>value</parameter></function></tool_call>`."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ LITERALS = {
 
 
 class Parser(ToolParser):
-    """Values are plain text; the tool's schema says which of them are strings. The opening tag may
-    be missing.
-    """
+    """Values are text; schemas say which are strings. The opening tag may be missing."""
 
     markers = (OPEN, CLOSE)
     syntaxes = (CallSyntax(f"{OPEN}\n{FUNCTION}NAME>\nARGUMENTS{FUNCTION_END}\n{CLOSE}"),)
@@ -48,9 +44,7 @@ class Parser(ToolParser):
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
-        """Parameters in the order of the schema: text where `_value` takes it for a string, else
-        JSON.
-        """
+        """Parameters in the schema's order: text where `_value` takes it for a string, or JSON."""
         properties, root = properties_of(function), parameters_of(function)
         parts = [f"{rule}_{i}{'' if p.is_required else '?'}" for i, p in enumerate(properties)]
         rules = [f"{rule}: {' '.join(parts) or quoted('')}"]
@@ -112,9 +106,7 @@ class Parser(ToolParser):
         return has_tag
 
     def _value(self, types: set[str]) -> Steps[bool]:
-        """Read a value to its end tag. A line break after the first tag and one before the last do
-        not belong to it.
-        """
+        """Read a value to its end tag, without one line break after the first tag and before it."""
         yield from self.reader.accept("\n")
         if types == {"string"}:
             return (yield from self._string())

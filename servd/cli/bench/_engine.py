@@ -19,9 +19,7 @@ def add_options(
 
 
 def make_llm(arguments: argparse.Namespace) -> LLM:
-    """The engine in this process. Prefix caching is off unless asked for: repeated prompts must be
-    computed.
-    """
+    """The engine in this process, without prefix caching unless asked for."""
     options = _options.load_options(arguments)
     options.setdefault("enable_prefix_caching", False)
     return LLM(**options)

@@ -1,6 +1,4 @@
-"""Load generator for OpenAI-compatible servers: sends completions, notes when every chunk
-arrives.
-"""
+"""Load generator for OpenAI-compatible servers: sends completions, notes when chunks arrive."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ async def first_model(url: str, api_key: str | None) -> str:
 async def run(
     load: Load, prompts: list[Prompt], show_progress: bool = True
 ) -> tuple[list[Record], float]:
-    """Send all prompts; returns their records in order, and the seconds from the first to the last
-    byte.
-    """
+    """Send all prompts; returns their records in order, and the seconds that all took."""
     limit = asyncio.Semaphore(load.concurrency or len(prompts))
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)

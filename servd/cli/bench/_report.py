@@ -113,9 +113,7 @@ def new_figure() -> Any:
 
 
 def plot(figure: Any, file: str, records: Sequence[Record]) -> None:
-    """Cumulative distributions of TTFT and ITL; the suffix of `file` chooses the format (.svg,
-    .png).
-    """
+    """Cumulative distributions of TTFT and ITL; `file` ends in a format (.svg, .png)."""
     good = [record for record in records if record.error is None]
     series = {
         "time to first token": [record.ttft for record in good],

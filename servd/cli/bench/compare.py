@@ -42,9 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure both in turn, round by round, so that a slow minute of the machine meets both; print
-    the ratios.
-    """
+    """Measure both in turn, so that a slow minute meets both; print the ratios."""
     prompts = _data.make_prompts(arguments, more=1)
     servers = {
         name: (getattr(arguments, name), getattr(arguments, f"{name}_url").rstrip("/"))
@@ -88,9 +86,7 @@ async def _measure(
 
 
 def _best(runs: list[dict[int, dict[str, Any]]], concurrency: int) -> dict[str, Any]:
-    """The round with the most throughput: what disturbs a shared machine only ever makes it
-    slower.
-    """
+    """The round with the most throughput: disturbances only ever make it slower."""
     return max(
         (run[concurrency] for run in runs), key=lambda summary: summary["output_tokens_per_s"]
     )

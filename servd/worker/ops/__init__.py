@@ -1,6 +1,4 @@
-"""Operations between the matrix products. `reference.py` has them all in plain torch; a device may
-have faster ones.
-"""
+"""Operations between the matrix products: `reference.py` in plain torch, others for devices."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from servd.worker.ops import native, reference
 
 
 class Ops(Protocol):
-    """What each module of this package has, for contiguous inputs; tests/worker/ops runs its
-    contract over all.
-    """
+    """What each module of this package has, for contiguous inputs; tests/worker/ops tests all."""
 
     def embed(self, index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Rows `index` [num_tokens] of a table [num_rows, size]."""
@@ -32,9 +28,7 @@ class Ops(Protocol):
     def rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + residual` [..., size], also returned, over its root mean square, times weight
-        [size].
-        """
+        """`x + residual` [..., size], also returned, over its RMS, times weight [size]."""
         ...
 
     def layer_norm(
@@ -55,9 +49,7 @@ class Ops(Protocol):
         ...
 
     def gate(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """[num_tokens, 2 * size] -> [num_tokens, size]: the function of the first half, times the
-        second half.
-        """
+        """[num_tokens, 2 * size] -> [num_tokens, size]: function(first half) * second half."""
         ...
 
 

@@ -1,6 +1,4 @@
-"""The operations of cpu/, for float32 on a CPU; compiled when servd is installed, if there is a
-compiler.
-"""
+"""The operations of cpu/ for float32 on a CPU, compiled when servd is installed, if they can be."""
 
 from __future__ import annotations
 
@@ -121,9 +119,7 @@ def library() -> Library | None:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """For all kernels from now on; at first, as many as this process has CPUs. torch's threads are
-    others.
-    """
+    """For all kernels from now on; at first one for each CPU. torch's threads are others."""
     if library() is not None:
         call("set_threads", num_threads)
 
@@ -156,9 +152,7 @@ def state() -> str | None:
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether a library is of another state than the sources beside it. Compiled by hand, it names
-    none.
-    """
+    """Whether a library is of other sources than those beside it. Built by hand, it names none."""
     stamp, now = STAMP.search(path.read_bytes()), state()
     return stamp is not None and now is not None and stamp[1].decode() != now
 

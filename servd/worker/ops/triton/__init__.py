@@ -1,6 +1,4 @@
-"""The operations as Triton kernels, for CUDA; on a CPU they run in Triton's interpreter
-(TRITON_INTERPRET=1).
-"""
+"""The operations as Triton kernels, for CUDA; TRITON_INTERPRET=1 interprets them on a CPU."""
 
 from servd.worker.ops.reference import embed, rotation
 from servd.worker.ops.triton.activation import activate, gate

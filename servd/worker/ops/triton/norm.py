@@ -1,6 +1,4 @@
-"""RMSNorm and LayerNorm fused with the addition to the residual stream: every number is read and
-written once.
-"""
+"""RMSNorm and LayerNorm fused with the residual sum: numbers are read and written once."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ def norm_kernel(
     num_rows, size, inner, outer_stride, inner_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per ROWS rows of BLOCK >= size columns. No residual: no stream is written; no
-    bias: RMSNorm.
-    """
+    """One program per ROWS rows of BLOCK >= size columns. Residual and bias may be missing."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     valid = (row < num_rows) & (column < size)
@@ -46,9 +42,7 @@ def norm_kernel(
 def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.rms_norm`. A copy of x is not needed where it is a slice of columns, such as the
-    queries of qkv.
-    """
+    """See `Ops.rms_norm`. Slices of columns, such as the queries of qkv, are not copied."""
     return _norm(x, residual, weight, None, eps)
 
 

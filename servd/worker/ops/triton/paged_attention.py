@@ -51,9 +51,7 @@ class Tuning:
 
 
 def tuning(head_dim: int, dtype: torch.dtype) -> Tuning:
-    """Keys and values of all stages must fit into shared memory: 2 * stages * tile_keys * head_dim
-    numbers.
-    """
+    """Keys and values of all stages, 2 * stages * tile_keys * head_dim, fit into shared memory."""
     if dtype == torch.float32:  # no tensor cores in full precision: for tests and comparisons
         return Tuning(tile_keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
     if head_dim <= 64:
@@ -76,9 +74,7 @@ class Plan:
 
 
 def split_queries(group: int) -> int:
-    """Rows with at most this many query tokens are split over their keys; `group` query heads share
-    a kv head.
-    """
+    """Rows with at most this many query tokens are split; `group` heads share a kv head."""
     return min(MAX_SPLIT_QUERIES, max(DECODE_LINES // group, 1))
 
 
@@ -182,9 +178,7 @@ def attention_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_TILES: tl.constexpr,
     DECODE_LINES: tl.constexpr, PREFILL_LINES: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: first the tiles of the rows that are not split, then all splits of the others; axis
-    1: kv heads.
-    """
+    """Axis 0: tiles of the rows that are not split, then all splits; axis 1: kv heads."""
     kv_head = tl.program_id(1)
     key_ptr += kv_head * HEAD_DIM
     value_ptr += kv_head * HEAD_DIM
@@ -243,9 +237,7 @@ def _decode_split(
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of a row, over one split of its keys. Where there is one split only, its result is
-    the row's.
-    """
+    """All tokens of a row, over one split of its keys, or over all if there is one."""
     start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
     first_key = _first_key(seq_len - query_len, WINDOW)
     begin, size, num_splits = _splits(first_key, seq_len, TILE_KEYS, MIN_SPLIT, MAX_SPLITS)
@@ -383,9 +375,7 @@ def _first_key(first_position, WINDOW: tl.constexpr):
 def _splits(
     first_key, seq_len, TILE_KEYS: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
 ):
-    """Where the first split begins, keys per split, number of splits; borders are multiples of
-    TILE_KEYS.
-    """
+    """First key, keys per split, number of splits; borders are multiples of TILE_KEYS."""
     begin = first_key // TILE_KEYS * TILE_KEYS
     size = tl.maximum(
         tl.cdiv(tl.cdiv(seq_len - begin, MAX_SPLITS), TILE_KEYS) * TILE_KEYS, MIN_SPLIT
@@ -395,9 +385,7 @@ def _splits(
 
 @triton.jit
 def _lines(first_query, query_len, GROUP: tl.constexpr, LINES: tl.constexpr):
-    """Query token of the row and head of each line of a tile, and whether there is one; [LINES]
-    each.
-    """
+    """Query token and head of each line of a tile, and whether there is one; [LINES] each."""
     line = tl.arange(0, LINES)
     query = first_query + line // GROUP
     return (

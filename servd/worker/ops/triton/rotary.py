@@ -1,6 +1,4 @@
-"""Rotation of queries and keys fused with the cache write: every number of q, k and v is read and
-written once.
-"""
+"""Rotation fused with the cache write: every number of q, k and v is read and written once."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
