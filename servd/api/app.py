@@ -11,7 +11,6 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.routing import Route
 
 import servd
 from servd.api.async_llm import AsyncLLM
@@ -33,11 +32,8 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         async_llm: started by the caller.
         keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
     """
-    routers = load_routers()
-    routes = [r for router in routers for r in router.routes if isinstance(r, Route)]
-    paths = frozenset(route.path for route in routes)
     middleware = [
-        Middleware(RequestContext, async_llm.tracer, async_llm.metrics, paths),
+        Middleware(RequestContext, async_llm.tracer, async_llm.metrics),
         Middleware(BodyLimit),
     ]
     if config.server.api_key:
@@ -50,8 +46,10 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         openapi_url=None,  # FastAPI knows no bodies here, and its pages load scripts from elsewhere
         redirect_slashes=False,
     )
-    for router in routers:
+    app.state.routes = []
+    for router in load_routers():
         app.include_router(router)
+        app.state.routes += router.routes
     known = owners(config.server.api_key)
     app.state.context = Context(
         config=config,

@@ -28,11 +28,14 @@ class Connections:
 
     Args:
         config: has the limits.
-        on_refused: called with the status of every answer that the application does not give.
+        on_refused: called with the status of every answer that the application does not give, and
+            with the path and method of the request, "" before its head is whole.
     """
 
     def __init__(
-        self, config: ServerConfig, on_refused: Callable[[int], None] = lambda status: None
+        self,
+        config: ServerConfig,
+        on_refused: Callable[[int, str, str], None] = lambda status, path, method: None,
     ) -> None:
         self.config = config
         self.on_refused = on_refused
@@ -195,7 +198,8 @@ class HttpProtocol(HttpToolsProtocol):
         if has_answer and not self._is_in_body:
             has_answer = not cycle.response_complete  # a complete one was for the request before
         if not has_answer and not self.pipeline:
-            self.shared.on_refused(status)
+            known = (self.scope["path"], self.scope["method"]) if self._is_in_body else ("", "")
+            self.shared.on_refused(status, *known)
             body = msgspec.json.encode(ErrorBody(ErrorDetail(message, "invalid_request_error")))
             self.transport.write(
                 b"%bcontent-type: application/json\r\nconnection: close\r\n"

@@ -186,9 +186,9 @@ class Metrics:
         self.http_requests.labels(handler, method, str(status)).inc()
         self.http_seconds.labels(handler, method).observe(seconds)
 
-    def observe_refusal(self, status: int) -> None:
+    def observe_refusal(self, handler: str, method: str, status: int) -> None:
         """A client was refused before there was a whole request."""
-        self.http_requests.labels("none", "none", str(status)).inc()
+        self.http_requests.labels(handler, method, str(status)).inc()
 
     def observe_lag(self, seconds: float) -> None:
         """The event loop came to a timer so late."""

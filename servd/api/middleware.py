@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Collection
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servd.api.auth import ANYONE, OPEN_PATHS
@@ -47,16 +48,12 @@ class RequestContext:
         app: what is surrounded.
         tracer: has the timelines.
         metrics: count.
-        paths: those of all routes, templates or not.
     """
 
-    def __init__(
-        self, app: ASGIApp, tracer: Tracer, metrics: Metrics, paths: Collection[str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, tracer: Tracer, metrics: Metrics) -> None:
         self.app = app
         self.tracer = tracer
         self.metrics = metrics
-        self.paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -100,21 +97,26 @@ class RequestContext:
         finally:
             if status:  # else the client left before
                 seconds = time.perf_counter() - begin
-                self.metrics.observe_answer(self._handler(scope), scope["method"], status, seconds)
+                route = scope.get("route")  # none if it was refused before it reached the router
+                handler = route.path if route else handler_of(scope["path"], scope["app"])
+                self.metrics.observe_answer(handler, scope["method"], status, seconds)
             for name in traced:
                 if written:
                     self.tracer.mark(name, "written")
                 self.tracer.mark(name, "done")
                 self.tracer.finish(name)
 
-    def _handler(self, scope: Scope) -> str:
-        """The template of the route, so that the metrics have no label per id.
 
-        What is refused before it reaches the router has none, but its path may be one.
-        """
-        if route := scope.get("route"):
-            return route.path
-        return scope["path"] if scope["path"] in self.paths else "none"
+def handler_of(path: str, app: FastAPI) -> str:
+    """The template of the route for a path, so that the metrics have no label per id."""
+    routes: list[Route] = app.state.routes
+    return next((route.path for route in routes if route.path_regex.match(path)), "none")
+
+
+def count_refusal(app: FastAPI, status: int, path: str, method: str) -> None:
+    """Count an answer that `Connections` gives in place of the application."""
+    metrics = app.state.context.async_llm.metrics
+    metrics.observe_refusal(handler_of(path, app), method or "none", status)
 
 
 class BodyLimit:

@@ -24,6 +24,7 @@ from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
 from servd.api.http_protocol import Connections, HttpProtocol
 from servd.api.metrics import Metrics
+from servd.api.middleware import count_refusal
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
 from servd.api.response_store import ResponseStore
@@ -169,8 +170,8 @@ async def serve(start: Start) -> int:
         Metrics(config.model.served_model_name[0], config.model.max_model_len),
     )
     async_llm.start()
-    connections = Connections(within_file_limit(config.server), async_llm.metrics.observe_refusal)
     app = create_app(config, async_llm)
+    connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
     settings = uvicorn.Config(
         app,
         http=partial(HttpProtocol, connections),  # type: ignore[arg-type]

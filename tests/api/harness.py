@@ -210,7 +210,7 @@ async def serve(
 async def listening(
     app: Any,
     send_buffer: int | None = None,
-    on_refused: Callable[[int], None] = lambda status: None,
+    on_refused: Callable[[int, str, str], None] = lambda status, path, method: None,
     **limits: float,
 ) -> AsyncIterator[str]:
     """Serve `app` with uvicorn on a free port; yields its URL.

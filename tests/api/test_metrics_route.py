@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from servd.api.metrics import Metrics
-from servd.api.middleware import MAX_BODY
+from servd.api.middleware import MAX_BODY, count_refusal
 from servd.api.server import LAG_WARNING_INTERVAL, TICK, LoopLag
 from servd.errors import Overloaded
 from tests.api.harness import Served, listening, serve, until
@@ -68,7 +69,12 @@ async def answers(http: httpx.AsyncClient) -> dict[tuple[str, str, str], float]:
 async def test_answers_are_counted_by_route_and_status():
     async with serve(api_key=["key"]) as served:
         http = served.http
-        unsigned = [("GET", "/v1/models"), ("GET", "/nothing"), ("GET", "/health")]
+        unsigned = [
+            ("GET", "/v1/models"),
+            ("GET", "/v1/models/one"),
+            ("GET", "/nothing"),
+            ("GET", "/health"),
+        ]
         for method, path in unsigned:
             await http.request(method, path)
         http.headers["authorization"] = "Bearer key"
@@ -85,6 +91,7 @@ async def test_answers_are_counted_by_route_and_status():
         await http.post("/v1/completions", json=body)
         expected = {
             ("/v1/models", "GET", "401"): 1,
+            ("/v1/models/{name:path}", "GET", "401"): 1,
             ("none", "GET", "401"): 1,
             ("/health", "GET", "200"): 1,
             ("/v1/models/{name:path}", "GET", "404"): 2,
@@ -106,14 +113,26 @@ def refuse(num_prompts) -> None:
 
 
 async def test_refused_requests_are_counted_too(served: Served):
-    metrics = served.async_llm.metrics
-    async with listening(served.app, on_refused=metrics.observe_refusal) as url:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    count = partial(count_refusal, served.app)
+    async with listening(served.app, on_refused=count, body_timeout=0.1, header_timeout=0.1) as url:
         port = int(url.rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"this is not HTTP\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
-        writer.close()
-    assert (await answers(served.http))["none", "none", "400"] == 1
+        for sent, status in (
+            ([b"this is not HTTP\r\n\r\n"], b"400"),
+            ([head + b"content-length: 9\r\n\r\n"], b"408"),
+            ([head + b"content-length: 2\r\n\r\n{}", head], b"408"),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for number, data in enumerate(sent):
+                if number:
+                    await reader.readuntil(b"}}")  # the answer to what is before it
+                writer.write(data)
+            assert (await reader.read()).startswith(b"HTTP/1.1 %b " % status)
+            writer.close()
+    counts = await answers(served.http)
+    assert counts["none", "none", "400"] == 1
+    assert counts["/v1/completions", "POST", "408"] == 1
+    assert counts["none", "none", "408"] == 1  # not that of the request before
 
 
 @pytest.mark.parametrize(
