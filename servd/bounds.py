@@ -78,7 +78,12 @@ def _problem(kind: inspect.Type, value: Any, vocab_size: int) -> Problem | None:
             return None if value is None else _problem(inner, value, vocab_size)
         case inspect.IntType() | inspect.FloatType():
             numbers = int if isinstance(kind, inspect.IntType) else int | float
-            if isinstance(value, numbers) and _is_within(kind, value):
+            if (  # False for NaN where there is any bound
+                isinstance(value, numbers)
+                and (kind.ge is None or value >= kind.ge)
+                and (kind.gt is None or value > kind.gt)
+                and (kind.le is None or value <= kind.le)
+            ):
                 return None
             return "", _range(kind), value
         case inspect.ListType(item_type=item) | inspect.DictType(key_type=item):
@@ -131,15 +136,6 @@ def _plain(kind: inspect.Type, vocab_size: int) -> inspect.Type:
         return kind
     is_token_id = (kind.extra or {}).get("is_token_id")
     return inspect.IntType(ge=0, le=vocab_size - 1) if is_token_id else kind.type
-
-
-def _is_within(kind: inspect.IntType | inspect.FloatType, value: float) -> bool:
-    """False for NaN where there is any bound."""
-    return (
-        (kind.ge is None or value >= kind.ge)
-        and (kind.gt is None or value > kind.gt)
-        and (kind.le is None or value <= kind.le)
-    )
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:

@@ -16,7 +16,7 @@ import servd
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import ApiKeyAuth, owners
 from servd.api.context import Context
-from servd.api.middleware import BodyLimit, RequestContext
+from servd.api.middleware import RequestContext
 from servd.api.protocol.errors import error_reply
 from servd.api.response_store import MAX_BYTES, MIN_BYTES, ResponseStore
 from servd.api.routes import load_routers
@@ -32,12 +32,9 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         async_llm: started by the caller.
         keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
     """
-    middleware = [
-        Middleware(RequestContext, async_llm.tracer, async_llm.metrics),
-        Middleware(BodyLimit),
-    ]
+    middleware = [Middleware(RequestContext, async_llm.tracer, async_llm.metrics)]
     if config.server.api_key:
-        middleware.insert(1, Middleware(ApiKeyAuth, keys=config.server.api_key))
+        middleware.append(Middleware(ApiKeyAuth, keys=config.server.api_key))
     app = FastAPI(
         title="servd",
         version=servd.__version__,

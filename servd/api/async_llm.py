@@ -33,7 +33,7 @@ from servd.messages import (
 from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput
 from servd.params import PoolingParams, SamplingParams
-from servd.tracing import Tracer, now_ns
+from servd.tracing import Mark, Tracer, now_ns
 
 log = logging.getLogger("servd.api")
 
@@ -52,17 +52,16 @@ MAX_TURN_NS = 10_000_000  # for taking messages in one turn of the event loop
 MAX_MESSAGES = 16  # between two looks at the clock
 
 
-class _Stream:
+class _Stream(msgspec.Struct):
     """Deltas between the engine's channel and one consumer.
 
     What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in
     one step.
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[int, CompletionOutput] = {}  # choice index -> merged delta
-        self._failure: EngineError | None = None
-        self._wake = asyncio.Event()
+    _waiting: dict[int, CompletionOutput] = {}  # choice index -> merged delta
+    _failure: EngineError | None = None
+    _wake: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
     def put(self, delta: CompletionOutput) -> None:
         if self._failure is not None:  # an engine that goes on would hold the failure back
@@ -220,7 +219,9 @@ class AsyncLLM:
             Overloaded: see `Processor.check_structured_output`.
         """
         processor, owner = self.processor, options.owner
-        each = PROMPT_SIZE + _size(params)
+        each = PROMPT_SIZE
+        if isinstance(params, SamplingParams):  # tokenised, or looked at, with every prompt
+            each += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
         size = sum(each + prompt.num_chars for prompt in prompts)
         prepared = await self.offload(
             owner, size, lambda: [processor.process(prompt, params, options) for prompt in prompts]
@@ -268,7 +269,14 @@ class AsyncLLM:
         stream, num_open = _Stream(), 0
         try:
             for one in prepared:
-                self._start(one, stream, num_open)
+                arrival = self.tracer.begin_ns(one.request_id)
+                times = [
+                    ChoiceTimes(arrival, len(one.prompt_token_ids)) for _ in range(one.params.n)
+                ]
+                self._running[one.request_id] = _Running(one, stream, num_open, times)
+                self.output_processor.add(one)
+                self.tracer.extend(one.request_id, [*one.marks, Mark("sent", now_ns())])
+                self.client.send(one.request)
                 num_open += one.params.n
             while num_open:
                 for delta in await stream.take():
@@ -279,19 +287,6 @@ class AsyncLLM:
         finally:
             for one in prepared:
                 self._end(one.request_id)
-
-    def _start(self, prepared: Prepared, stream: _Stream, first: int) -> None:
-        request_id = prepared.request_id
-        arrival, num_prompt_tokens = (
-            self.tracer.begin_ns(request_id),
-            len(prepared.prompt_token_ids),
-        )
-        choices = [ChoiceTimes(arrival, num_prompt_tokens) for _ in range(prepared.params.n)]
-        self._running[request_id] = _Running(prepared, stream, first, choices)
-        self.output_processor.add(prepared)
-        self.tracer.extend(request_id, prepared.marks)
-        self.tracer.mark(request_id, "sent")
-        self.client.send(prepared.request)
 
     def _end(self, request_id: str) -> None:
         """Forget a prompt; the engine drops the choices that have not ended, if any."""
@@ -398,10 +393,3 @@ class AsyncLLM:
             return work()
         limit = self.config.scheduler.max_waiting_requests if is_new else None
         return await self._threads.run(owner, work, limit)
-
-
-def _size(params: SamplingParams | PoolingParams) -> int:
-    """Characters that are tokenised with every prompt, and token ids that are looked at."""
-    if isinstance(params, PoolingParams):
-        return 0
-    return sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())

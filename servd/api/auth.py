@@ -16,7 +16,7 @@ ANYONE = ""  # the owner of everything where no key is needed
 
 class ApiKeyAuth:
     """Lets a request pass that carries one of the keys as `Authorization: Bearer KEY` or
-    `x-api-key: KEY`, and notes as `scope["state"]["owner"]` which.
+    `x-api-key: KEY`, and notes in `scope["state"]` as `owner` and `client` which.
 
     Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
     """
@@ -28,7 +28,8 @@ class ApiKeyAuth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            scope["state"]["owner"] = self._check(scope["headers"])
+            owner = self._check(scope["headers"])
+            scope["state"].update(owner=owner, client=owner)
         await self.app(scope, receive, send)
 
     def _check(self, headers: Sequence[tuple[bytes, bytes]]) -> str:

@@ -253,7 +253,10 @@ def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[s
     message = {key: value for key, value in message.items() if value is not None}
     content = message.get("content", "")
     parts = content if isinstance(content, list) else [content]
-    texts = [_text_of_part(part, f"messages[{index}].content") for part in parts]
+    texts = [
+        part if isinstance(part, str) else _text_of_part(part, f"messages[{index}].content")
+        for part in parts
+    ]
     if wants_parts:
         message["content"] = [{"type": "text", "text": text} for text in texts]
     else:
@@ -267,8 +270,6 @@ def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[s
 
 
 def _text_of_part(part: Any, param: str) -> str:
-    if isinstance(part, str):
-        return part
     if isinstance(part, dict):
         for key in ("text", "refusal"):
             if isinstance(part.get(key), str):

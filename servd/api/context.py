@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
+from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, parse
 from servd.api.response_store import ResponseStore
 from servd.config import Config
 from servd.errors import InvalidRequest, UnknownModel
 from servd.messages import RequestOptions
-from servd.tracing import now_ns
+from servd.tracing import Mark, now_ns
 
 T = TypeVar("T")
 
@@ -64,11 +65,6 @@ def context_of(request: Request) -> Context:
     return request.app.state.context
 
 
-def owner_of(request: Request) -> str:
-    """Whose request it is: an API key's or, where no key is needed, an address's."""
-    return request.state.owner or (request.client.host if request.client else "")
-
-
 def owned(request: Request, options: RequestOptions) -> RequestOptions:
     """`options` of the request's owner. API keys share no cached prompts: `usage` and the time to
     the first token would tell one key what another has sent.
@@ -76,66 +72,59 @@ def owned(request: Request, options: RequestOptions) -> RequestOptions:
     salt = options.cache_salt
     if len(context_of(request).responses) > 1:  # one store per API key
         salt = f"{request.state.owner}/{salt or ''}"
-    return msgspec.structs.replace(options, owner=owner_of(request), cache_salt=salt)
+    return msgspec.structs.replace(options, owner=request.state.client, cache_salt=salt)
 
 
 async def offload(request: Request, size: int, work: Callable[[], T], is_new: bool = False) -> T:
     """`AsyncLLM.offload` for a request of a client."""
-    return await context_of(request).async_llm.offload(owner_of(request), size, work, is_new)
+    return await context_of(request).async_llm.offload(request.state.client, size, work, is_new)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """Read and check a JSON body.
+    """Read and check a JSON body, which may name the request unless a header did; fields that
+    have no effect are named in the headers `request.state.ignored`, so that a typing error does not
+    pass in silence.
 
     Raises:
         InvalidRequest: also for another content type, which a browser's form could send across
             origins, and under --strict-fields for fields that have no effect.
         Overloaded: see `AsyncLLM.offload`.
     """
+    data = await request.body()
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest(
             f"Content-Type must be application/json, got {content_type[:100] or 'none'}"
         )
-    data = await request.body()
     request.state.received_ns, request.state.num_bytes = now_ns(), len(data)
     context = context_of(request)
     config, max_values = context.config, max(MAX_VALUES, 2 * context.max_model_len)
-    body = await offload(request, len(data), lambda: parse(kind, data, max_values), True)
+    body = await context.async_llm.offload(
+        request.state.client, len(data), lambda: parse(kind, data, max_values), is_new=True
+    )
     ignored = body.ignored()
     if getattr(body, "priority", None) and config.scheduler.scheduling_policy != "priority":
         ignored = sorted({*ignored, "priority"})
-    request.state.ignored = ignored
+    names = ", ".join(quote(name[:64], safe="") for name in ignored[:MAX_IGNORED])
+    request.state.ignored = {"x-servd-ignored": names} if names else {}
     if ignored and config.server.strict_fields:
         shown = ", ".join(f"`{name[:64]}`" for name in ignored[:MAX_IGNORED])
         raise InvalidRequest(f"these fields have no effect here: {shown}", param=ignored[0][:64])
-    return body
-
-
-def name_request(request: Request, asked: str | None) -> None:
-    """Let a body give the request its id, unless a header did."""
+    asked = body.request_id if isinstance(body, GenerationRequest) else None
     if asked is not None and "x-request-id" not in request.headers:
-        request.state.request_id, request.state.unique_id = (
-            asked,
-            f"{asked}-{request.state.unique_id[:12]}",
-        )
+        request.state.request_id = asked
+        request.state.unique_id = f"{asked}-{request.state.unique_id[:12]}"
+    return body
 
 
 def start_timeline(request: Request, engine_request_id: str) -> None:
     """Begin the timeline of a request whose body has been parsed; RequestContext ends it."""
+    state = request.state
+    state.traced.append(engine_request_id)
     tracer = context_of(request).async_llm.tracer
-    request.state.traced.append(engine_request_id)
-    tracer.owners[engine_request_id] = request.state.owner
-    tracer.mark(engine_request_id, "received", request.state.received_ns)
-    tracer.mark(engine_request_id, "parsed")
-
-
-def ignored_header(request: Request) -> Mapping[str, str]:
-    """Names the fields of the body that had no effect, so that a typing error does not pass in
-    silence.
-    """
-    names = [quote(name[:64], safe="") for name in request.state.ignored[:MAX_IGNORED]]
-    return {"x-servd-ignored": ", ".join(names)} if names else {}
+    tracer.owners[engine_request_id] = state.owner
+    marks = [Mark("received", state.received_ns), Mark("parsed", now_ns())]
+    tracer.extend(engine_request_id, marks)
 
 
 def json_response(
@@ -154,4 +143,4 @@ async def built_response(request: Request, size: int, build: Callable[[], Any]) 
         build: see `AsyncLLM.offload`.
     """
     content = await offload(request, size, lambda: msgspec.json.encode(build()))
-    return Response(content, headers=ignored_header(request), media_type="application/json")
+    return Response(content, headers=request.state.ignored, media_type="application/json")

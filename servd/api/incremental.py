@@ -57,7 +57,7 @@ _STRING_MARKS = re.compile(r'["\\]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class Reader:
+class Reader(msgspec.Struct):
     """Text that arrives in pieces.
 
     Attributes:
@@ -65,12 +65,11 @@ class Reader:
         ended: no more text will come.
     """
 
-    def __init__(self) -> None:
-        self.num_taken = 0
-        self.ended = False
-        self._text = ""
-        self._at = 0  # what is before is consumed
-        self._taken: list[str] = []
+    num_taken: int = 0
+    ended: bool = False
+    _text: str = ""
+    _at: int = 0  # what is before is consumed
+    _taken: list[str] = []
 
     @property
     def taken(self) -> str:

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, its timeline, the last resort for errors, body limits."""
+"""What surrounds every request: id, timeline, the limit of its body, the last resort for errors."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ async def send_error(reply: ErrorReply, send: Send) -> None:
 
 
 class RequestContext:
-    """Gives every request an id, returned as X-Request-Id; answers errors that nothing else did;
-    closes timelines; counts answers.
+    """Gives every request an id, returned as X-Request-Id; limits its body; answers errors that
+    nothing else did; closes timelines; counts answers.
 
     In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it,
     since clients may choose the same; `traced`, the ids under which the tracer knows what this
-    request started; `owner`, whose key it has.
+    request started; `owner`, whose key it has; `client`, who takes turns with others: an owner or,
+    where no key is needed, an address.
 
     Args:
         app: what is surrounded.
@@ -59,15 +60,28 @@ class RequestContext:
         """ASGI entry."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        asked = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        asked, length = headers.get("x-request-id", ""), headers.get("content-length", "")
         request_id = unique_id = uuid.uuid4().hex
+        announced = int(length) if length.isdecimal() else 0
         if re.fullmatch(REQUEST_ID, asked):
             request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
-        traced: list[str] = []
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, unique_id=unique_id, traced=traced, owner=ANYONE)
-        status, written = 0, False
+        address = scope["client"][0] if scope.get("client") else ""
+        state.update(
+            request_id=request_id, unique_id=unique_id, traced=[], owner=ANYONE, client=address
+        )
+        num_received, status, written = 0, 0, False
         begin = time.perf_counter()
+
+        async def receive_some() -> Message:
+            nonlocal num_received
+            if announced <= MAX_BODY:
+                message = await receive()
+                num_received += len(message.get("body", b""))
+                if num_received <= MAX_BODY:
+                    return message
+            raise HTTPException(413, f"the body may have at most {MAX_BODY} bytes")
 
         async def send_on(message: Message) -> None:
             nonlocal status, written
@@ -85,7 +99,7 @@ class RequestContext:
         try:
             if (refusal := state.get("refusal")) and scope["path"] not in OPEN_PATHS:
                 raise refusal
-            await self.app(scope, receive, send_on)
+            await self.app(scope, receive_some, send_on)
         except ClientDisconnect:
             pass  # nobody is there to answer
         except Exception as error:
@@ -95,16 +109,19 @@ class RequestContext:
                 raise
             await send_error(reply, send_on)
         finally:
-            if status:  # else the client left before
-                seconds = time.perf_counter() - begin
-                route = scope.get("route")  # none if it was refused before it reached the router
-                handler = route.path if route else handler_of(scope["path"], scope["app"])
-                self.metrics.observe_answer(handler, scope["method"], status, seconds)
-            for name in traced:
-                if written:
-                    self.tracer.mark(name, "written")
-                self.tracer.mark(name, "done")
-                self.tracer.finish(name)
+            self._observe(scope, status, time.perf_counter() - begin, written)
+
+    def _observe(self, scope: Scope, status: int, seconds: float, written: bool) -> None:
+        """Count the answer and close the timelines."""
+        if status:  # else the client left before
+            route = scope.get("route")  # none if it was refused before it reached the router
+            handler = route.path if route else handler_of(scope["path"], scope["app"])
+            self.metrics.observe_answer(handler, scope["method"], status, seconds)
+        for name in scope["state"]["traced"]:
+            if written:
+                self.tracer.mark(name, "written")
+            self.tracer.mark(name, "done")
+            self.tracer.finish(name)
 
 
 def handler_of(path: str, app: FastAPI) -> str:
@@ -117,34 +134,3 @@ def count_refusal(app: FastAPI, status: int, path: str, method: str) -> None:
     """Count an answer that `Connections` gives in place of the application."""
     metrics = app.state.context.async_llm.metrics
     metrics.observe_refusal(handler_of(path, app), method or "none", status)
-
-
-class BodyLimit:
-    """413 for a body that is too long, by its header or as it arrives."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        length = Headers(scope=scope).get("content-length", "")
-        if length.isdecimal() and int(length) > self.max_bytes:
-            raise self._too_long()
-        num_received = 0
-
-        async def receive_some() -> Message:
-            nonlocal num_received
-            message = await receive()
-            if message["type"] == "http.request":
-                num_received += len(message.get("body", b""))
-                if num_received > self.max_bytes:
-                    raise self._too_long()
-            return message
-
-        await self.app(scope, receive_some, send)
-
-    def _too_long(self) -> HTTPException:
-        return HTTPException(413, f"the body may have at most {self.max_bytes} bytes")

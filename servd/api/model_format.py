@@ -1,9 +1,8 @@
-"""ModelFormat: how the model writes reasoning and tool calls; ExpectedOutput: for one request."""
+"""ModelFormat: how the served model writes reasoning and tool calls."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ from servd import plugins
 from servd.api.chat_template import ChatTemplate
 from servd.api.forced_calls import ForcedCallsParser, calls_schema
 from servd.api.grammar_checker import MAX_BYTES
-from servd.api.output_parser import OutputParser
+from servd.api.output_parser import ExpectedOutput
 from servd.api.prompt import ToolOptions
 from servd.api.reasoning_parser import ReasoningParser
 from servd.api.tokenizer import Tokenizer
@@ -28,28 +27,6 @@ TOOL_PARSERS = "servd.api.tool_parsers"
 REASONING_PARSERS = "servd.api.reasoning_parsers"
 # Kinds of structured output that are schemas.
 SCHEMAS = {"json": "{}", "json_object": '{"type": "object"}'}
-
-
-class ExpectedOutput(msgspec.Struct, frozen=True):
-    """What one request expects its output to be made of."""
-
-    structured_output: StructuredOutput | None = None
-    reasoning_parser: type[ReasoningParser] | None = None
-    is_reasoning: bool = False  # the output begins inside the reasoning
-    tool_parser: type[ToolParser] | None = None
-    tool_options: ToolOptions | None = None
-    visible_ids: frozenset[int] = frozenset()  # added tokens that the parsers need to see as text
-    table: Mapping[int, bytes] = {}  # the bytes of tokens, as the detokenizer sees them
-
-    def new_parser(self) -> OutputParser:
-        """A parser for one choice."""
-        options = self.tool_options
-        return OutputParser(
-            self.reasoning_parser(self.is_reasoning) if self.reasoning_parser else None,
-            self.tool_parser(options.tools) if self.tool_parser and options else None,
-            only_first=options is not None and not options.parallel,
-            table=self.table,
-        )
 
 
 class ModelFormat:
@@ -126,7 +103,11 @@ class ModelFormat:
         tool_parser: type[ToolParser] | None = None
         if tool_options is not None:
             tool_parser, structured_output = self._calls(tool_options, structured_output)
-        reasoning_parser, is_reasoning = self._reasoning(prompt, continued)
+        reasoning_parser, is_reasoning = None, False
+        if self.reasoning_parser is not None:
+            reasoning_parser, is_reasoning = self._reasoning(
+                self.reasoning_parser, prompt, continued
+            )
         if reasoning_parser is not None and structured_output is not None:
             if is_reasoning or self.reasons_unasked:
                 structured_output = self._after_reasoning(
@@ -202,11 +183,10 @@ class ModelFormat:
         token_id = self.tokenizer.token_id(marker)
         return token_id if token_id in self.tokenizer.added_ids else None
 
-    def _reasoning(self, prompt: str, continued: str) -> tuple[type[ReasoningParser] | None, bool]:
+    def _reasoning(
+        self, parser: type[ReasoningParser], prompt: str, continued: str
+    ) -> tuple[type[ReasoningParser] | None, bool]:
         """The parser, if the output can have reasoning; and whether it begins inside it."""
-        parser = self.reasoning_parser
-        if parser is None:
-            return None, False
         end = prompt[-256:].rstrip()
         opened, closed = continued.rfind(parser.start_tag), continued.rfind(parser.end_tag)
         if end.endswith(parser.end_tag) or closed > opened:

@@ -1,4 +1,4 @@
-"""OutputParser: the text of one choice taken apart into reasoning, content and tool calls."""
+"""OutputParser: takes text apart into reasoning, content, calls; ExpectedOutput: which of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,25 @@ import codecs
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from servd.api.incremental import Brackets, Content, Delta, ToolCallArguments, ToolCallStart
+from servd.api.prompt import ToolOptions
 from servd.api.reasoning_parser import ReasoningParser
 from servd.api.tool_parser import ToolParser
+from servd.params import StructuredOutput
+
+
+class ExpectedOutput(msgspec.Struct, frozen=True):
+    """What one request expects its output to be made of."""
+
+    structured_output: StructuredOutput | None = None
+    reasoning_parser: type[ReasoningParser] | None = None
+    is_reasoning: bool = False  # the output begins inside the reasoning
+    tool_parser: type[ToolParser] | None = None
+    tool_options: ToolOptions | None = None
+    visible_ids: frozenset[int] = frozenset()  # added tokens that the parsers need to see as text
+    table: Mapping[int, bytes] = {}  # the bytes of tokens, as the detokenizer sees them
 
 
 class OutputParser:
@@ -18,26 +34,20 @@ class OutputParser:
         num_calls: tool calls that have begun.
 
     Args:
-        reasoning: finds the reasoning, in what comes first.
-        tools: finds calls in the rest.
-        only_first: drop all calls after the first.
-        table: the bytes of tokens, for counting those of the reasoning.
+        expected: the request's.
     """
 
-    def __init__(
-        self,
-        reasoning: ReasoningParser | None,
-        tools: ToolParser | None,
-        only_first: bool,
-        table: Mapping[int, bytes],
-    ) -> None:
+    def __init__(self, expected: ExpectedOutput) -> None:
+        reasoning, tools = expected.reasoning_parser, expected.tool_parser
+        options = expected.tool_options
         self.num_calls = 0
         self._open_call: Brackets | None = None  # reads its arguments
-        self._reasoning = reasoning  # until it is over
+        # Until it is over.
+        self._reasoning = reasoning(expected.is_reasoning) if reasoning else None
         self._num_reasoning_tokens = 0  # once it is
-        self._tools = tools
-        self._only_first = only_first
-        self._table = table
+        self._tools = tools(options.tools) if tools and options else None
+        self._only_first = options is not None and not options.parallel
+        self._table = expected.table  # for counting the tokens of the reasoning
         self._decoder = codecs.getincrementaldecoder("utf8")("replace")
         self._num_chars = 0
         # Where tokens begin in the text, in characters, until the reasoning ends.

@@ -12,7 +12,8 @@ from servd import hf
 from servd.api.chat_template import ChatTemplate
 from servd.api.fill_in_middle import FillInMiddle
 from servd.api.grammar_checker import GrammarChecker
-from servd.api.model_format import ExpectedOutput, ModelFormat
+from servd.api.model_format import ModelFormat
+from servd.api.output_parser import ExpectedOutput
 from servd.api.prompt import Chat, Prompt
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
@@ -116,7 +117,6 @@ class Processor:
             asked = PROMPT_ONLY
         else:
             params.verify(self.spec.vocab_size)
-            _check_logprobs(params)
             asked = params
         text = self.render(prompt)
         marks: list[Mark] = []
@@ -131,8 +131,9 @@ class Processor:
                     asked.skip_special_tokens,
                     prompt.content.continued,
                 )
-        token_ids, was_cut = self._encode(prompt, text, options.truncate_prompt_tokens, asked)
-        asked = self._complete(prompt, asked, expected, token_ids)
+        least = 1 if asked.max_tokens is None else asked.max_tokens  # tokens kept free for output
+        token_ids, was_cut = self._encode(prompt, text, options.truncate_prompt_tokens, least)
+        asked = self._complete(prompt, asked, expected, token_ids, least)
         marks.append(Mark("tokenised", now_ns()))
         if options.truncate_prompt_tokens is not None:  # done; it may be too large for a message
             options = msgspec.structs.replace(options, truncate_prompt_tokens=None)
@@ -240,7 +241,7 @@ class Processor:
             )
 
     def _encode(
-        self, prompt: Prompt, text: str | list[int], keep: int | None, params: SamplingParams
+        self, prompt: Prompt, text: str | list[int], keep: int | None, least: int
     ) -> tuple[list[int], bool]:
         """Checked token ids, and whether some were cut off."""
         if keep is not None and (keep < -1 or keep == 0):
@@ -271,7 +272,7 @@ class Processor:
         if prompt.keep_first is not None:
             kept = self._beginning(token_ids, prompt.keep_first)
         if keep is not None:
-            room = max(self.max_model_len - _least_output(params), 1)
+            room = max(self.max_model_len - least, 1)
             kept = kept[-(room if keep == -1 else keep) :]
         return kept, len(kept) < len(token_ids)
 
@@ -304,12 +305,17 @@ class Processor:
         params: SamplingParams,
         expected: ExpectedOutput,
         token_ids: list[int],
+        least: int,
     ) -> SamplingParams:
         """`params` with all that follows from the prompt and the model, after checking that the
         request fits into the context.
         """
+        if (params.logprobs or 0) > MAX_LOGPROBS:  # the engine could give more
+            raise InvalidRequest(
+                f"logprobs must be at most {MAX_LOGPROBS}, got {params.logprobs}", param="logprobs"
+            )
         room = self.max_model_len - len(token_ids)
-        least, param = _least_output(params), prompt.param
+        param = prompt.param
         if room < least:
             raise ContextTooLong(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, "
@@ -359,19 +365,6 @@ class Processor:
         variants = [text for word in bad_words for text in (word, f" {word.lstrip()}")]
         return list(
             map(list, dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants))
-        )
-
-
-def _least_output(params: SamplingParams) -> int:
-    """Tokens of the context that are not for the prompt."""
-    return 1 if params.max_tokens is None else params.max_tokens
-
-
-def _check_logprobs(params: SamplingParams) -> None:
-    """Clients get fewer than the engine could give."""
-    if (params.logprobs or 0) > MAX_LOGPROBS:
-        raise InvalidRequest(
-            f"logprobs must be at most {MAX_LOGPROBS}, got {params.logprobs}", param="logprobs"
         )
 
 

@@ -14,6 +14,7 @@ from servd.api.chat_template import ChatTemplate
 from servd.api.forced_calls import calls_schema
 from servd.api.incremental import Content, Reasoning, ToolCallStart
 from servd.api.model_format import ModelFormat
+from servd.api.output_parser import OutputParser
 from servd.api.prompt import ToolOptions
 from servd.api.tokenizer import Tokenizer
 from servd.api.tool_parsers import hermes
@@ -131,7 +132,7 @@ def test_the_template_for_tools_counts():
 )
 def test_the_prompt_tells_where_the_reply_begins(prompt, continued, first):
     reply = choose(TEMPLATES["Qwen3"][0]).expect(prompt, continued=continued)
-    parser = reply.new_parser()
+    parser = OutputParser(reply)
     assert parser.feed("Hm.") + parser.finish() == [first]
 
 
@@ -197,7 +198,7 @@ def test_forced_calls_are_written_in_the_models_format_and_obey_their_schemas(na
     assert not allows(reply.structured_output, text.replace("Rome", "Paris"))
     assert not allows(reply.structured_output, text.replace("now", "then"))
     assert not allows(reply.structured_output, "Hello")
-    parser = reply.new_parser()
+    parser = OutputParser(reply)
     deltas = parser.feed(text) + parser.finish()
     assert [delta.name for delta in deltas if isinstance(delta, ToolCallStart)] == [
         "get_weather",

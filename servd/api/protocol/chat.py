@@ -218,22 +218,18 @@ class ChatPrompt(RequestBody):
 
     def chat(self) -> Chat:
         """The conversation for the template; there must be `messages`."""
-        return Chat(
-            messages=self.messages,
-            tool_options=self.tool_options(),
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            chat_template_kwargs=self.template_variables(),
-        )
-
-    def template_variables(self) -> dict[str, Any]:
-        """`chat_template_kwargs`, `documents`, and what `reasoning_effort` means to templates."""
         variables: dict[str, Any] = {"documents": self.documents} if self.documents else {}
         if self.reasoning_effort == "none":
             variables |= {"enable_thinking": False, "thinking": False}
         elif self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
-        return variables | (self.chat_template_kwargs or {})
+        return Chat(
+            messages=self.messages,
+            tool_options=self.tool_options(),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=variables | (self.chat_template_kwargs or {}),
+        )
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatPrompt:

@@ -189,7 +189,7 @@ class GenerationRequest(StructuredRequest):
     def ignored(self) -> list[str]:
         """Fields of the body, and of its stream options, that have no effect here."""
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
-        names = set(super().ignored()) - set(UNSUPPORTED)  # those are neutral here
+        names = set(self.model_extra or ()) - set(UNSUPPORTED)  # those are neutral here
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         names |= {name for name in idle if getattr(self, name) is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})

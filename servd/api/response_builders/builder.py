@@ -11,14 +11,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, offload, owned, start_timeline
+from servd.api.context import context_of, owned, start_timeline
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
-from servd.api.protocol.translation import TranslatedRequest, renamed
+from servd.api.protocol.translation import TranslatedRequest
 from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, until_disconnect
 from servd.messages import RequestOptions
 from servd.outputs import CompletionOutput
@@ -31,7 +31,6 @@ class ResponseBuilder(ABC):
     Both ways to answer consume the same outputs, so a stream joined is the whole response.
 
     Attributes:
-        names: chat field -> the field of this API that it was made of, for errors.
         pulse: what a stream sends while there is no frame.
         end: what a stream sends after the last frame.
 
@@ -47,7 +46,6 @@ class ResponseBuilder(ABC):
         UnknownModel: the body names a model that is not served.
     """
 
-    names: ClassVar[Mapping[str, str]] = {}
     pulse: ClassVar[bytes] = KEEP_ALIVE
     end: ClassVar[bytes] = DONE
 
@@ -76,9 +74,8 @@ class ResponseBuilder(ABC):
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prompts)
 
-    def start(self) -> None:
-        """The request is valid: make what its choices need."""
-        self.parsers = [one.expected.new_parser() for one in self.prepared for _ in range(self.n)]
+    def start(self) -> None:  # noqa: B027
+        """The request is valid: make what its choices need besides their parsers."""
 
     @abstractmethod
     def frames_of(self, output: CompletionOutput) -> bytes:
@@ -106,7 +103,7 @@ class ResponseBuilder(ABC):
         return event(reply.body)
 
     def generate(self) -> AsyncGenerator[CompletionOutput, None]:
-        """The outputs of all choices; index = prompt number * n + i."""
+        """The outputs of all choices, while `admitted`; index = prompt number * n + i."""
         return self.async_llm.generate(self.prepared)
 
     async def respond(self, headers: Mapping[str, str] | None = None) -> Response:
@@ -115,7 +112,7 @@ class ResponseBuilder(ABC):
         Raises:
             ClientDisconnect: the client left before the whole body was there.
         """
-        headers = {**(headers or {}), **ignored_header(self.request)}
+        headers = {**(headers or {}), **self.request.state.ignored}
         if self.stream:
             return EventStream(
                 self.frames(),
@@ -140,38 +137,39 @@ class ResponseBuilder(ABC):
         """
         for prompt in self.prompts:
             start_timeline(self.request, prompt.request_id)
-        with renamed(self.names), self.async_llm.admit(len(self.prompts)):
+        with self.async_llm.admit(len(self.prompts)):
             self.prepared = await self.async_llm.prepare(self.prompts, self.params, self.options)
+            expected = [one.expected for one in self.prepared for _ in range(self.n)]
+            self.parsers = list(map(OutputParser, expected))
             self.start()
             yield
 
-    async def outputs(self) -> AsyncGenerator[CompletionOutput, None]:
-        """Generate and count; to be used while `admitted`."""
-        async with aclosing(self.generate()) as outputs:
-            async for output in outputs:
-                self.num_output_tokens += len(output.token_ids)
-                if num_cached := output.num_cached_tokens:
-                    prompt, choice = divmod(output.index, self.n)
-                    if choice == 0:  # later choices find what the first one computed
-                        self.num_cached_tokens[prompt] = max(
-                            self.num_cached_tokens[prompt], num_cached
-                        )
-                yield output
+    def count(self, output: CompletionOutput) -> None:
+        """Count the tokens of an output."""
+        self.num_output_tokens += len(output.token_ids)
+        if num_cached := output.num_cached_tokens:
+            prompt, choice = divmod(output.index, self.n)
+            if choice == 0:  # later choices find what the first one computed
+                self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], num_cached)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """All that a stream says."""
-        async with self.admitted(), aclosing(self.outputs()) as outputs:
+        async with self.admitted(), aclosing(self.generate()) as outputs:
             async for output in outputs:
+                self.count(output)
                 if frames := self.frames_of(output):
                     yield frames
             if last := self.last_frame():
                 yield last
 
     async def _collect(self) -> bytes:
-        async with self.admitted(), aclosing(self.outputs()) as outputs:
+        async with self.admitted(), aclosing(self.generate()) as outputs:
             async for output in outputs:
+                self.count(output)
                 self.add(output)
-        return await offload(self.request, self.size, lambda: msgspec.json.encode(self.whole()))
+        return await self.async_llm.offload(
+            self.options.owner, self.size, lambda: msgspec.json.encode(self.whole())
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

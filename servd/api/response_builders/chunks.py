@@ -54,7 +54,6 @@ class ChunkBuilder(ResponseBuilder):
         Raises:
             InvalidRequest: the body would show too many log-probabilities.
         """
-        super().start()
         if self.size > MAX_LOGPROBS_SHOWN:
             raise InvalidRequest(
                 f"the answer would show {self.size} log-probabilities, at most "

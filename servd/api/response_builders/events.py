@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
-from servd.api.protocol.translation import TranslatedRequest
+from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.response_builders.builder import ResponseBuilder
 from servd.messages import FinishReason
 from servd.outputs import CompletionOutput
@@ -31,6 +32,8 @@ class EventBuilder(ResponseBuilder):
     asked for. All must be asked for, also where nobody reads them.
     """
 
+    names: ClassVar[Mapping[str, str]]
+    """Chat field -> the field of this API that it was made of, for errors."""
     end = b""  # the last event says that it is the last
     response: Any
     """The body, which grows."""
@@ -46,6 +49,13 @@ class EventBuilder(ResponseBuilder):
         params = chat.sampling_params(context_of(request).async_llm.processor.default_params)
         prompts = [chat.prompt(response_id)]
         super().__init__(request, body, response_id, prompts, params, chat.request_options())
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """As for a chat; errors name the fields as the client wrote them."""
+        with renamed(self.names):
+            async with super().admitted():
+                yield
 
     @abstractmethod
     def begin(self) -> Iterator[Event]:

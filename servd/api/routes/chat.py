@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, name_request, read_body
+from servd.api.context import context_of, read_body
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.response_builders.chat import ChatBuilder
@@ -19,7 +19,6 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_body(request, ChatCompletionRequest)
-    name_request(request, body.request_id)
     response_id = f"chatcmpl-{request.state.unique_id}"
     params = body.sampling_params(context_of(request).async_llm.processor.default_params)
     builder = ChatBuilder(request, body, response_id, [body.prompt(response_id)], params)

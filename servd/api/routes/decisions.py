@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from servd.api.context import (
     context_of,
-    ignored_header,
     json_response,
     owned,
     read_body,
@@ -68,7 +67,7 @@ async def create_decision(request: Request) -> Response:
         OutputTokensDetails(0),
         scorer.num_prompt_tokens + scorer.num_output_tokens,
     )
-    return json_response(Decision(model, answers, usage), headers=ignored_header(request))
+    return json_response(Decision(model, answers, usage), headers=request.state.ignored)
 
 
 async def _answers(scorer: OptionScorer, body: DecisionsRequest) -> list[Answer]:

@@ -8,10 +8,8 @@ from starlette.responses import Response
 
 from servd.api.context import (
     context_of,
-    ignored_header,
     json_response,
     offload,
-    owner_of,
     read_body,
 )
 from servd.api.openapi import describes
@@ -69,6 +67,6 @@ async def count_tokens(request: Request) -> Response:
             request, request.state.num_bytes, lambda: body.as_chat(body.chat_fields())
         )
         prompt = chat.prompt(request.state.unique_id)
-        token_ids = await async_llm.tokenize(prompt, owner_of(request))
-    headers = {"request-id": request.state.request_id, **ignored_header(request)}
+        token_ids = await async_llm.tokenize(prompt, request.state.client)
+    headers = {"request-id": request.state.request_id, **request.state.ignored}
     return json_response(TokensCount(len(token_ids)), headers=headers)

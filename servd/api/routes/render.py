@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, json_response, owned, read_body
+from servd.api.context import context_of, json_response, owned, read_body
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
 
@@ -28,4 +28,4 @@ async def render_chat_completion(request: Request) -> Response:
         (prepared,) = await context.async_llm.prepare(prompts, params, options)
     params = msgspec.structs.asdict(prepared.params)
     answer = RenderedChat(model, prepared.prompt, prepared.prompt_token_ids, params)
-    return json_response(answer, headers=ignored_header(request))
+    return json_response(answer, headers=request.state.ignored)

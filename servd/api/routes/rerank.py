@@ -7,7 +7,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, json_response, read_body
+from servd.api.context import context_of, json_response, read_body
 from servd.api.embedding import embed, similarities
 from servd.api.openapi import describes
 from servd.api.prompt import Prompt
@@ -39,4 +39,4 @@ async def rerank(request: Request) -> Response:
     ]
     usage = EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens)
     answer = Ranking(f"rerank-{request.state.unique_id}", model, results, usage)
-    return json_response(answer, headers=ignored_header(request))
+    return json_response(answer, headers=request.state.ignored)

@@ -14,10 +14,8 @@ from starlette.responses import Response as HTTPResponse
 
 from servd.api.context import (
     context_of,
-    ignored_header,
     json_response,
     offload,
-    owner_of,
     read_body,
 )
 from servd.api.event_log import EventLog
@@ -86,8 +84,8 @@ async def create_response(request: Request) -> HTTPResponse:
     # The task begins before anybody knows of it, so that whoever cancels it finds it in its block.
     await asyncio.sleep(0)
     if body.stream:
-        return _stream(request, log, 0, ignored_header(request))
-    return json_response(builder.response, headers=ignored_header(request))
+        return _stream(request, log, 0, request.state.ignored)
+    return json_response(builder.response, headers=request.state.ignored)
 
 
 @router.post("/v1/responses/input_tokens")
@@ -100,8 +98,8 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
     items = _conversation(_previous(_store(request), body), body)
     with renamed(CHAT_NAMES):
         prompt = (await _chat(request, body, items)).prompt(request.state.unique_id)
-        token_ids = await context.async_llm.tokenize(prompt, owner_of(request))
-    return json_response(InputTokens(len(token_ids)), headers=ignored_header(request))
+        token_ids = await context.async_llm.tokenize(prompt, request.state.client)
+    return json_response(InputTokens(len(token_ids)), headers=request.state.ignored)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -252,8 +250,9 @@ async def _run_detached(
     """Make a response in the background, to its end or until it is cancelled."""
     request_id = builder.request.state.request_id
     try:
-        async with admission, aclosing(builder.outputs()) as outputs:
+        async with admission, aclosing(builder.generate()) as outputs:
             async for output in outputs:
+                builder.count(output)
                 for event in builder.events_of(output):
                     log.append(encode([event]))
     except asyncio.CancelledError:

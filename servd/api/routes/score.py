@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, ignored_header, json_response, read_body
+from servd.api.context import context_of, json_response, read_body
 from servd.api.embedding import embed, similarities
 from servd.api.openapi import describes
 from servd.api.prompt import Prompt
@@ -34,4 +34,4 @@ async def create_scores(request: Request) -> Response:
         [Score(index, score) for index, score in enumerate(scores)],
         EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
     )
-    return json_response(answer, headers=ignored_header(request))
+    return json_response(answer, headers=request.state.ignored)

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response, context_of, json_response, owner_of, read_body
+from servd.api.context import built_response, context_of, json_response, read_body
 from servd.api.openapi import describes
 from servd.api.prompt import Prompt
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -26,7 +26,7 @@ async def tokenize(request: Request) -> Response:
     tokenizer = context.async_llm.processor.tokenizer
     content = body.chat() if body.prompt is None else body.prompt
     prompt = Prompt(content=content, add_special_tokens=body.add_special_tokens)
-    token_ids = await context.async_llm.tokenize(prompt, owner_of(request))
+    token_ids = await context.async_llm.tokenize(prompt, request.state.client)
 
     def build() -> Tokenized:
         strings = [tokenizer.token_string(i) for i in token_ids] if body.return_token_strs else None

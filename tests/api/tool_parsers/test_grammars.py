@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from servd import plugins
 from servd.api.forced_calls import ForcedCallsParser
-from servd.api.model_format import ExpectedOutput, ModelFormat
+from servd.api.model_format import ModelFormat
+from servd.api.output_parser import ExpectedOutput
 from servd.api.prompt import ToolOptions
 from servd.api.tokenizer import Tokenizer
 from servd.api.tool_parsers._grammar import calls_grammar, parameters_of
