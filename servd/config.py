@@ -23,6 +23,7 @@ from msgspec import Meta
 from servd import plugins
 from servd.errors import ConfigError
 from servd.sizes import parse_bytes
+from servd.speculative import SpeculativeConfig
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -103,6 +104,13 @@ class ModelConfig(Section, frozen=True):
             "(neutral ones) or a folder that holds a generation_config.json."
         ),
     ] = "auto"
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        about(
+            "Draft tokens ahead of the model, as JSON: "
+            '`{"method": "ngram", "num_speculative_tokens": 5}`.'
+        ),
+    ] = None
     enforce_eager: Annotated[bool, about("Never use CUDA graphs, nor programs on a CPU.")] = False
     compile: Annotated[
         bool,
@@ -330,6 +338,8 @@ class Config(Section, frozen=True):
                 raise ConfigError(f"unknown option {flag_of(name)}; {hint}")
             if name == "kv_cache_memory" and isinstance(value, str):
                 value = parse_bytes(value)
+            if name == "speculative_config" and isinstance(value, str):
+                value = json.loads(value)
             section, field = fields[name]
             if isinstance(value, str) and field.default_factory is list:
                 value = [value]

@@ -260,6 +260,10 @@ class ScheduledRequest(Message):
     num_tokens: int  # to compute in this step, after those computed before
     new_block_ids: list[int] = []  # appended to its block table
     samples: bool = True  # the last of these tokens gets a successor
+    # Tokens computed before, if all drafts in flight are kept: the workers know how many are.
+    num_computed_tokens: int = 0
+    num_drafts: int = 0  # the last of num_tokens; each gets a successor if it is kept
+    max_new_drafts: int = 0  # how many the workers may draft for the next step
 
 
 class SchedulerOutput(Message, tag=True):
@@ -279,9 +283,12 @@ class SchedulerOutput(Message, tag=True):
 
 
 class GrammarBitmask(Message):
-    """Allowed tokens of the rows that follow a grammar."""
+    """Allowed tokens of the rows that follow a grammar. A token without an entry is free, or cannot
+    be reached: the grammar does not allow the drafts before it.
+    """
 
     indices: list[int]  # positions in SchedulerOutput.scheduled
+    offsets: list[int]  # drafts of the row before the token to sample
     bitmask: bytes  # int32 [len(indices), ceil(vocab_size / 32)], bit set = allowed
 
 
@@ -311,12 +318,16 @@ class WorkerProgress(Message, tag=True):
 class ModelRunnerOutput(Message, tag=True):
     """Sampled tokens of one step, in the order of SchedulerOutput.scheduled."""
 
-    sampled_token_ids: list[list[int]]  # empty for a request that does not sample in this step
+    # Empty for a request that does not sample in this step; with drafts, those that are kept and
+    # one more.
+    sampled_token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = {}  # index in `scheduled` -> one per sampled token
     # Index in `scheduled` -> those of the tokens computed.
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     pooled: dict[int, bytes] = {}  # index in `scheduled` -> vector or vectors, float32
     errors: dict[int, str] = {}  # index in `scheduled` -> why its request could not enter
+    # Index in `scheduled` -> what was drafted for the next step.
+    draft_token_ids: dict[int, list[int]] = {}
 
 
 class WorkerFailed(Message, tag=True):

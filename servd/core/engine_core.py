@@ -37,7 +37,14 @@ class EngineCore:
         self, config: Config, spec: ModelSpec, executor: Executor, num_blocks: int
     ) -> None:
         max_model_len = config.model.max_model_len or spec.max_position_embeddings
-        self.scheduler = Scheduler(config.scheduler, config.cache, max_model_len, num_blocks)
+        speculative = config.model.speculative_config
+        self.scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            max_model_len,
+            num_blocks,
+            speculative.num_speculative_tokens if speculative else 0,
+        )
         self.grammars = GrammarManager(config, spec)
         self.executor = executor
         self.depth = 2 if config.scheduler.async_scheduling else 1  # steps in flight

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 
+from servd.core.lookahead import Acceptance
 from servd.core.repetition import RepetitionDetector
 from servd.messages import (
     EngineCoreOutput,
@@ -28,8 +29,9 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, frozen=True)
 class GrammarEnd:
-    """The grammar of an output lets it end, or fails, with the token just sampled."""
+    """The grammar of an output lets it end, or fails, with a token just sampled."""
 
+    num_tokens: int = 1  # of those just sampled, up to that token
     error: str | None = None  # None: the output is complete; else the token is not part of it
 
 
@@ -45,8 +47,8 @@ class Request:
 
     `token_ids` holds what is known: prompt and harvested output. The counters run ahead of it: a
     sampled token counts from the moment its step is scheduled, as a placeholder until it is
-    harvested. The choices of a prompt share its tokens and their hashes: each copies them when its
-    output begins.
+    harvested, and so does a draft, as if it were kept. The choices of a prompt share its tokens and
+    their hashes: each copies them when its output begins.
     """
 
     request_id: str
@@ -69,6 +71,8 @@ class Request:
     num_tokens: int = 0  # known tokens and placeholders
     # Scheduled so far; equal to num_tokens while the next token is awaited.
     num_computed_tokens: int = 0
+    num_drafts: int = 0  # for its next step, in the workers
+    acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
     num_preemptions: int = 0
     slot: int = -1  # row in the workers while running
@@ -117,6 +121,7 @@ class Request:
             reads_prompt=reads_prompt,
             repetition=RepetitionDetector(detection) if detection else None,
             is_prompt_only=max_output == 0,
+            acceptance=Acceptance() if max_output > 1 else None,
             marks=[Mark("queued", now_ns())],
         )
 
@@ -144,10 +149,23 @@ class Request:
             assert known >= 0, "parts come in order"
             self.prompt_logprobs += part.positions[known:]
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Add a harvested token in place of its placeholder, and say whether and why it is the
-        last.
+    def settle(self, num_rejected: int) -> None:
+        """Take back what the counters say of drafts that were not kept."""
+        self.num_tokens -= num_rejected
+        self.num_computed_tokens -= num_rejected
+
+    def extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
+        """Add harvested tokens in place of their placeholders, up to the one that ends the output.
+
+        Returns:
+            How many were added, and why the last one ends the output.
         """
+        for count, token_id in enumerate(token_ids, 1):
+            if (finish_reason := self._append(token_id)) is not None:
+                return count, finish_reason
+        return len(token_ids), None
+
+    def _append(self, token_id: int) -> FinishReason | None:
         if not self.num_output_tokens:
             self.token_ids = self.token_ids.copy()
         self.token_ids.append(token_id)
@@ -160,15 +178,20 @@ class Request:
         return None
 
     def output_of(
-        self, result: ModelRunnerOutput, row: int, finish_reason: FinishReason | None
+        self,
+        result: ModelRunnerOutput,
+        row: int,
+        num_tokens: int,
+        finish_reason: FinishReason | None,
     ) -> EngineCoreOutput:
-        """What a step's row says to the client, after its token was appended."""
+        """What a step's row says to the client, after `num_tokens` of its tokens were added."""
         output = EngineCoreOutput(self.request_id, finish_reason=finish_reason)
         output.pooled = result.pooled.get(row)
         if not self.is_prompt_only:
-            output.new_token_ids = result.sampled_token_ids[row]
-            output.logprobs = result.logprobs.get(row)
-        if self.num_output_tokens == 1:
+            output.new_token_ids = result.sampled_token_ids[row][:num_tokens]
+            logprobs = result.logprobs.get(row)
+            output.logprobs = logprobs and logprobs[:num_tokens]
+        if self.num_output_tokens == num_tokens:
             output.num_cached_tokens = self.num_cached_tokens
             output.prompt_logprobs = self.prompt_logprobs or None
         return output

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from servd.config import CacheConfig, SchedulerConfig
 from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.lookahead import Lookahead
 from servd.core.request import GrammarEnd, Request, RequestStatus
 from servd.core.waiting_queue import WaitingQueue, by_order
 from servd.messages import (
@@ -41,6 +42,7 @@ class Step:
     """
 
     number: int
+    started_ns: int
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     new_requests: list[NewRequest] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Scheduler:
         cache_config: block size and prefix caching.
         max_model_len: longest prompt plus output, in tokens.
         num_blocks: size of the KV cache.
+        max_drafts: tokens that the workers may draft ahead of a request.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Scheduler:
         cache_config: CacheConfig,
         max_model_len: int,
         num_blocks: int,
+        max_drafts: int = 0,
     ) -> None:
         assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
         assert config.max_num_batched_tokens >= config.max_num_seqs
@@ -73,6 +77,7 @@ class Scheduler:
         self.kv_cache = KVCacheManager(
             num_blocks, cache_config.block_size, cache_config.enable_prefix_caching
         )
+        self.lookahead = Lookahead(max_drafts)
         self.requests: dict[str, Request] = {}  # unfinished
         self.running: list[Request] = []  # by order: the last is preempted first
         self.waiting = WaitingQueue()
@@ -83,6 +88,7 @@ class Scheduler:
         self._stats = SchedulerStats()
         self._num_steps = 0
         self._num_arrived = 0
+        self._harvested_ns = 0
 
     @property
     def has_work(self) -> bool:
@@ -137,7 +143,8 @@ class Scheduler:
         Args:
             idle_slots: slots of running requests that sit this step out.
         """
-        step = Step(self._num_steps)
+        step = Step(self._num_steps, now_ns())
+        self.lookahead.begin_step(len(self.running))
         budget = self._schedule_running(step, self.max_num_batched_tokens, idle_slots)
         budget = self._schedule_waiting(step, budget)
         if not step.scheduled:
@@ -159,17 +166,31 @@ class Scheduler:
                 continue  # its last token is in flight, or it pauses
             # One token is set aside for each request behind it: a long prompt does not stop their
             # decoding.
-            num_tokens = min(
-                request.num_tokens - request.num_computed_tokens, budget - (len(running) - i)
-            )
-            while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
+            room = budget - (len(running) - i)
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
+            num_drafts = 0
+            if request.num_drafts:
+                num_drafts = min(request.num_drafts, self._max_drafts(request), room - 1)
+            while (
+                new_block_ids := self.kv_cache.allocate(request, num_tokens + num_drafts)
+            ) is None:
+                if num_drafts:
+                    num_drafts = 0
+                    continue
                 victim = running.pop()
                 self._preempt(victim, step.number)
                 if victim is request:
                     return budget
-            self._append(step, request, num_tokens, new_block_ids)
-            budget -= num_tokens
+            self._append(step, request, num_tokens, new_block_ids, num_drafts)
+            budget -= num_tokens + num_drafts
         return budget
+
+    def _max_drafts(self, request: Request) -> int:
+        """How many drafts of a request are worth their time, and leave room for the token after
+        them.
+        """
+        room = request.max_num_tokens - request.num_tokens - 1
+        return max(min(self.lookahead.num_drafts(request.acceptance), room), 0)
 
     def _schedule_waiting(self, step: Step, budget: int) -> int:
         """Admit requests strictly in order: none is overtaken because it is long, so none starves.
@@ -220,17 +241,30 @@ class Scheduler:
         )
 
     def _append(
-        self, step: Step, request: Request, num_tokens: int, new_block_ids: list[int]
+        self,
+        step: Step,
+        request: Request,
+        num_tokens: int,
+        new_block_ids: list[int],
+        num_drafts: int = 0,
     ) -> None:
-        """Count `num_tokens` as computed, and the token that their last one yields as known to
-        come.
+        """Count `num_tokens` and the drafts after them as computed, and the tokens that the last of
+        them yield as known to come: all drafts, as if they were kept, and one more.
         """
-        request.num_computed_tokens += num_tokens
-        samples = request.num_computed_tokens == request.num_tokens
-        if samples:
-            request.num_tokens += 1
+        scheduled = ScheduledRequest(
+            request.slot,
+            num_tokens + num_drafts,
+            new_block_ids,
+            request.num_computed_tokens + num_tokens == request.num_tokens,
+            request.num_computed_tokens,
+            num_drafts,
+        )
+        request.num_computed_tokens += scheduled.num_tokens
+        if scheduled.samples:
+            request.num_tokens += num_drafts + 1
+            request.num_drafts = scheduled.max_new_drafts = self._max_drafts(request)
         self.kv_cache.commit(request)
-        step.scheduled.append(ScheduledRequest(request.slot, num_tokens, new_block_ids, samples))
+        step.scheduled.append(scheduled)
         step.requests.append(request)
 
     def _preempt(self, request: Request, step: int) -> None:
@@ -238,6 +272,7 @@ class Scheduler:
         again.
         """
         self._release(request)
+        request.num_drafts = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         request.marks.append(Mark("preempted", now_ns(), step))
@@ -259,8 +294,10 @@ class Scheduler:
         """
         step = self._in_flight.popleft()
         now = now_ns()
-        for i, (request, token_ids) in enumerate(
-            zip(step.requests, result.sampled_token_ids, strict=True)
+        self.lookahead.time(step.scheduled, now - max(step.started_ns, self._harvested_ns))
+        self._harvested_ns = now
+        for i, (request, scheduled, token_ids) in enumerate(
+            zip(step.requests, step.scheduled, result.sampled_token_ids, strict=True)
         ):
             # A finished request's token was sampled by a step launched before its end was known.
             if request.is_finished:
@@ -269,10 +306,18 @@ class Scheduler:
                 self._end_with_error(request, error, now, step.number)
                 continue
             request.read(result, i)
-            if token_ids:
-                finish_reason = request.append(token_ids[0])
-                output = request.output_of(result, i, finish_reason)
-                self._harvest(request, output, ends.get(i), now, step.number)
+            if not token_ids:
+                continue
+            request.settle(scheduled.num_drafts + 1 - len(token_ids))
+            self.lookahead.count(request.acceptance, scheduled.num_drafts, len(token_ids) - 1)
+            if request.num_placeholders == len(token_ids):  # no later step has them already
+                request.num_drafts = len(result.draft_token_ids.get(i, ()))
+            end = ends.get(i)
+            num_tokens, finish_reason = request.extend(token_ids[: end and end.num_tokens])
+            if end is not None and num_tokens < end.num_tokens:
+                end = None
+            output = request.output_of(result, i, num_tokens, finish_reason)
+            self._harvest(request, output, end, now, step.number)
 
     def _harvest(
         self,
@@ -285,7 +330,8 @@ class Scheduler:
         finish_reason = output.finish_reason
         if end is not None and end.error is not None:
             finish_reason, output.stop_reason = FinishReason.LENGTH, end.error
-            output.new_token_ids, output.logprobs = [], None
+            output.new_token_ids = output.new_token_ids[:-1]
+            output.logprobs = (output.logprobs or [])[:-1] or None
         elif end is not None and finish_reason is not FinishReason.STOP:
             finish_reason, output.ended_by_grammar = FinishReason.STOP, True
         output.finish_reason = finish_reason

@@ -56,7 +56,10 @@ class AuditedExecutor(FakeExecutor):
         return scheduled
 
     def _audit(self, row) -> None:
-        assert len(row.block_ids) == -(-row.num_computed_tokens // self.block_size)
+        num_tokens = row.num_computed_tokens + len(row.drafts)
+        if not self.config.model.speculative_config:
+            assert len(row.block_ids) == -(-num_tokens // self.block_size)
+        assert len(row.block_ids) >= -(-num_tokens // self.block_size)
         state = 0
         for i in range(row.num_computed_tokens):
             state = next_state(state, row.token_ids[i])

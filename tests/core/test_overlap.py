@@ -11,6 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from servd.core.lookahead import StepCost
 from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import StructuredOutput
 from tests.core.devices import SlowExecutor, TimedExecutor, overlap
@@ -114,12 +115,33 @@ arrivals = st.builds(
 )
 
 
+def drafting(max_drafts: int) -> dict[str, Any]:
+    """The fake executor drafts by itself: what follows, with errors."""
+    return {"method": "ngram", "num_speculative_tokens": max_drafts}
+
+
+@pytest.fixture(autouse=True)
+def eager_lookahead(monkeypatch):
+    """Every draft is worth its time: steps of a fake device take none, or any."""
+    monkeypatch.setattr(StepCost, "share", lambda *_: 0.0)
+
+
 def serve(
-    arrivals: list[Arrival], depth: int, executor_class: type[AuditedExecutor], num_blocks: int
+    arrivals: list[Arrival],
+    depth: int,
+    executor_class: type[AuditedExecutor],
+    num_blocks: int,
+    max_drafts: int = 0,
 ) -> Log:
     """Run the engine while requests come and go."""
+    options = {"speculative_config": drafting(max_drafts)} if max_drafts else {}
     engine = make_engine(
-        num_blocks, depth, max_num_seqs=4, max_num_batched_tokens=24, executor_class=executor_class
+        num_blocks,
+        depth,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        executor_class=executor_class,
+        **options,
     )
     settle, log = with_grammars(engine), Log()
     for step in range(max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals) + 1):
@@ -141,10 +163,15 @@ def alone(arrival: Arrival) -> list[Any]:
 
 
 def outputs(log: Log, request_id: str) -> list[Any]:
-    return [
-        (o.new_token_ids, o.finish_reason, o.stop_reason, o.logprobs)
-        for o in log.outputs[request_id]
-    ]
+    """Every token with its log-probabilities, and how the last one ends the output."""
+    tokens: list[Any] = []
+    for output in log.outputs[request_id]:
+        assert output.logprobs is None or len(output.logprobs) == len(output.new_token_ids)
+        logprobs = output.logprobs or [None] * len(output.new_token_ids)
+        tokens += [(*each, None) for each in zip(output.new_token_ids, logprobs, strict=True)]
+        if output.finish_reason is not None:
+            tokens.append((output.finish_reason, output.stop_reason, output.ended_by_grammar))
+    return tokens
 
 
 @settings(max_examples=40, deadline=None)
@@ -153,9 +180,12 @@ def outputs(log: Log, request_id: str) -> list[Any]:
     depth=st.integers(1, 4),
     executor_class=st.sampled_from([AuditedExecutor, SlowExecutor]),
     num_blocks=st.sampled_from([12, 64]),  # 46 tokens, the longest request, need 12 blocks
+    max_drafts=st.sampled_from([0, 1, 4, 9]),
 )
-def test_no_depth_changes_an_output(arrivals, depth, executor_class, num_blocks):
-    log = serve(arrivals, depth, executor_class, num_blocks)
+def test_neither_depth_nor_drafts_change_an_output(
+    arrivals, depth, executor_class, num_blocks, max_drafts
+):
+    log = serve(arrivals, depth, executor_class, num_blocks, max_drafts)
     event(f"preemptions: {log.total('num_preemptions') > 0}")
     for i, arrival in enumerate(arrivals):
         got, expected = outputs(log, str(i)), alone(arrival)
@@ -166,6 +196,7 @@ def reasons(log: Log) -> list[str | None]:
     return [outputs[-1].finish_reason for _, outputs in sorted(log.outputs.items())]
 
 
+@pytest.mark.parametrize("max_drafts", [0, 5])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("num_blocks", "fields", "happened"),
@@ -174,7 +205,7 @@ def reasons(log: Log) -> list[str | None]:
         (64, {"form": True}, lambda log: reasons(log) == ["stop"] * 6),
         (
             64,
-            {"abort_after": 8},
+            {"abort_after": 4},
             lambda log: 0 < len(log.token_ids("0")) < 16 and set(reasons(log)) == {None},
         ),
         (12, {}, lambda log: log.total("num_preemptions") > 0),
@@ -182,12 +213,26 @@ def reasons(log: Log) -> list[str | None]:
     ],
     ids=["stops", "grammar", "aborts", "preemption", "preempted grammar"],
 )
-def test_each_of_these_happens_and_changes_no_output(depth, num_blocks, fields, happened):
+def test_each_of_these_happens_and_changes_no_output(
+    depth, max_drafts, num_blocks, fields, happened
+):
     """What the test above draws, where it is sure to happen."""
     arrivals = [Arrival(i // 2, TEXT[i : i + 20], 16, **fields) for i in range(6)]
-    log = serve(arrivals, depth, SlowExecutor, num_blocks)
+    log = serve(arrivals, depth, SlowExecutor, num_blocks, max_drafts)
     assert happened(log)
     for i, each in enumerate(arrivals):
-        expected = alone(each)
-        assert outputs(log, str(i)) == expected[: len(log.outputs[str(i)])]
+        got = outputs(log, str(i))
+        assert got == alone(each)[: len(got)]
         assert each.abort_after or log.finished(str(i))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_save_steps(depth):
+    """More than every second draft of the fake executor is kept."""
+    arrivals = [Arrival(0, TEXT[:9], 24)]
+    steps = {}
+    for max_drafts in (0, 4):
+        log = serve(arrivals, depth, AuditedExecutor, 64, max_drafts)
+        steps[max_drafts] = len([output for output in log.outputs["0"] if output.new_token_ids])
+        assert len(log.token_ids("0")) == 24
+    assert steps[4] <= 0.6 * steps[0]

@@ -9,7 +9,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from servd.config import Config
@@ -95,7 +95,9 @@ class Row:
     block_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams | PoolingParams
-    state: int = 0  # after the last computed token
+    # After the last computed token, and after each draft that was computed behind it.
+    states: list[int] = field(default_factory=lambda: [0])
+    drafts: list[int] = field(default_factory=list)  # of the tokens after `token_ids`
 
 
 class Stream(Protocol):
@@ -202,7 +204,9 @@ class FakeExecutor(executor.Executor):
         for item in scheduled.scheduled:
             row = self.rows[item.slot]
             row.block_ids += item.new_block_ids
-            self._compute(row, item.num_tokens)
+            self._compute(row, item.num_tokens - item.num_drafts)
+            row.drafts = row.drafts[: item.num_drafts]
+            self._compute_drafts(row)
         return scheduled
 
     def _sample(
@@ -218,17 +222,18 @@ class FakeExecutor(executor.Executor):
             if not item.samples:
                 output.sampled_token_ids.append([])
                 continue
-            token_id = sample(row.state, self.spec.vocab_size)
-            if i in masks:
-                token_id = sample_allowed(row.state, masks[i], token_id)
-            row.token_ids.append(token_id)
-            output.sampled_token_ids.append([token_id])
+            token_ids = self._verify(row, i, masks)
+            row.token_ids += token_ids
+            row.num_computed_tokens += len(token_ids) - 1
+            output.sampled_token_ids.append(token_ids)
+            if item.max_new_drafts:
+                state = next_state(row.states[len(token_ids) - 1], token_ids[-1])
+                output.draft_token_ids[i] = row.drafts = self._draft(state, item.max_new_drafts)
             if isinstance(row.params, PoolingParams):
                 output.pooled[i] = self._pooled(row, row.params)
-            elif row.params.logprobs is not None:
-                output.logprobs[i] = [
-                    self._logprobs(token_id, row.params.logprobs, row.params.logprob_token_ids)
-                ]
+            elif (k := row.params.logprobs) is not None:
+                named = row.params.logprob_token_ids
+                output.logprobs[i] = [self._logprobs(token_id, k, named) for token_id in token_ids]
         return output
 
     def _row(self, request: NewRequest) -> Row:
@@ -245,8 +250,34 @@ class FakeExecutor(executor.Executor):
         for i in range(first, first + num_tokens):
             state = next_state(state, row.token_ids[i])
             self.cache[self._position(row, i)] = state
-        row.state = state
+        row.states = [state]
         row.num_computed_tokens = first + num_tokens
+
+    def _compute_drafts(self, row: Row) -> None:
+        for at, token_id in enumerate(row.drafts, row.num_computed_tokens):
+            row.states.append(next_state(row.states[-1], token_id))
+            self.cache[self._position(row, at)] = row.states[-1]
+
+    def _verify(self, row: Row, index: int, masks: dict[tuple[int, int], bytes]) -> list[int]:
+        """The drafts that are what would have been sampled, and one token more."""
+        token_ids: list[int] = []
+        for offset, state in enumerate(row.states):
+            token_id = sample(state, self.spec.vocab_size)
+            if (index, offset) in masks:
+                token_id = sample_allowed(state, masks[index, offset], token_id)
+            token_ids.append(token_id)
+            if offset == len(row.drafts) or row.drafts[offset] != token_id:
+                break
+        return token_ids
+
+    def _draft(self, state: int, max_drafts: int) -> list[int]:
+        """What follows a state if no grammar rules; now and then a wrong token or none."""
+        drafts: list[int] = []
+        while len(drafts) < max_drafts and state % 11:
+            token_id = sample(state, self.spec.vocab_size)
+            drafts.append(token_id if state % 7 else token_id ^ 1)
+            state = next_state(state, token_id)
+        return drafts
 
     def _position(self, row: Row, token: int) -> int:
         """Where the cache keeps the row's token number `token`."""
@@ -279,12 +310,11 @@ class FakeExecutor(executor.Executor):
         )
 
 
-def _unpack(bitmask: GrammarBitmask) -> dict[int, bytes]:
-    """Index in the step -> its row of bits."""
+def _unpack(bitmask: GrammarBitmask) -> dict[tuple[int, int], bytes]:
+    """Index in the step and number of drafts before -> its row of bits."""
     size = len(bitmask.bitmask) // len(bitmask.indices)
-    return {
-        index: bitmask.bitmask[i * size : (i + 1) * size] for i, index in enumerate(bitmask.indices)
-    }
+    rows = [bitmask.bitmask[at : at + size] for at in range(0, len(bitmask.bitmask), size)]
+    return dict(zip(zip(bitmask.indices, bitmask.offsets, strict=True), rows, strict=True))
 
 
 Executor = FakeExecutor  # the name that every file of this package has

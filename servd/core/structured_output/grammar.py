@@ -93,9 +93,13 @@ class Grammar:
 class Matcher:
     """Follows one output."""
 
-    def __init__(self, matcher: LLMatcher, first_mask: bytes) -> None:
+    def __init__(self, matcher: LLMatcher, first_mask: bytes | None) -> None:
         self._matcher = matcher
         self._first_mask: bytes | None = first_mask  # None after the first token
+
+    def copy(self) -> Matcher:
+        """Another follower, at the same place."""
+        return Matcher(self._matcher.deep_copy(), self._first_mask)
 
     @property
     def is_complete(self) -> bool:

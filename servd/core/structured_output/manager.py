@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -79,8 +79,9 @@ class Row:
     token_ids: list[int] = field(default_factory=list)  # that the matcher has taken in
     num_renewals: int = 0  # how often the grammar was compiled anew
     error: str | None = None
-    num_awaited: int = 0  # tokens that steps in flight sample
-    mask_seconds: float = 0.0  # what the next mask may take: the slowest of late
+    num_awaited: int = 0  # steps in flight that sample for it
+    draft_token_ids: list[int] = field(default_factory=list)  # for its next step
+    mask_seconds: float = 0.0  # what the next step's masks may take: the slowest of late
     last_turn: int = 0  # see GrammarManager.choose_idle
 
     def accept(self, token_id: int) -> None:
@@ -92,14 +93,27 @@ class Row:
             self._follow(lambda matcher: matcher.accept(token_id))
             self.token_ids.append(token_id)
 
-    def bitmask(self) -> bytes | None:
-        """The tokens that may come next; None if all may."""
+    def bitmasks(self, num_drafts: int) -> list[bytes | None]:
+        """The tokens that may come next, and those after each of the first drafts as far as these
+        are allowed; None if all may.
+        """
+        start = time.perf_counter()
+        masks, probe = [self._bitmask()], self
+        for token_id in self.draft_token_ids[:num_drafts]:
+            if probe is self:
+                probe = replace(self, matcher=self.matcher and self.matcher.copy())
+                probe.token_ids = self.token_ids.copy()
+            probe.accept(token_id)
+            if probe.end is not None:
+                break
+            masks.append(probe._bitmask())
+        self.mask_seconds = max(time.perf_counter() - start, self.mask_seconds / 2)
+        return masks
+
+    def _bitmask(self) -> bytes | None:
         if self.starts_after:
             return self.until_begun
-        start = time.perf_counter()
-        mask = self._follow(lambda matcher: matcher.bitmask())
-        self.mask_seconds = max(time.perf_counter() - start, self.mask_seconds / 2)
-        return mask
+        return self._follow(lambda matcher: matcher.bitmask())
 
     def _follow(self, work: Callable[[Matcher], T]) -> T | None:
         """`work` of the matcher, if need be in another grammar; None after an error."""
@@ -141,7 +155,7 @@ class Row:
     def end(self) -> GrammarEnd | None:
         """None if the output goes on."""
         if self.matcher is None:
-            return GrammarEnd(self.error)
+            return GrammarEnd(error=self.error)
         return GrammarEnd() if not self.starts_after and self.matcher.is_complete else None
 
 
@@ -164,9 +178,10 @@ class GrammarManager:
         self._cache = GrammarCache(self._compile)
         self._compiling: dict[Key, list[EngineCoreRequest]] = {}
         self._rows: dict[int, Row] = {}  # by slot
-        self._step: list[tuple[int, Row]] = []  # (index in `scheduled`, row): those that sample
+        # Those that sample: index in `scheduled`, row, number of drafts.
+        self._step: list[tuple[int, Row, int]] = []
         self._turn = 0
-        self._in_flight: deque[list[tuple[int, Row]]] = deque()
+        self._in_flight: deque[list[tuple[int, Row, int]]] = deque()
 
     # ---- before a request runs ----
 
@@ -248,7 +263,7 @@ class GrammarManager:
         self._step = []
         if self._rows:
             self._step = [
-                (index, self._rows[item.slot])
+                (index, self._rows[item.slot], item.num_drafts)
                 for index, item in enumerate(scheduled.scheduled)
                 if item.samples and item.slot in self._rows
             ]
@@ -277,35 +292,39 @@ class GrammarManager:
     @property
     def awaits_tokens(self) -> bool:
         """Whether this step's masks depend on tokens that are still in flight."""
-        return any(row.num_awaited for _, row in self._step)
+        return any(row.num_awaited for _, row, _ in self._step)
 
     def bitmask(self) -> GrammarBitmask | None:
         """What the rows of this step may sample."""
         self._in_flight.append(self._step)
-        masks: list[tuple[int, bytes]] = []
-        for index, row in self._step:
+        bitmask, masks = GrammarBitmask([], [], b""), []
+        for index, row, num_drafts in self._step:
             row.num_awaited += 1
-            if (mask := row.bitmask()) is not None:
-                masks.append((index, mask))
-        if not masks:
-            return None
-        return GrammarBitmask([index for index, _ in masks], b"".join([mask for _, mask in masks]))
+            for offset, mask in enumerate(row.bitmasks(num_drafts)):
+                if mask is not None:
+                    bitmask.indices.append(index)
+                    bitmask.offsets.append(offset)
+                    masks.append(mask)
+        bitmask.bitmask = b"".join(masks)
+        return bitmask if masks else None
 
     def advance(self, output: ModelRunnerOutput) -> dict[int, GrammarEnd]:
         """Take in the tokens of the oldest step in flight.
 
         Returns:
-            Index in `scheduled` -> end, of the outputs that end with this token.
+            Index in `scheduled` -> end, of the outputs that end with one of these tokens.
         """
         ends: dict[int, GrammarEnd] = {}
-        for index, row in self._in_flight.popleft():
-            for token_id in output.sampled_token_ids[index]:
-                row.num_awaited -= 1
+        for index, row, _ in self._in_flight.popleft():
+            row.num_awaited -= 1
+            row.draft_token_ids = output.draft_token_ids.get(index, [])
+            for num_tokens, token_id in enumerate(output.sampled_token_ids[index], 1):
                 row.accept(token_id)
-            if (end := row.end) is not None:
-                ends[index] = end
-                if end.error is not None and row.grammar is not None:
-                    self._cache.discard(row.grammar)
+                if (end := row.end) is not None:
+                    ends[index] = replace(end, num_tokens=num_tokens)
+                    if end.error is not None and row.grammar is not None:
+                        self._cache.discard(row.grammar)
+                    break
         return ends
 
     def _row(self, request: NewRequest, output: StructuredOutput) -> Row:
