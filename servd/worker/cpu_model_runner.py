@@ -56,7 +56,7 @@ class CPUModelRunner(ModelRunner):
             and not self.config.model.enforce_eager
         ):
             self.programs = ProgramRunner(
-                self.max_num_seqs, self.states.block_tables.tables.shape[1]
+                self.max_num_samples, self.states.block_tables.tables.shape[1]
             )
 
     def forward(self, batch: InputBatch) -> torch.Tensor:

@@ -48,10 +48,10 @@ class GPUModelRunner(ModelRunner):
             )
             return None
         hidden = torch.zeros(
-            (self.max_num_seqs, self.spec.hidden_size), dtype=self.dtype, device=self.device
+            (self.max_num_samples, self.spec.hidden_size), dtype=self.dtype, device=self.device
         )
         return GraphRunner(
-            self._decode, self.max_num_seqs, self.states.null_slot, hidden, self.recorder()
+            self._decode, self.max_num_samples, self.states.null_slot, hidden, self.recorder()
         )
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
@@ -148,7 +148,8 @@ class GPUModelRunner(ModelRunner):
     def _sample_all(self, num_rows: int) -> None:
         """End the step, every row with a grammar too, and free its rows."""
         words = bytes([255]) * (4 * -(-self.spec.vocab_size // 32))
-        self.sample_tokens(GrammarBitmask(list(range(num_rows)), words * num_rows)).result()
+        bitmask = GrammarBitmask(list(range(num_rows)), [0] * num_rows, words * num_rows)
+        self.sample_tokens(bitmask).result()
         self.execute_model(SchedulerOutput(step=0, scheduled=[], freed_slots=list(range(num_rows))))
         self.sample_tokens()
 

@@ -18,71 +18,89 @@ from servd.worker.request_states import RequestStates
 class InputBatch:
     """Inputs of the forward pass, and where to sample afterwards. On the device unless said
     otherwise.
+
+    A row whose last tokens are drafts is sampled after each of them, and for the attention each of
+    its tokens is a row: of a decode step, whose results do not depend on how many there are.
     """
 
     states: RequestStates
     tokens: torch.Tensor  # int64 [2, num_tokens]: slot and position in the sequence of each
     host_slots: np.ndarray  # int64 [num_rows], on the host
     query_lens: np.ndarray  # int64 [num_rows], on the host
-    seq_lens: np.ndarray  # int64 [num_rows], on the host: with the tokens of this step
-    query_start_loc: torch.Tensor  # int64 [num_rows + 1]
-    seq_lens_device: torch.Tensor  # int64 [num_rows]
-    slots: torch.Tensor  # int64 [num_rows]
+    # int64 [num_rows], on the host: with the tokens of this step, if all drafts before are kept.
+    seq_lens: np.ndarray
+    num_drafts: np.ndarray  # int64 [num_rows], on the host: of its last tokens
+    max_new_drafts: np.ndarray  # int64 [num_rows], on the host: for the next step
+    attention_rows: AttentionRows
     # int64 [n], on the host: indices in `scheduled` of the rows that sample.
     sample_rows: np.ndarray
-    sample_host_slots: np.ndarray  # int64 [n], on the host
-    sample_tokens: torch.Tensor  # int64 [n]: index in the step of each one's last token
-    sample_slots: torch.Tensor  # int64 [n]
-    sample_positions: torch.Tensor  # int64 [n]: index in the sequence that the new token will have
+    # Of each token to sample: as many as rows that sample and drafts, row by row.
+    sample_host_slots: np.ndarray  # int64 [m], on the host
+    sample_tokens: torch.Tensor  # int64 [m]: index in the step of the token before it
+    sample_slots: torch.Tensor  # int64 [m]
+    sample_positions: torch.Tensor  # int64 [m]: index in the sequence that it will have
 
     @classmethod
     def gather(cls, scheduled: list[ScheduledRequest], states: RequestStates) -> InputBatch:
-        """Make the batch of a step and bring the block tables up to date. Counts its tokens as
-        computed.
+        """Make the batch of a step and bring the block tables up to date. Counts its tokens but the
+        drafts as computed.
         """
-        slots = np.array([s.slot for s in scheduled], dtype=np.int64)
-        query_lens = np.array([s.num_tokens for s in scheduled], dtype=np.int64)
-        samples = np.array([s.samples for s in scheduled], dtype=bool)
-        computed = states.num_computed[slots]
-        seq_lens = states.num_computed[slots] = computed + query_lens
+        slots, query_lens, computed, num_drafts, max_new_drafts, samples = np.array(
+            [
+                (
+                    s.slot, s.num_tokens, s.num_computed_tokens, s.num_drafts, s.max_new_drafts,
+                    s.samples,
+                )
+                for s in scheduled
+            ],
+            dtype=np.int64,
+        ).T  # fmt: skip
         ends = np.cumsum(query_lens)
         starts = ends - query_lens
-        positions = np.arange(ends[-1]) + np.repeat(computed - starts, query_lens)
+        token_slots = np.repeat(slots, query_lens)
+        offsets = np.arange(ends[-1]) - np.repeat(starts, query_lens)
+        bounds = np.repeat(computed, query_lens) + offsets + 1
+        known_ends = ends - num_drafts - 1
         sample_rows = np.flatnonzero(samples)
+        row_ends, sample_tokens = ends - 1, known_ends[sample_rows]
+        if num_drafts.any():
+            is_end = np.repeat(num_drafts > 0, query_lens)
+            is_end[row_ends] = True
+            row_ends = np.flatnonzero(is_end)
+            counts = num_drafts[sample_rows] + 1
+            sample_tokens = np.repeat(sample_tokens - np.cumsum(counts) + counts, counts)
+            sample_tokens += np.arange(len(sample_tokens))
 
         # One copy to the device for all indices of the step.
         parts = (
-            np.repeat(slots, query_lens), positions, np.append(starts, ends[-1]), seq_lens, slots,
-            ends[sample_rows] - 1, slots[sample_rows], seq_lens[sample_rows],
+            token_slots, offsets, row_ends, known_ends, sample_tokens,
             states.block_tables.take_changes(),
         )  # fmt: skip
         packed = upload(np.concatenate(parts), states.token_ids.device)
-        sizes = [2 * len(positions), *(len(part) for part in parts[2:])]
-        (
-            tokens,
-            starts_d,
-            lens_d,
-            slots_d,
-            sample_tokens,
-            sample_slots,
-            sample_positions,
-            changes,
-        ) = packed.split(sizes)
+        slots_d, positions, row_ends_d, known_ends_d, sample_tokens_d, changes = packed.split(
+            [len(part) for part in parts]
+        )
         states.block_tables.apply(changes)
+        positions += states.num_computed[slots_d]
+        states.num_computed[slots_d[known_ends_d]] = positions[known_ends_d] + 1
+        if positions.device.type == "cpu":
+            bounds = positions.numpy() + 1  # at hand, so they need not be bounds
         return cls(
             states=states,
-            tokens=tokens.view(2, -1),
+            tokens=packed[: 2 * len(positions)].view(2, -1),
             host_slots=slots,
             query_lens=query_lens,
-            seq_lens=seq_lens,
-            query_start_loc=starts_d,
-            seq_lens_device=lens_d,
-            slots=slots_d,
+            seq_lens=computed + query_lens,
+            num_drafts=num_drafts,
+            max_new_drafts=max_new_drafts,
+            attention_rows=AttentionRows(
+                np.diff(row_ends, prepend=-1), bounds[row_ends], row_ends_d
+            ),
             sample_rows=sample_rows,
-            sample_host_slots=slots[sample_rows],
-            sample_tokens=sample_tokens,
-            sample_slots=sample_slots,
-            sample_positions=sample_positions,
+            sample_host_slots=token_slots[sample_tokens],
+            sample_tokens=sample_tokens_d,
+            sample_slots=slots_d[sample_tokens_d],
+            sample_positions=positions[sample_tokens_d] + 1,
         )
 
     @property
@@ -92,8 +110,8 @@ class InputBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row computes one token."""
-        return len(self.host_slots) == self.tokens.shape[1]
+        """Whether each row of the attention computes one token."""
+        return len(self.attention_rows.query_lens) == self.tokens.shape[1]
 
     @cached_property
     def input_ids(self) -> torch.Tensor:
@@ -103,15 +121,32 @@ class InputBatch:
     @cached_property
     def attention(self) -> AttentionBatch:
         """What the attention backend makes its metadata of."""
-        tables = self.states.block_tables
-        return AttentionBatch(
-            query_lens=self.query_lens,
-            seq_lens=self.seq_lens,
-            query_start_loc=self.query_start_loc.int(),
-            seq_lens_device=self.seq_lens_device.int(),
-            block_tables=tables.tables[self.slots, : tables.blocks_for(int(self.seq_lens.max()))],
-            slot_mapping=tables.slot_mapping(self.tokens[0], self.tokens[1]),
+        tables, rows, (slots, positions) = (
+            self.states.block_tables,
+            self.attention_rows,
+            self.tokens,
         )
+        starts = rows.ends.new_zeros(len(rows.ends) + 1, dtype=torch.int32)
+        starts[1:] = rows.ends + 1
+        return AttentionBatch(
+            query_lens=rows.query_lens,
+            seq_lens=rows.seq_lens,
+            query_start_loc=starts,
+            seq_lens_device=(positions[rows.ends] + 1).int(),
+            block_tables=tables.tables[
+                slots[rows.ends], : tables.blocks_for(int(rows.seq_lens.max()))
+            ],
+            slot_mapping=tables.slot_mapping(slots, positions),
+        )
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """The rows of a step as the attention sees them."""
+
+    query_lens: np.ndarray  # int64 [num_rows], on the host
+    seq_lens: np.ndarray  # int64 [num_rows], on the host: at most
+    ends: torch.Tensor  # int64 [num_rows]: index in the step of the last token
 
 
 def decode_attention(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
 from servd.params import SamplingParams
 from servd.sizes import format_bytes
-from servd.worker import kv_cache, model_loader, readers
+from servd.worker import kv_cache, model_loader, readers, spec_decode
 from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, make_backend
 from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
@@ -30,6 +30,7 @@ from servd.worker.parallel import Parallel
 from servd.worker.readers import StepPart
 from servd.worker.request_states import RequestStates
 from servd.worker.sample.sampler import Sampler, SamplerOutput
+from servd.worker.sample.verification import SpecDecodeMetadata
 
 log = logging.getLogger("servd.worker")
 
@@ -39,18 +40,23 @@ class SampledTokens:
     """The StepPart of the rows that sampled."""
 
     rows: Sequence[int]  # indices in `scheduled`
+    num_drafts: Sequence[int]  # of each row
     sampled: SamplerOutput
 
     def to_host(self) -> SampledTokens:
-        return SampledTokens(self.rows, self.sampled.to_host())
+        return replace(self, sampled=self.sampled.to_host())
 
     def write(self, output: ModelRunnerOutput) -> None:
-        for row, token_id in zip(self.rows, self.sampled.token_ids.tolist(), strict=True):
-            output.sampled_token_ids[row] = [token_id]
-        if self.sampled.logprobs is not None:
-            for row, logprobs in zip(self.rows, self.sampled.logprobs.to_lists(), strict=True):
-                if logprobs is not None:
-                    output.logprobs[row] = [logprobs]
+        token_ids, kept = self.sampled.token_ids.tolist(), self.sampled.num_kept
+        num_kept = [0] * len(self.rows) if kept is None else kept.tolist()
+        logprobs = self.sampled.logprobs.to_lists() if self.sampled.logprobs else None
+        first = 0
+        for row, num_drafts, num in zip(self.rows, self.num_drafts, num_kept, strict=True):
+            found = slice(first, first + num + 1)
+            output.sampled_token_ids[row] = token_ids[found]
+            if logprobs is not None and (asked := [each for each in logprobs[found] if each]):
+                output.logprobs[row] = asked
+            first += num_drafts + 1
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,10 @@ class ModelRunner(ABC):
         self.max_model_len = config.model.max_model_len
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_tokens = config.scheduler.max_num_batched_tokens
+        speculative = config.model.speculative_config
+        self.max_drafts = speculative.num_speculative_tokens if speculative else 0
+        # Tokens sampled in a step: of each request one, and one after each of its drafts.
+        self.max_num_samples = min(self.max_num_seqs * (1 + self.max_drafts), self.max_num_tokens)
         self.kv_caches: list[torch.Tensor] = []
         self.launched: LaunchedStep | None = None
         self.failed: dict[int, str] = {}  # slot -> why its request could not enter
@@ -151,7 +161,13 @@ class ModelRunner(ABC):
             dtype=self.compute_dtype,
             kv_dtype=kv_cache.dtype_of(self.config, self.dtype),
             device=self.device,
+            exact_seq_lens=not (
+                self.max_drafts
+                and self.device.type == "cuda"
+                and self.config.scheduler.async_scheduling
+            ),
         )
+        speculative = self.config.model.speculative_config
         self.backend: Backend[Any]
         self.backend_name, self.backend = make_backend(
             self.config.parallel.attention_backend, attention
@@ -165,6 +181,7 @@ class ModelRunner(ABC):
         )
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
         self.readers = readers.load(self.states, self.model.compute_logits)
+        self.proposer = None if speculative is None else spec_decode.load(speculative, self.states)
 
     def count_blocks(self) -> int:
         """KV-cache blocks that fit.
@@ -236,22 +253,31 @@ class ModelRunner(ABC):
         launched, self.launched = self.launched, None
         parts = [*launched.parts]
         if launched.sampling is not None:
-            parts.append(self._sample(*launched.sampling, bitmask))
+            parts += self._sample(*launched.sampling, bitmask)
         return AsyncOutput(launched.num_scheduled, *self.to_host(parts))
 
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
-    ) -> SampledTokens:
-        logits = self.model.compute_logits(hidden).float()  # [n, vocab]
+    ) -> list[StepPart]:
+        logits = self.model.compute_logits(hidden).float()  # [m, vocab]
         sampled = self.sampler(
             logits,
             batch.sample_slots,
             batch.sample_host_slots,
             batch.sample_positions,
             self._unpack(bitmask, batch) if bitmask else None,
+            SpecDecodeMetadata.of(batch),
         )
-        self.states.write_sampled(batch.sample_slots, batch.sample_positions, sampled.token_ids)
-        return SampledTokens(batch.sample_rows.tolist(), sampled)
+        self.states.write(batch.sample_slots, batch.sample_positions, sampled.token_ids)
+        if sampled.num_kept is not None:
+            last = np.cumsum(batch.num_drafts[batch.sample_rows] + 1) - 1
+            slots = batch.sample_slots[upload(last, self.device)]
+            self.states.num_computed[slots] += sampled.num_kept
+        num_drafts = batch.num_drafts[batch.sample_rows].tolist()
+        parts: list[StepPart] = [SampledTokens(batch.sample_rows.tolist(), num_drafts, sampled)]
+        if self.proposer is not None and (drafts := self.proposer.draft(batch)) is not None:
+            parts.append(drafts)
+        return parts
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for slot in scheduled.freed_slots:
@@ -303,14 +329,16 @@ class ModelRunner(ABC):
         self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
     def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
-        """[n, ceil(vocab / 32)] int32, all bits set in rows without a grammar."""
+        """[m, ceil(vocab / 32)] int32, all bits set in rows without a grammar."""
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
-        unpacked = np.full((len(batch.sample_rows), words.shape[1]), -1, dtype=np.int32)
-        # A row in the midst of its prompt has no token to restrict.
-        found = np.searchsorted(batch.sample_rows, bitmask.indices)
-        for row, index, allowed in zip(found, bitmask.indices, words, strict=True):
-            if row < len(batch.sample_rows) and batch.sample_rows[row] == index:
-                unpacked[row] = allowed
+        counts = batch.num_drafts[batch.sample_rows] + 1
+        unpacked = np.full((counts.sum(), words.shape[1]), -1, dtype=np.int32)
+        firsts = dict(
+            zip(batch.sample_rows.tolist(), (counts.cumsum() - counts).tolist(), strict=True)
+        )
+        for index, offset, allowed in zip(bitmask.indices, bitmask.offsets, words, strict=True):
+            if index in firsts:  # a row in the midst of its prompt has no token to restrict
+                unpacked[firsts[index] + offset] = allowed
         return upload(unpacked, self.device)
 
     # ---- what the device decides ----

@@ -35,7 +35,7 @@ class ProgramRunner:
     """Records a program when a number of rows is first run.
 
     Args:
-        max_num_rows: the most rows of a step; each has one token.
+        max_num_rows: the most rows of a step; each has one token, of a request or drafted for it.
         max_num_blocks: the most blocks of a row.
     """
 
@@ -55,11 +55,11 @@ class ProgramRunner:
         Raises:
             NotRecordable: the model needs more than the native library.
         """
-        attention, num_rows = batch.attention, len(batch.query_lens)
+        attention, num_rows = batch.attention, batch.tokens.shape[1]
         self.tokens[0, :num_rows] = batch.input_ids
         self.tokens[1, :num_rows] = batch.positions
         self.tokens[2, :num_rows] = attention.slot_mapping
-        self.seq_lens[:num_rows] = batch.seq_lens_device
+        self.seq_lens[:num_rows] = attention.seq_lens_device
         self.block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
         if (program := self.programs.get(num_rows)) is None:
             program = self.programs[num_rows] = self._record(num_rows, forward)

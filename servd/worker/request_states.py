@@ -12,10 +12,11 @@ from servd.worker.device import upload
 
 
 class RequestStates:
-    """Token ids and block table of every slot on the device, its counters on the host.
+    """Token ids, counters and block table of every slot, on the device.
 
     Sampled tokens are written on the device, so the next step can be gathered before the host has
-    seen them. The row after the last slot, `null_slot`, is nobody's.
+    seen them, or knows how many drafts were kept. Drafts stand behind the tokens of their row. The
+    row after the last slot, `null_slot`, is nobody's.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class RequestStates:
             (max_num_seqs + 1, max_model_len + 1), dtype=torch.int32, device=device
         )
         self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
-        self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.num_drafts = torch.zeros_like(self.num_computed)
 
     def add(self, request: NewRequest) -> None:
         """A request enters its slot, in full.
@@ -57,8 +59,6 @@ class RequestStates:
         if request.block_ids:
             self.block_tables.append(slot, request.block_ids)
 
-    def write_sampled(
-        self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
-    ) -> None:
-        """Store each row's new token at its index in the sequence. [n] int64 each."""
+    def write(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Store tokens at their indices in the sequences of their slots. [n] int64 each."""
         self.token_ids[slots, positions] = token_ids.int()

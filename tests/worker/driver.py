@@ -142,7 +142,13 @@ class Driver:
             self.blocks[slot] += new_blocks
             self.computed[slot] = end
             scheduled.append(
-                ScheduledRequest(slot, num_tokens, new_blocks, end == len(self.tokens[slot]))
+                ScheduledRequest(
+                    slot,
+                    num_tokens,
+                    new_blocks,
+                    end == len(self.tokens[slot]),
+                    num_computed_tokens=end - num_tokens,
+                )
             )
         self.step_number += 1
         self.worker.execute_model(

@@ -46,9 +46,9 @@ def generate(rank: int, size: int, folder: str, address: str | None, result: str
     tokens = worker.sample_tokens().result().sampled_token_ids[0]
     for step in range(2, NUM_OUTPUTS + 1):
         needs_block = (len(PROMPT) + step - 1) % 4 == 1
-        worker.execute_model(
-            SchedulerOutput(step, [ScheduledRequest(2, 1, [step] if needs_block else [])])
-        )
+        blocks, computed = [step] if needs_block else [], len(PROMPT) + step - 2
+        row = ScheduledRequest(2, 1, blocks, num_computed_tokens=computed)
+        worker.execute_model(SchedulerOutput(step, [row]))
         tokens += worker.sample_tokens().result().sampled_token_ids[0]
     torch.save((tokens, logits), f"{result}.{rank}")
     worker.shutdown()

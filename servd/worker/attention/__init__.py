@@ -46,6 +46,7 @@ class AttentionSpec:
     dtype: torch.dtype  # queries, keys and values
     kv_dtype: torch.dtype  # the cache
     device: torch.device
+    exact_seq_lens: bool = True  # see AttentionBatch.seq_lens
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class AttentionBatch:
     """
 
     query_lens: np.ndarray  # int64 [num_rows], at least 1
-    # int64 [num_rows], with the tokens of this step; in a captured step only a bound, see Backend
+    # int64 [num_rows], with the tokens of this step. Only a bound in a captured step, see Backend,
+    # and without `exact_seq_lens`: then the device alone knows how many drafts were kept.
     seq_lens: np.ndarray
     query_start_loc: torch.Tensor  # int32 [num_rows + 1], first token of each row, on the device
     seq_lens_device: torch.Tensor  # int32 [num_rows]

@@ -58,6 +58,11 @@ class Backend(AttentionBackend[Metadata]):
             return f"needs a cache of {spec.dtype}, not {spec.kv_dtype}"
         if spec.head_dim not in HEAD_DIMS:
             return f"needs a head_dim of {', '.join(map(str, HEAD_DIMS))}, not {spec.head_dim}"
+        if not spec.exact_seq_lens:
+            return (
+                "its planner must know how many drafts of the step before were kept: add "
+                "--no-async-scheduling"
+            )
         if importlib.util.find_spec("flashinfer") is None:
             return "needs the package flashinfer-python: pip install 'servd[flashinfer]'"
         return None

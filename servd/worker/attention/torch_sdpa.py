@@ -62,7 +62,7 @@ class Backend(AttentionBackend[Metadata]):
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
         """Group the rows; compute each group's block ids and mask."""
         first_blocks = np.zeros_like(batch.seq_lens)
-        if self.spec.sliding_window is not None:
+        if self.spec.sliding_window is not None and self.spec.exact_seq_lens:
             first_seen = batch.seq_lens - batch.query_lens - self.spec.sliding_window + 1
             first_blocks = np.maximum(first_seen, 0) // self.spec.block_size
         num_blocks = -(-batch.seq_lens // self.spec.block_size) - first_blocks
@@ -93,9 +93,8 @@ class Backend(AttentionBackend[Metadata]):
     ) -> Group:
         device, block_size = self.spec.device, self.spec.block_size
         query_len = int(batch.query_lens[rows[0]])
-        rows_d, first_d, last_d = upload(
-            np.stack((rows, first_blocks, batch.seq_lens[rows] - query_len)), device
-        )
+        rows_d, first_d = upload(np.stack((rows, first_blocks)), device)
+        last_d = batch.seq_lens_device[rows_d] - query_len
 
         columns = first_d[:, None] + torch.arange(num_blocks, device=device)
         columns.clamp_(max=batch.block_tables.shape[1] - 1)

@@ -15,7 +15,7 @@ rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from servd.params import MAX_LOGPROBS, SamplingParams
+from servd.worker.device import upload
 from servd.worker.sample import logits_processors, ops
 from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE
-from servd.worker.sample.logits_processors import SlotRequest
+from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.logprobs import LogprobsTensors, SampledLogprobs
 from servd.worker.sample.narrowing import Narrowing
 from servd.worker.sample.rows import Rows
 from servd.worker.sample.shift import Shift
+from servd.worker.sample.verification import SpecDecodeMetadata
 
 # What a row can use, as bits; those from FIRST_PROCESSOR on are the logits processors'.
 RANDOM, NARROWED, LOGPROBS, FIRST_PROCESSOR = 1, 2, 4, 8
@@ -41,11 +43,14 @@ class SamplerOutput:
 
     token_ids: Tensor  # [n] int64
     logprobs: LogprobsTensors | None  # None if no row asked
+    num_kept: Tensor | None = None  # [rows] int64: drafts of each row; None if there were none
 
     def to_host(self) -> SamplerOutput:
         """Start the copy to the host."""
         return SamplerOutput(
-            self.token_ids.to("cpu", non_blocking=True), self.logprobs and self.logprobs.to_host()
+            self.token_ids.to("cpu", non_blocking=True),
+            self.logprobs and self.logprobs.to_host(),
+            None if self.num_kept is None else self.num_kept.to("cpu", non_blocking=True),
         )
 
 
@@ -66,8 +71,14 @@ class Sampler:
         self.ops = ops.for_device(device)
         self.narrowing = Narrowing(vocab_size, max_num_seqs, device, self.ops)
         self.logprobs = SampledLogprobs()
-        processors = logits_processors.load(vocab_size, max_num_seqs, device)
+        # Rows that go on after a draft that was not kept have the state of nobody.
+        self.null_slot = max_num_seqs
+        processors = logits_processors.load(vocab_size, max_num_seqs + 1, device)
         self.processors = [(FIRST_PROCESSOR << i, each) for i, each in enumerate(processors)]
+        # The bits of those that look at the tokens sampled before.
+        self.stateful = sum(
+            bit for bit, each in self.processors if type(each).update is not LogitsProcessor.update
+        )
 
     @property
     def costliest(self) -> SamplingParams:
@@ -118,37 +129,72 @@ class Sampler:
         host_slots: Sequence[int] | npt.NDArray[np.int64],
         positions: Tensor,
         bitmask: Tensor | None = None,
+        drafts: SpecDecodeMetadata | None = None,
     ) -> SamplerOutput:
-        """Sample one token per row.
+        """Sample one token per row; a row with drafts counts as one more for each of them.
 
         Args:
             logits: [n, vocab] float32; overwritten. A row without a finite maximum (all -inf, +inf,
                 NaN) yields its argmax, greedy or not, and leaves the other rows alone.
-            slots: [n] int64 on the device, distinct.
+            slots: [n] int64 on the device; without drafts distinct.
             host_slots: the same on the host.
             positions: [n] int64 on the device: the index in the sequence that the sampled token
                 will have.
             bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
                 without a grammar.
+            drafts: where rows were drafted for; then n is `SpecDecodeMetadata`'s m.
         """
         host_slots = np.asarray(host_slots, dtype=np.int64)
         step = Rows(slots, positions, host_slots, self.uses[host_slots])
         used = int(np.bitwise_or.reduce(step.uses))
         asked = step.subset(LOGPROBS) if used & LOGPROBS else None
         raw_logits = None if asked is None else asked.copy_of(logits)
-        active = [(each, step.subset(bit)) for bit, each in self.processors if used & bit]
+        if drafts is not None and used & self.stateful:
+            token_ids = self._choose_in_turn(logits, step, bitmask, drafts)
+        else:
+            token_ids = self._choose(logits, step, bitmask)
+        logprobs = None
+        if asked is not None and raw_logits is not None:
+            logprobs = self.logprobs.gather(raw_logits, token_ids, asked, len(host_slots))
+        return SamplerOutput(token_ids, logprobs, drafts and drafts.count_kept(token_ids))
+
+    def _choose(
+        self,
+        logits: Tensor,
+        step: Rows,
+        bitmask: Tensor | None,
+        is_kept: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens [n] of rows; those that are not `is_kept`, [n] bool, change no state."""
+        used = int(np.bitwise_or.reduce(step.uses))
+        active = [(bit, each, step.subset(bit)) for bit, each in self.processors if used & bit]
         shift = Shift(bitmask=bitmask)
-        for processor, rows in active:
+        for _, processor, rows in active:
             processor.apply(logits, rows, shift)
         token_ids = self.ops.shift(logits, shift.biased, shift.bitmask, shift.penalized)
         if used & RANDOM:
             self._draw(logits, token_ids, step.subset(RANDOM))
-        for processor, rows in active:
-            processor.update(token_ids, rows)
-        if asked is None or raw_logits is None:
-            return SamplerOutput(token_ids, None)
-        logprobs = self.logprobs.gather(raw_logits, token_ids, asked, len(host_slots))
-        return SamplerOutput(token_ids, logprobs)
+        if is_kept is not None:
+            step = replace(step, slots=step.slots.masked_fill(~is_kept, self.null_slot))
+        for bit, processor, rows in active:
+            processor.update(token_ids, rows if is_kept is None else step.subset(bit))
+        return token_ids
+
+    def _choose_in_turn(
+        self, logits: Tensor, step: Rows, bitmask: Tensor | None, drafts: SpecDecodeMetadata
+    ) -> Tensor:
+        """Tokens of rows whose drafts change what may follow: one draft of each after the other."""
+        token_ids = torch.empty_like(step.slots)
+        is_kept = torch.ones(len(drafts.num_drafts), dtype=torch.bool, device=step.slots.device)
+        for rows, chosen in drafts.turns():
+            row, index = upload(np.stack((rows, chosen)), step.slots.device)
+            part = Rows(
+                step.slots[index], step.positions[index], step.host_slots[chosen], step.uses[chosen]
+            )
+            masks = None if bitmask is None else bitmask[index]
+            token_ids[index] = self._choose(logits[index], part, masks, is_kept[row])
+            is_kept[row] &= token_ids[index] == drafts.draft_ids[index]
+        return token_ids
 
     def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows) -> None:
         """Replace the most probable tokens of random rows by drawn ones."""

@@ -1,0 +1,69 @@
+"""Verification: which drafts of a step are kept.
+
+After the known tokens of a row and after each of its drafts a token is sampled as it would be
+without drafts. A draft is kept if it is the token that was sampled in its place, and all drafts
+before it are. So outputs are those without drafts, bit by bit and draw by draw: this is the
+rejection sampling of https://arxiv.org/abs/2211.17192 for drafts that are not themselves drawn
+(kept with the target's probability of them; the sampled token, where it is another one, has the
+distribution of what is left), with the random number that the place in the sequence always has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from servd.worker.device import upload
+from servd.worker.input_batch import InputBatch
+from servd.worker.sample.rows import Int64Array
+
+
+@dataclass(frozen=True)
+class SpecDecodeMetadata:
+    """The drafts of a step with n rows that sample m tokens: row by row one, and one after each of
+    its drafts.
+    """
+
+    num_drafts: Int64Array  # [n], on the host
+    draft_ids: Tensor  # [m] int64: the draft in the place of each sampled token; -1: none is there
+
+    @classmethod
+    def of(cls, batch: InputBatch) -> SpecDecodeMetadata | None:
+        """None for a step without drafts."""
+        num_drafts = batch.num_drafts[batch.sample_rows]
+        if not num_drafts.any():
+            return None
+        states, slots = batch.states, batch.sample_slots
+        counts = num_drafts + 1
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Fewer may have been found than were hoped for when the step was scheduled.
+        offsets[np.cumsum(counts) - 1] = 2**62
+        is_there = upload(offsets, slots.device) < states.num_drafts[slots]
+        found = states.token_ids[slots, batch.sample_positions].long()
+        return cls(num_drafts, found.masked_fill_(~is_there, -1))
+
+    @cached_property
+    def grid(self) -> Int64Array:
+        """[n, max_drafts + 1]: index among the m of each row's tokens; the last one again where a
+        row has fewer.
+        """
+        counts = self.num_drafts + 1
+        offsets = np.minimum(np.arange(counts.max()), self.num_drafts[:, None])
+        return (np.cumsum(counts) - counts)[:, None] + offsets
+
+    def turns(self) -> Iterator[tuple[Int64Array, Int64Array]]:
+        """For each number of drafts before a token: the rows that have one there, and its index
+        among the m.
+        """
+        for offset in range(self.grid.shape[1]):
+            rows = np.flatnonzero(self.num_drafts >= offset)
+            yield rows, self.grid[rows, offset]
+
+    def count_kept(self, token_ids: Tensor) -> Tensor:
+        """[n] int64: how many drafts of each row were kept, by the sampled tokens [m]."""
+        is_equal = (token_ids == self.draft_ids)[upload(self.grid, token_ids.device)]
+        return is_equal.cumprod(dim=1).sum(dim=1)

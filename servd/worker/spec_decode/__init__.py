@@ -1,0 +1,102 @@
+"""Drafting ahead of the model: one file per method, with a class `Proposer`.
+
+Drafts stand in the rows of `RequestStates`, behind the tokens that are known, until the next step
+computes and verifies them (sample/verification.py). Whatever is drafted, outputs are those without
+drafts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from servd import plugins
+from servd.messages import ModelRunnerOutput, NewRequest
+from servd.speculative import SpeculativeConfig
+from servd.worker.device import upload
+from servd.worker.input_batch import InputBatch
+from servd.worker.request_states import RequestStates
+
+
+class Proposer(ABC):
+    """Drafts the tokens that a request's next ones may be. Nothing waits for the device.
+
+    Args:
+        config: the method's.
+        states: those of all slots.
+    """
+
+    def __init__(self, config: SpeculativeConfig, states: RequestStates) -> None:
+        self.config = config
+        self.states = states
+
+    def add(self, request: NewRequest) -> None:  # noqa: B027 - few need it
+        """A request enters its slot."""
+
+    def remove(self, slot: int) -> None:  # noqa: B027 - few need it
+        """The request leaves its slot."""
+
+    @abstractmethod
+    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """Draft for rows whose tokens are known up to and with the one just sampled.
+
+        Args:
+            slots: [n] int64.
+            max_len: no row has more tokens.
+            num_drafts: the most for a row.
+
+        Returns:
+            token ids [n, num_drafts] int64, and how many of them count, [n] int64.
+        """
+
+    def draft(self, batch: InputBatch) -> Drafts | None:
+        """Draft for the rows of a step that want it, when its tokens are written."""
+        wanted = np.flatnonzero(batch.max_new_drafts)
+        if not len(wanted):
+            return None
+        most = batch.max_new_drafts[wanted]
+        slots, limits = upload(np.stack((batch.host_slots[wanted], most)), batch.tokens.device)
+        max_len = int(batch.seq_lens[wanted].max()) + 1
+        token_ids, counts = self.propose(slots, max_len, int(most.max()))
+        states, counts = self.states, torch.minimum(counts, limits)
+        after = torch.arange(token_ids.shape[1], device=slots.device) + 1
+        # Past the row's end there is a column for nobody.
+        positions = (states.num_computed[slots].unsqueeze(1) + after).clamp_(
+            max=states.max_model_len
+        )
+        states.write(slots.unsqueeze(1), positions, token_ids)
+        states.num_drafts[slots] = counts
+        return Drafts(wanted, token_ids, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The StepPart of what was drafted: the engine follows it in grammars."""
+
+    rows: np.ndarray  # [n] indices in `scheduled`
+    token_ids: Tensor  # [n, k] int64
+    counts: Tensor  # [n] int64
+
+    def to_host(self) -> Drafts:
+        """Start the copy to the host."""
+        return Drafts(
+            self.rows,
+            self.token_ids.to("cpu", non_blocking=True),
+            self.counts.to("cpu", non_blocking=True),
+        )
+
+    def write(self, output: ModelRunnerOutput) -> None:
+        """Add what was drafted to the step's output."""
+        for row, token_ids, count in zip(
+            self.rows.tolist(), self.token_ids.tolist(), self.counts.tolist(), strict=True
+        ):
+            output.draft_token_ids[row] = token_ids[:count]
+
+
+def load(config: SpeculativeConfig, states: RequestStates) -> Proposer:
+    """The proposer of the file that is named as the method."""
+    return plugins.load(__name__, config.method, "Proposer")(config, states)

@@ -1,0 +1,37 @@
+"""ngram: what followed the last tokens when they last occurred in the prompt or the output
+(https://github.com/apoorvumang/prompt-lookup-decoding).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from servd.worker.spec_decode import Proposer
+
+
+class NgramProposer(Proposer):
+    """Searches the rows of token ids on the device: no model, and nothing to keep."""
+
+    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """The longest of the last `prompt_lookup_max` to `prompt_lookup_min` tokens that occur
+        before, where they do so last.
+        """
+        tokens = self.states.token_ids[slots, :max_len]  # [n, max_len]
+        last = self.states.num_computed[slots].unsqueeze(1)  # index of the newest token
+        places = torch.arange(max_len, device=slots.device)
+        run = places < last  # do the tokens that end here equal the row's last ones?
+        lengths = torch.zeros_like(tokens)
+        for back in range(self.config.prompt_lookup_max):
+            wanted = tokens.gather(1, (last - back).clamp_(min=0))
+            run = run & (places >= back) & (tokens.roll(back, dims=1) == wanted)
+            lengths += run
+        longest, found = (lengths.long() * max_len + places).max(dim=1, keepdim=True)
+        # What follows may end soon: then it is taken to repeat.
+        after = torch.arange(num_drafts, device=slots.device) % (last - found).clamp_(min=1)
+        drafts = tokens.gather(1, (found + 1 + after).clamp_(max=max_len - 1)).long()
+        is_found = longest.squeeze(1) >= self.config.prompt_lookup_min * max_len
+        return drafts, is_found * num_drafts
+
+
+Proposer = NgramProposer  # the name that every file of this package has
