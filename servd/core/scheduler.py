@@ -262,7 +262,12 @@ class Scheduler:
         request.num_computed_tokens += scheduled.num_tokens
         if scheduled.samples:
             request.num_tokens += num_drafts + 1
-            request.num_drafts = scheduled.max_new_drafts = self._max_drafts(request)
+            max_new_drafts = self._max_drafts(request)
+            # Where a model drafts, it has keys and values of its own for them; and they come next.
+            if (block_ids := self.kv_cache.allocate(request, max_new_drafts)) is None:
+                block_ids, max_new_drafts = [], 0
+            scheduled.new_block_ids += block_ids
+            request.num_drafts = scheduled.max_new_drafts = max_new_drafts
         self.kv_cache.commit(request)
         step.scheduled.append(scheduled)
         step.requests.append(request)

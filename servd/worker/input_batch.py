@@ -45,16 +45,7 @@ class InputBatch:
         """Make the batch of a step and bring the block tables up to date. Counts its tokens but the
         drafts as computed.
         """
-        slots, query_lens, computed, num_drafts, max_new_drafts, samples = np.array(
-            [
-                (
-                    s.slot, s.num_tokens, s.num_computed_tokens, s.num_drafts, s.max_new_drafts,
-                    s.samples,
-                )
-                for s in scheduled
-            ],
-            dtype=np.int64,
-        ).T  # fmt: skip
+        slots, query_lens, computed, num_drafts, max_new_drafts, samples = _columns(scheduled)
         ends = np.cumsum(query_lens)
         starts = ends - query_lens
         token_slots = np.repeat(slots, query_lens)
@@ -147,6 +138,15 @@ class AttentionRows:
     query_lens: np.ndarray  # int64 [num_rows], on the host
     seq_lens: np.ndarray  # int64 [num_rows], on the host: at most
     ends: torch.Tensor  # int64 [num_rows]: index in the step of the last token
+
+
+def _columns(scheduled: list[ScheduledRequest]) -> np.ndarray:
+    """int64 [6, num_rows], on the host."""
+    rows = [
+        (s.slot, s.num_tokens, s.num_computed_tokens, s.num_drafts, s.max_new_drafts, s.samples)
+        for s in scheduled
+    ]
+    return np.array(rows, dtype=np.int64).T
 
 
 def decode_attention(

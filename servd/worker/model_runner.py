@@ -31,6 +31,7 @@ from servd.worker.readers import StepPart
 from servd.worker.request_states import RequestStates
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.sample.verification import SpecDecodeMetadata
+from servd.worker.spec_decode import Target
 
 log = logging.getLogger("servd.worker")
 
@@ -77,8 +78,7 @@ class LaunchedStep:
     """A step between its two calls."""
 
     num_scheduled: int
-    # Hidden states [n, hidden] of the rows that sample.
-    sampling: tuple[InputBatch, torch.Tensor] | None = None
+    computed: tuple[InputBatch, torch.Tensor] | None = None  # with hidden states [tokens, hidden]
     parts: Sequence[StepPart] = ()
 
 
@@ -167,7 +167,6 @@ class ModelRunner(ABC):
                 and self.config.scheduler.async_scheduling
             ),
         )
-        speculative = self.config.model.speculative_config
         self.backend: Backend[Any]
         self.backend_name, self.backend = make_backend(
             self.config.parallel.attention_backend, attention
@@ -181,7 +180,10 @@ class ModelRunner(ABC):
         )
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
         self.readers = readers.load(self.states, self.model.compute_logits)
-        self.proposer = None if speculative is None else spec_decode.load(speculative, self.states)
+        self.proposer = spec_decode.load(
+            Target(self.config, self.spec, self.model, self.states, self.parallel)
+        )
+        self.followers = [*self.readers, *([self.proposer] if self.proposer else [])]
 
     def count_blocks(self) -> int:
         """KV-cache blocks that fit.
@@ -201,19 +203,20 @@ class ModelRunner(ABC):
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a KV-cache block on this rank."""
-        return kv_cache.bytes_per_block(self.backend, self.spec.num_layers)
+        own = kv_cache.bytes_per_block(self.backend, self.spec.num_layers)
+        return own + (self.proposer.bytes_per_block if self.proposer else 0)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make the cache; afterwards steps can run."""
         self.kv_caches = kv_cache.allocate(self.backend, self.spec, num_blocks)
+        if self.proposer is not None:
+            self.proposer.allocate_kv_cache(num_blocks)
 
     # ---- steps ----
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Apply the changes, run the forward pass, keep the hidden states of the rows that
-        sample.
-        """
+        """Apply the changes and run the forward pass."""
         if self.launched is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         self._update_states(scheduled)
@@ -231,8 +234,7 @@ class ModelRunner(ABC):
             parts.append(
                 Failures({i: self.failed[slot] for i, slot in slots if slot in self.failed})
             )
-        sampling = (batch, hidden[batch.sample_tokens]) if len(batch.sample_rows) else None
-        self.launched = LaunchedStep(num_scheduled, sampling, parts)
+        self.launched = LaunchedStep(num_scheduled, (batch, hidden), parts)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] of a step."""
@@ -252,13 +254,17 @@ class ModelRunner(ABC):
             raise RuntimeError("sample_tokens was called before execute_model")
         launched, self.launched = self.launched, None
         parts = [*launched.parts]
-        if launched.sampling is not None:
-            parts += self._sample(*launched.sampling, bitmask)
+        if launched.computed is not None:
+            batch, hidden = launched.computed
+            if len(batch.sample_rows):
+                parts.append(self._sample(batch, hidden[batch.sample_tokens], bitmask))
+            if self.proposer is not None and (drafts := self.proposer.draft(batch, hidden)):
+                parts.append(drafts)
         return AsyncOutput(launched.num_scheduled, *self.to_host(parts))
 
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
-    ) -> list[StepPart]:
+    ) -> SampledTokens:
         logits = self.model.compute_logits(hidden).float()  # [m, vocab]
         sampled = self.sampler(
             logits,
@@ -274,10 +280,7 @@ class ModelRunner(ABC):
             slots = batch.sample_slots[upload(last, self.device)]
             self.states.num_computed[slots] += sampled.num_kept
         num_drafts = batch.num_drafts[batch.sample_rows].tolist()
-        parts: list[StepPart] = [SampledTokens(batch.sample_rows.tolist(), num_drafts, sampled)]
-        if self.proposer is not None and (drafts := self.proposer.draft(batch)) is not None:
-            parts.append(drafts)
-        return parts
+        return SampledTokens(batch.sample_rows.tolist(), num_drafts, sampled)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for slot in scheduled.freed_slots:
@@ -302,8 +305,8 @@ class ModelRunner(ABC):
         is_sampling = isinstance(params, SamplingParams)
         params.verify(self.spec.vocab_size if is_sampling else self.spec.hidden_size)
         self.states.add(request)
-        for reader in self.readers:
-            reader.add(request)
+        for follower in self.followers:
+            follower.add(request)
         if is_sampling:
             outputs = request.token_ids[prompt_len:]
             prompt = request.token_ids[:prompt_len]
@@ -311,8 +314,8 @@ class ModelRunner(ABC):
 
     def _remove(self, slot: int) -> None:
         self.sampler.remove(slot)
-        for reader in self.readers:
-            reader.remove(slot)
+        for follower in self.followers:
+            follower.remove(slot)
 
     def _fail(self, request: NewRequest, error: Exception) -> None:
         """Give the slot of a request that cannot enter to its tokens alone, beside an error: others

@@ -41,8 +41,8 @@ def generate(rank: int, size: int, folder: str, address: str | None, result: str
     )
     first = ScheduledRequest(2, len(PROMPT), [9, 4, 11])
     worker.execute_model(SchedulerOutput(1, [first], [new]))
-    assert worker.runner.launched is not None and worker.runner.launched.sampling is not None
-    logits = worker.runner.model.compute_logits(worker.runner.launched.sampling[1])
+    assert worker.runner.launched is not None and worker.runner.launched.computed is not None
+    logits = worker.runner.model.compute_logits(worker.runner.launched.computed[1][-1:])
     tokens = worker.sample_tokens().result().sampled_token_ids[0]
     for step in range(2, NUM_OUTPUTS + 1):
         needs_block = (len(PROMPT) + step - 1) % 4 == 1

@@ -15,11 +15,26 @@ import torch
 from torch import Tensor
 
 from servd import plugins
+from servd.config import Config
+from servd.hf import ModelSpec
 from servd.messages import ModelRunnerOutput, NewRequest
 from servd.speculative import SpeculativeConfig
 from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
+from servd.worker.model_loader import Model
+from servd.worker.parallel import Parallel
 from servd.worker.request_states import RequestStates
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that is drafted for, on this rank."""
+
+    config: Config  # resolved
+    spec: ModelSpec
+    model: Model
+    states: RequestStates
+    parallel: Parallel
 
 
 class Proposer(ABC):
@@ -27,12 +42,21 @@ class Proposer(ABC):
 
     Args:
         config: the method's.
-        states: those of all slots.
+        target: what is drafted for; its KV cache is not made yet.
     """
 
-    def __init__(self, config: SpeculativeConfig, states: RequestStates) -> None:
+    def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         self.config = config
-        self.states = states
+        self.target = target
+        self.states = target.states
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of its own that it keeps for a block of the target's KV cache."""
+        return 0
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:  # noqa: B027 - few need it
+        """Make its own cache, for the same blocks."""
 
     def add(self, request: NewRequest) -> None:  # noqa: B027 - few need it
         """A request enters its slot."""
@@ -40,9 +64,16 @@ class Proposer(ABC):
     def remove(self, slot: int) -> None:  # noqa: B027 - few need it
         """The request leaves its slot."""
 
+    def follow(self, batch: InputBatch, hidden: Tensor) -> None:  # noqa: B027 - few need it
+        """A step was computed and its tokens are written: its hidden states [num_tokens, hidden]
+        include those of prompts, and of drafts that were not kept.
+        """
+
     @abstractmethod
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """Draft for rows whose tokens are known up to and with the one just sampled.
+        """Draft for rows whose tokens are known up to and with the one just sampled, the token
+        number `states.num_computed` of each; it is not computed yet. They have blocks for the
+        drafts.
 
         Args:
             slots: [n] int64.
@@ -53,8 +84,9 @@ class Proposer(ABC):
             token ids [n, num_drafts] int64, and how many of them count, [n] int64.
         """
 
-    def draft(self, batch: InputBatch) -> Drafts | None:
-        """Draft for the rows of a step that want it, when its tokens are written."""
+    def draft(self, batch: InputBatch, hidden: Tensor) -> Drafts | None:
+        """Draft for the rows of a step that want it, when its tokens are written; see `follow`."""
+        self.follow(batch, hidden)
         wanted = np.flatnonzero(batch.max_new_drafts)
         if not len(wanted):
             return None
@@ -97,6 +129,7 @@ class Drafts:
             output.draft_token_ids[row] = token_ids[:count]
 
 
-def load(config: SpeculativeConfig, states: RequestStates) -> Proposer:
-    """The proposer of the file that is named as the method."""
-    return plugins.load(__name__, config.method, "Proposer")(config, states)
+def load(target: Target) -> Proposer | None:
+    """The proposer of the file that is named as the method, if there is one."""
+    config = target.config.model.speculative_config
+    return config and plugins.load(__name__, config.method, "Proposer")(config, target)
