@@ -109,7 +109,7 @@ def values(kind: object, metas: list[msgspec.Meta]) -> str:
     """What may be given, in words: `integer, 1 to 256`."""
     if typing.get_origin(kind) is list:
         return "one or more texts"
-    words = {bool: "switch", int: "integer", float: "number", str: "text"}[kind]
+    words = {bool: "switch", int: "integer", float: "number", str: "text"}.get(kind, "JSON")
     bound = {
         name: value
         for m in metas
