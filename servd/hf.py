@@ -211,9 +211,8 @@ def weight_files(folder: Path | str) -> list[Path]:
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = [
-            folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))
-        ]
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = [folder / name for name in names]
         missing = [f.name for f in files if not f.exists()]
         if missing:
             raise ModelNotFound(
@@ -222,14 +221,9 @@ def weight_files(folder: Path | str) -> list[Path]:
         return files
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        other = sorted(
-            f.name for pattern in ("*.bin", "*.pt", "*.gguf") for f in folder.glob(pattern)
-        )
-        hint = (
-            f"; it has {other[0]}, which servd does not read: convert it to safetensors"
-            if other
-            else ""
-        )
+        patterns = ("*.bin", "*.pt", "*.gguf")
+        other = sorted(f.name for pattern in patterns for f in folder.glob(pattern))
+        hint = f"; it has {other[0]}: convert it to safetensors" if other else ""
         raise ModelNotFound(f"{folder} has no .safetensors file{hint}")
     return files
 
@@ -279,9 +273,7 @@ def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
         raise ModelNotFound(
             f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one"
         )
-    cache = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "servd" / "tokenizers"
-    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "tokenizers")
     stamp = (source or folder).stat().st_mtime_ns
     target = cache / hashlib.sha256(f"{folder.resolve()} {stamp}".encode()).hexdigest()[:24]
     if (target / "tokenizer.json").exists():

@@ -311,9 +311,8 @@ class ProcessTree:
     def report_death(self, reason: str) -> None:
         """Have the API servers answer every open request with an error, and end."""
         # With --headless the API servers are other launchers' children, found by their sockets.
-        inboxes = (
-            Path(self.ipc_dir).glob("client-*") if self.config.server.headless else self.inboxes
-        )
+        folder = Path(self.ipc_dir)
+        inboxes = folder.glob("client-*") if self.config.server.headless else self.inboxes
         for inbox in inboxes:
             outbox = ipc.Outbox(f"ipc://{inbox}")
             outbox.send(EngineDead(reason))

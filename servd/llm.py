@@ -65,9 +65,8 @@ class LLM:
         use_tqdm: bool = True,
         **options: Any,
     ) -> None:
-        self.engine = LLMEngine(
-            Config.load({"model": model, **options}), separate_process, use_tqdm
-        )
+        config = Config.load({"model": model, **options})
+        self.engine = LLMEngine(config, separate_process, use_tqdm)
         self.use_tqdm = use_tqdm
         self.request_ids = itertools.count()
 
@@ -189,9 +188,8 @@ class LLMEngine:
         self.output_processor = OutputProcessor(tokenizer)
         self.requests: dict[str, RequestOutput] = {}
         with LoadingBar(use_tqdm) as progress:
-            self.port: Port = (SeparateProcess if separate_process else InProcess)(
-                config, spec, progress
-            )
+            port = SeparateProcess if separate_process else InProcess
+            self.port: Port = port(config, spec, progress)
         self.processor.max_model_len = self.port.max_model_len
         # Where nobody calls `close`, e.g. in a script, it is done at the end.
         self._close = weakref.finalize(self, _close, self.processor.grammars, self.port)

@@ -48,10 +48,8 @@ def _torch_has_cuda() -> bool:
     if spec is None or spec.origin is None:
         return False
     version = Path(spec.origin).with_name("version.py")
-    return (
-        version.exists()
-        and re.search(r"^cuda\b.*=\s*'", version.read_text(), re.MULTILINE) is not None
-    )
+    built_for = re.compile(r"^cuda\b.*=\s*'", re.MULTILINE)
+    return version.exists() and built_for.search(version.read_text()) is not None
 
 
 def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
@@ -74,9 +72,7 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     if config.model.model == DEMO_MODEL and any(
         os.path.isdir(name) for name in config.model.served_model_name
     ):
-        raise ConfigError(
-            "--served-model-name took a folder for a name: write MODEL before the flags"
-        )
+        raise ConfigError("--served-model-name took a folder for a name: write MODEL first")
     if spec.dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedModel(
             f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16"
@@ -102,18 +98,14 @@ def _check_plugins(config: Config) -> None:
         value, known = getattr(getattr(config, section), name), choices(option.type)
         if known and value is not None and ":" not in value:
             if value.replace("-", "_") not in known:
-                raise ConfigError(
-                    f"{flag_of(name)} {value!r} is unknown; there are: {', '.join(known)}"
-                )
+                there_are = ", ".join(known)
+                raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
 
 
 def _model_names(model: str) -> list[str]:
     """MODEL; for a folder its own name first, which clients can know."""
-    return (
-        list(dict.fromkeys([Path(model).resolve().name, model]))
-        if os.path.isdir(model)
-        else [model]
-    )
+    folder_name = [Path(model).resolve().name] if os.path.isdir(model) else []
+    return list(dict.fromkeys([*folder_name, model]))
 
 
 def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, object]:
@@ -121,9 +113,8 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
     size = config.parallel.tensor_parallel_size
     device = config.parallel.device
     if device == "auto":
-        device = decided["device"] = (
-            "cuda" if machine.num_gpus and machine.torch_has_cuda else "cpu"
-        )
+        has_cuda = machine.num_gpus and machine.torch_has_cuda
+        device = decided["device"] = "cuda" if has_cuda else "cpu"
         if machine.num_gpus and not machine.torch_has_cuda:
             log.warning(
                 "there is a GPU, but this torch is built for CPUs: install a CUDA build of torch "

@@ -111,9 +111,7 @@ class BeamSearch:
     ) -> None:
         """The client sent one request, however many steps and beams; its tokens come at once."""
         num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
-        choices = [
-            ChoiceTimes(arrival_ns, num_prompt_tokens, len(answer.token_ids)) for answer in answers
-        ]
+        choices = [ChoiceTimes(arrival_ns, num_prompt_tokens, len(a.token_ids)) for a in answers]
         whole = ChoiceTimes(arrival_ns, num_prompt_tokens)
         metrics.observe_tokens(whole, sum(choice.num_tokens for choice in choices), now)
         metrics.observe_finished(whole, reason, now)
@@ -138,9 +136,8 @@ class BeamSearch:
         self.finished.sort(key=lambda beam: -beam.score)
         del self.finished[self.num_beams :]
         going_on = [beam for beam in candidates if beam.token_ids[-1] not in self.ends]
-        self.running = (
-            going_on[: self.num_beams] if not is_last and self._may_improve(going_on) else []
-        )
+        goes_on = not is_last and self._may_improve(going_on)
+        self.running = going_on[: self.num_beams] if goes_on else []
 
     def _may_improve(self, running: list[Beam]) -> bool:
         if len(self.finished) < self.num_beams:

@@ -86,9 +86,8 @@ class ChatTemplate:
             )
             # Where the tokenizer would add BOS, the prompt has to begin with it as other templates'
             # prompts do.
-            named = {
-                "default": ("{{ bos_token }}" if tokenizer.adds_bos else "") + DEFAULT_TEMPLATE
-            }
+            template = DEFAULT_TEMPLATE
+            named = {"default": "{{ bos_token }}" + template if tokenizer.adds_bos else template}
         default = named.get("default") or next(iter(named.values()))
         return cls(default, named.get("tool_use"), tokenizer.special_tokens)
 
@@ -130,10 +129,7 @@ class ChatTemplate:
                 "this model's chat template does not read documents: write them in a message",
                 param="documents",
             )
-        messages = [
-            _normalise(message, compiled.wants_parts, index)
-            for index, message in enumerate(messages)
-        ]
+        messages = [_normalise(m, compiled.wants_parts, index) for index, m in enumerate(messages)]
         if continue_final_message:
             _append_to_last(messages, _CONTINUE_HERE)
         context = {"documents": None} | self.special_tokens | variables
@@ -168,9 +164,7 @@ class _Compiled:
         try:
             tree = environment.parse(source)
             self.wants_parts = _wants_parts(tree)
-            self.reads_documents = any(
-                name.name == "documents" for name in tree.find_all(nodes.Name)
-            )
+            self.reads_documents = any(n.name == "documents" for n in tree.find_all(nodes.Name))
             self.template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
@@ -275,9 +269,8 @@ def _text_of_part(part: Any, param: str) -> str:
             if isinstance(part.get(key), str):
                 return part[key]
         part = part.get("type")
-    raise InvalidRequest(
-        f"{param}: this model reads text parts only, got {part!r}", param="messages"
-    )
+    message = f"{param}: this model reads text parts only, got {part!r}"
+    raise InvalidRequest(message, param="messages")
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -289,11 +282,9 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         return call
-    return (
-        {**call, "function": {**function, "arguments": arguments}}
-        if isinstance(arguments, dict)
-        else call
-    )
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _append_to_last(messages: list[dict[str, Any]], text: str) -> None:

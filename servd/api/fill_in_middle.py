@@ -43,9 +43,7 @@ class FillInMiddle:
                 f"--fim-template must have {{prefix}} and {{suffix}} once each, got "
                 f"{template[:200]!r}"
             )
-        self.end_token_ids = [
-            token_id for end in ENDS if (token_id := tokenizer.token_id(end)) is not None
-        ]
+        self.end_token_ids = [i for end in ENDS if (i := tokenizer.token_id(end)) is not None]
 
     @classmethod
     def choose(cls, tokenizer: Tokenizer, override: str | None = None) -> FillInMiddle | None:
@@ -67,6 +65,4 @@ class FillInMiddle:
     def prompt(self, prefix: str, suffix: str) -> str:
         """What the model continues with the text between."""
         texts = {"prefix": prefix, "suffix": suffix}
-        return "".join(
-            texts[piece] if number % 2 else piece for number, piece in enumerate(self._pieces)
-        )
+        return "".join(texts[piece] if i % 2 else piece for i, piece in enumerate(self._pieces))

@@ -137,9 +137,7 @@ class Reader(msgspec.Struct):
             (text, "") or ("", marker); ("", "") at the end.
         """
         while True:
-            found = [
-                (at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0
-            ]
+            found = [(at, m) for m in markers if (at := self._text.find(m, self._at)) >= 0]
             end, marker = min(found, default=(len(self._text), ""))
             if marker and end == self._at:
                 self.take(end + len(marker))

@@ -29,9 +29,7 @@ async def send_error(reply: ErrorReply, send: Send) -> None:
         "content-length": str(len(reply.body)),
         **reply.headers,
     }
-    raw = [
-        (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
-    ]
+    raw = [(name.lower().encode("latin-1"), v.encode("latin-1")) for name, v in headers.items()]
     await send({"type": "http.response.start", "status": reply.status, "headers": raw})
     await send({"type": "http.response.body", "body": reply.body})
 

@@ -69,15 +69,9 @@ class ModelFormat:
         """
         tools = _choose(TOOL_PARSERS, config.server.tool_call_parser, template.tool_source)
         reasoning = _choose(REASONING_PARSERS, config.server.reasoning_parser, template.source)
-        is_asserted = (
-            config.server.reasoning_parser is not None or "enable_thinking" in template.source
-        )
-        return cls(
-            tokenizer,
-            tools if config.server.enable_auto_tool_choice else None,
-            reasoning,
-            is_asserted,
-        )
+        is_asserted = bool(config.server.reasoning_parser) or "enable_thinking" in template.source
+        tools = tools if config.server.enable_auto_tool_choice else None
+        return cls(tokenizer, tools, reasoning, is_asserted)
 
     def expect(
         self,

@@ -97,9 +97,7 @@ class OutputParser:
         """Look for calls in what is not reasoning."""
         if self._tools is None:
             return deltas
-        parts = [
-            self._split(delta.text) if isinstance(delta, Content) else [delta] for delta in deltas
-        ]
+        parts = [self._split(d.text) if isinstance(d, Content) else [d] for d in deltas]
         return [delta for part in parts for delta in part]
 
     def _split(self, text: str) -> list[Delta]:

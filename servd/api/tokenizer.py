@@ -52,9 +52,8 @@ class Tokenizer:
         # Special tokens that are visible -> table without the others.
         self._tables: dict[frozenset[int], _Table] = {}
         first = self._context[:1]
-        self.strips_leading_space = backend.decode(first) != "".join(
-            self.token_string(i) for i in first
-        )
+        text = "".join(self.token_string(i) for i in first)
+        self.strips_leading_space = backend.decode(first) != text
 
     @classmethod
     def of_model(cls, config: Config, spec: ModelSpec) -> Tokenizer:
@@ -208,9 +207,8 @@ def _byte_of_char() -> dict[str, int]:
     """GPT-2's byte-level alphabet: printable Latin-1 is itself, other bytes are U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
-    }
+    others = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | others
 
 
 _BYTE_OF_CHAR = _byte_of_char()

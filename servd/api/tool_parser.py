@@ -198,9 +198,8 @@ class _JsonCall:
                 self._begin(self.name)
                 self.parser.arguments(_unwrapped(self.early))
             return bool(self.name)
-        is_arguments = (
-            key in ("arguments", "parameters") and not self.has_begun and self.early is None
-        )
+        names = ("arguments", "parameters")
+        is_arguments = key in names and not self.has_begun and self.early is None
         if is_arguments and self.name is not None:
             self._begin(self.name)
             return (yield from self.parser.json_arguments())

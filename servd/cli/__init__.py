@@ -70,12 +70,10 @@ class Parser(argparse.ArgumentParser):
         """Leave nothing over, so that the error comes from the command that was meant."""
         parsed, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
-            near = difflib.get_close_matches(
-                unknown[0].partition("=")[0], self._option_string_actions, n=1
-            )
-            hint = (
-                f"did you mean {near[0]}?" if near else f"`{self.prog} --help` says what there is"
-            )
+            flag, known = unknown[0].partition("=")[0], self._option_string_actions
+            near = difflib.get_close_matches(flag, known, n=1)
+            listed = f"`{self.prog} --help` says what there is"
+            hint = f"did you mean {near[0]}?" if near else listed
             self.error(f"unknown argument {unknown[0]}; {hint}")
         return parsed, unknown
 

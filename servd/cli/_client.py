@@ -68,9 +68,8 @@ class Client:
         headers = {"content-type": "application/json"}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode() if body else None, headers
-        )
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:

@@ -37,9 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                 continue
             if option.default not in (msgspec.NODEFAULT, None, False):
                 description += f" [{'on' if option.default is True else option.default}]"
-            group.add_argument(
-                flag_of(option.name), help=description, **argument_style(kind, option.name)
-            )
+            style = argument_style(kind, option.name)
+            group.add_argument(flag_of(option.name), help=description, **style)
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -62,9 +62,7 @@ class Conversation:
     def reset(self, system: str | None) -> None:
         """Begin anew."""
         self.system = system
-        self.messages: list[dict[str, str]] = (
-            [{"role": "system", "content": system}] if system else []
-        )
+        self.messages = [{"role": "system", "content": system}] if system else []
 
     def obey(self, command: str) -> bool:
         """Carry out a line that begins with a slash; False: leave."""
@@ -84,11 +82,8 @@ class Conversation:
         """Send a message and print the answer as it comes; Ctrl-C keeps what has come."""
         self.messages.append({"role": "user", "content": text})
         started, answer = time.monotonic(), ""
-        body = {
-            "messages": self.messages,
-            **self.options,
-            "stream_options": {"include_usage": True},
-        }
+        options = {**self.options, "stream_options": {"include_usage": True}}
+        body = {"messages": self.messages, **options}
         usage: dict[str, Any] | None = None
         try:
             for chunk in self.client.stream("/v1/chat/completions", body):

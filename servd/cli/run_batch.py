@@ -95,9 +95,8 @@ class Target(NamedTuple):
         if self.uds is not None:
             return UnixConnection(self.uds)
         parts = urlsplit(self.url)
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
+        is_tls = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
         return kind(parts.netloc)
 
     def ask(
@@ -117,9 +116,8 @@ class Target(NamedTuple):
         while True:
             is_old = connection.sock is not None
             try:
-                connection.request(
-                    method, prefix + path, body if body is None else json.dumps(body), headers
-                )
+                data = body if body is None else json.dumps(body)
+                connection.request(method, prefix + path, data, headers)
                 reply = connection.getresponse()
             except ConnectionError:
                 if not is_old:

@@ -47,9 +47,7 @@ class BlockTables:
         self.pending.append((slot, start, block_ids))
 
     def take_changes(self) -> np.ndarray:
-        """What was appended since the last call, as `apply` wants it on the device: int64 [3 *
-        num_blocks].
-        """
+        """What was appended since the last call, as `apply` wants it: int64 [3 * num_blocks]."""
         lengths = [len(ids) for _, _, ids in self.pending]
         rows = np.repeat(np.array([slot for slot, _, _ in self.pending], dtype=np.int64), lengths)
         columns = [
@@ -68,8 +66,6 @@ class BlockTables:
             self.tables[rows, columns] = block_ids.int()
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where the KV of each token lives: block * block_size + offset. [num_tokens] int64
-        each.
-        """
+        """Where the KV of each token lives: block * block_size + offset; [num_tokens] int64."""
         blocks = self.tables[slots, positions // self.block_size].long()
         return blocks * self.block_size + positions % self.block_size

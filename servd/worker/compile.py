@@ -1,6 +1,4 @@
-"""--compile: between the products of a layer, what torch.compile makes, in place of servd's own
-kernels.
-"""
+"""--compile: torch.compile makes what is between products, in place of servd's own kernels."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ def cpu_quota(cgroup: Path = CGROUP) -> float | None:
 
 
 def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes of main memory that can still be used, by the kernel's estimate and the control group's
-    limit.
-    """
+    """Bytes of main memory that can be used, by the kernel's and the control group's limits."""
     lines = dict(line.split(":", 1) for line in _read(meminfo).splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     for limit_file, usage_file in (
@@ -103,9 +101,7 @@ def _read(path: Path) -> str:
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device without waiting for it. On a CPU the tensor shares the array's
-    memory.
-    """
+    """Copy an array to the device without waiting. On a CPU the tensor shares its memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

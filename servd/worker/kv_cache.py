@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from servd.config import Config
 from servd.errors import NotEnoughMemory
@@ -85,10 +86,8 @@ def _either(remedies: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def allocate(backend: Backend[Any], spec: ModelSpec, num_blocks: int) -> list[torch.Tensor]:
-    """The cache of each layer. Zeros, because what a mask hides is still multiplied by 0 and must
-    be finite.
-    """
+def allocate(backend: Backend[Any], spec: ModelSpec, num_blocks: int) -> list[Tensor]:
+    """The cache of each layer; zeros, because what a mask hides must be finite."""
     shape, dtype, device = (
         backend.kv_cache_shape(num_blocks),
         backend.spec.kv_dtype,

@@ -23,9 +23,7 @@ class Meter(Protocol):
         ...
 
     def taken(self) -> int:
-        """Bytes in use of the whole device, by this process and others, after giving back what this
-        one holds unused.
-        """
+        """Bytes in use of the device by all processes; what this one holds unused is given back."""
         ...
 
     def held(self) -> int:

@@ -1,6 +1,4 @@
-"""Weights: find the model's class, build it empty, fill it from safetensors or with random
-numbers.
-"""
+"""Weights: find the model's class, build it empty, fill it from safetensors or at random."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from servd import plugins
 from servd.errors import ModelNotFound, UnsupportedModel
@@ -44,13 +43,11 @@ class Model(Protocol):
     base_prefix: ClassVar[str]
     sliding_window: int | None
 
-    def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         ...
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]."""
         ...
 
@@ -110,7 +107,7 @@ def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -
         name: module for name, module in model.named_modules() if isinstance(module, Attention)
     }
     is_on_cuda = any(weight.is_cuda for weight in weights.values())
-    copy = Staging() if is_on_cuda else torch.Tensor.copy_
+    copy = Staging() if is_on_cuda else Tensor.copy_
     files = weight_files(folder)
     done, total = 0, sum(file.stat().st_size for file in files)
     for name, tensor in _tensors(files):
@@ -130,7 +127,7 @@ def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -
         )
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
@@ -141,7 +138,7 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _load_kv_scale(
-    model: Model, attentions: dict[str, Attention], name: str, tensor: torch.Tensor
+    model: Model, attentions: dict[str, Attention], name: str, tensor: Tensor
 ) -> bool:
     """Whether the tensor is a scale of an attention layer's keys or values, which then has it.
 
@@ -169,9 +166,7 @@ def _load_kv_scale(
 def _target(
     model: Model, weights: dict[str, Weight], name: str
 ) -> tuple[Weight | None, int | None]:
-    """The parameter that a checkpoint tensor belongs to, and which part of it; None for one that is
-    not needed.
-    """
+    """The parameter of a checkpoint tensor, and which part of it; None: not needed."""
     if name.endswith(model.ignored):
         return None, None
     for candidate in (name, model.base_prefix + name):
@@ -191,9 +186,7 @@ def _target(
 
 
 def init_dummy_weights(model: Model, seed: int) -> None:
-    """Fill the model with small random numbers, the same for the same seed and on every rank;
-    vectors are 1.
-    """
+    """Fill the model with small random numbers, equal for a seed on every rank; vectors are 1."""
     for index, (_, weight) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=weight.device).manual_seed(seed + index)
         if weight.dim() == 1:
@@ -221,7 +214,7 @@ def reform(model: Model, dtype: torch.dtype, quantization: str | None) -> None:
             weight.reform(make)
 
 
-def _pack(dtype: torch.dtype, weight: torch.Tensor) -> Form | None:
+def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:
     if weight.device.type != "cpu" or native.library() is None:
         return None
     return native.PackedMatrix(

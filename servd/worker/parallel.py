@@ -13,9 +13,7 @@ log = logging.getLogger("servd.worker")
 
 @dataclass(frozen=True)
 class Parallel:
-    """Rank and size of the tensor-parallel group. With size 1 every collective returns its
-    input.
-    """
+    """Rank and size of the tensor-parallel group. Of size 1, collectives return their input."""
 
     rank: int = 0
     size: int = 1
@@ -24,9 +22,7 @@ class Parallel:
     def connect(
         cls, rank: int, size: int, device: torch.device, init_method: str | None
     ) -> Parallel:
-        """Join the group at `init_method` (e.g. "tcp://127.0.0.1:29500"); blocks until all ranks
-        are there.
-        """
+        """Join the group at `init_method` ("tcp://127.0.0.1:29500"); blocks until all are there."""
         if size > 1:
             assert init_method is not None, "several ranks need an address to meet at"
             backend = "nccl" if device.type == "cuda" else "gloo"

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +26,7 @@ from servd.worker.ops import native
 
 log = logging.getLogger("servd.worker")
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionBatch], torch.Tensor]
+Forward = Callable[[Tensor, Tensor, AttentionBatch], Tensor]
 """input_ids and positions, int64 [num_tokens] each, and their attention, to hidden states
 [num_tokens, hidden].
 """
@@ -48,7 +49,7 @@ class ProgramRunner:
         self.memory = Memory(max_num_rows)
         self.programs: dict[int, Program] = {}
 
-    def __call__(self, batch: InputBatch, forward: Forward) -> torch.Tensor:
+    def __call__(self, batch: InputBatch, forward: Forward) -> Tensor:
         """Hidden states [num_rows, hidden] of a decode step, by `forward`, the same every time;
         until the next call.
 
@@ -100,7 +101,7 @@ class OnlyViews(TorchDispatchMode):
         if not func.is_view:
             raise NotRecordable(f"{func} is not of the native library")
         result = func(*args, **(kwargs or {}))
-        given = {_memory_of(tensor) for tensor in args if isinstance(tensor, torch.Tensor)}
+        given = {_memory_of(tensor) for tensor in args if isinstance(tensor, Tensor)}
         views = result if isinstance(result, list | tuple) else [result]
         # `contiguous` and the like, where they must copy.
         if any(_memory_of(view) not in given for view in views):
@@ -108,21 +109,19 @@ class OnlyViews(TorchDispatchMode):
         return result
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
+def _memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 class Memory:
-    """Buffers for results, each as large as the largest step needs it; a buffer is free when
-    nothing refers to it.
-    """
+    """Buffers for results, as large as the largest step needs; free when nothing refers to them."""
 
     def __init__(self, max_num_rows: int) -> None:
         self.max_num_rows = max_num_rows
         self.buffers: list[np.ndarray] = []
         self.users: list[weakref.ref[np.ndarray]] = []  # the last one of each buffer
 
-    def take(self, shape: tuple[int, ...], num_rows: int) -> torch.Tensor:
+    def take(self, shape: tuple[int, ...], num_rows: int) -> Tensor:
         """Memory for the result of a step with `num_rows` rows."""
         size = int(np.prod(shape))
         capacity = -(-size // num_rows) * self.max_num_rows
@@ -137,7 +136,7 @@ class Memory:
         self.users[index : index + 1] = [weakref.ref(part)]
         return torch.from_numpy(part).view(shape)
 
-    def lend(self, taken: torch.Tensor) -> torch.Tensor:
+    def lend(self, taken: Tensor) -> Tensor:
         """A tensor of the same memory, which may be taken again meanwhile.
 
         Raises:
@@ -150,9 +149,7 @@ class Memory:
 
 
 class Recorder(TorchFunctionMode):
-    """Within it, calls of kernels are written down as they are made, and their results lie in
-    `memory`.
-    """
+    """Within it, calls of kernels are written down, and their results lie in `memory`."""
 
     def __init__(self, memory: Memory, num_rows: int) -> None:
         super().__init__()
@@ -175,7 +172,7 @@ class Recorder(TorchFunctionMode):
 class Program:
     """Calls that make the hidden states, [num_rows, hidden], at the same place every time."""
 
-    def __init__(self, calls: bytes, hidden: torch.Tensor) -> None:
+    def __init__(self, calls: bytes, hidden: Tensor) -> None:
         self.calls = calls
         self.hidden = hidden
 

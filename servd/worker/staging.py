@@ -1,34 +1,29 @@
-"""Staging: copies from mapped files to a device through pinned memory, which the device reads by
-itself.
-"""
+"""Staging: copies from mapped files to a device through pinned memory, which it reads by itself."""
 
 from __future__ import annotations
 
 from itertools import cycle
 
 import torch
+from torch import Tensor
 
 CHUNK_BYTES = 32 << 20
 NUM_CHUNKS = 2  # one is filled while the device reads the other
 
 
 class Staging:
-    """From memory that is not pinned, the driver would copy twice as well, but with the device and
-    the host in turn.
-    """
+    """From memory that is not pinned, the driver would copy too, but host and device in turn."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.chunk_bytes = chunk_bytes
         self.chunks = cycle([self.make_chunk() for _ in range(NUM_CHUNKS)])
 
-    def make_chunk(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def make_chunk(self) -> tuple[Tensor, torch.cuda.Event]:
         """Pinned bytes, and what tells when the device has read them."""
         return torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
 
-    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source`, on the host, to `target` of the same shape; the device may do so later, in
-        its stream.
-        """
+    def __call__(self, target: Tensor, source: Tensor) -> None:
+        """Copy `source`, on the host, to `target` of the same shape, now or later in the stream."""
         source = source.contiguous()
         row_bytes = max(source[:1].nbytes, 1)
         assert row_bytes <= self.chunk_bytes, f"a row of {row_bytes} bytes"

@@ -104,9 +104,7 @@ class Worker:
         return self.runner.sample_tokens(bitmask)
 
     def shutdown(self) -> None:
-        """Leave the group of ranks; on a CPU, torch gets its threads back. May be called more than
-        once.
-        """
+        """Leave the group; on a CPU, torch gets its threads back. May be called more than once."""
         self.parallel.close()
         if self.device.type == "cpu":
             torch.set_num_threads(self.num_threads)  # for a program that goes on without servd

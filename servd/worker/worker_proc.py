@@ -94,9 +94,7 @@ class WorkerProc:
             self.answers.put(lambda: WorkerProgress(phase, fraction))
 
     def send_answers(self) -> None:
-        """Second thread: owns the outbox. Ends after a failure; the executor then sends
-        Shutdown.
-        """
+        """Second thread: owns the outbox; ends after a failure, and the executor sends Shutdown."""
         outbox = Outbox(self.start.outbox)
         try:
             while (answer := self.answers.get()) is not None:

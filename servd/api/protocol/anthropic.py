@@ -168,10 +168,8 @@ class CountTokensRequest(TranslatedRequest):
         """Fields, and values of fields, that have no effect here."""
         used = {"type", "budget_tokens"} if self.keeps_budget and self.thinks else {"type"}
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
-        names |= {
-            f"output_config.{name}"
-            for name in (self.output_config or {}).keys() - {"format", "effort"}
-        }
+        others = (self.output_config or {}).keys() - {"format", "effort"}
+        names |= {f"output_config.{name}" for name in others}
         names |= idle_strict(
             self.tools or (), self.tool_choice is not None and self.tool_choice["type"] != "auto"
         )
@@ -234,9 +232,7 @@ class MessagesRequest(CountTokensRequest):
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
-        return super().chat_fields() | {
-            name: value for name, value in fields.items() if value is not None
-        }
+        return super().chat_fields() | {k: v for k, v in fields.items() if v is not None}
 
 
 class LimitedMessagesRequest(MessagesRequest):
@@ -253,10 +249,8 @@ class LimitedMessagesRequest(MessagesRequest):
 def _chat_tool(tool: Tool) -> dict[str, Any]:
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     more = {"description": tool.get("description"), "strict": tool.get("strict")}
-    return {
-        "type": "function",
-        "function": function | {k: v for k, v in more.items() if v is not None},
-    }
+    function |= {name: value for name, value in more.items() if value is not None}
+    return {"type": "function", "function": function}
 
 
 def _chat_tool_choice(choice: ToolChoice | None) -> Any:
@@ -273,10 +267,8 @@ def _chat_tool_choice(choice: ToolChoice | None) -> Any:
 
 def _chat_format(output_format: dict[str, Any] | None) -> Any:
     if output_format and output_format.get("type") == "json_schema":
-        return {
-            "type": "json_schema",
-            "json_schema": {"name": "output", "schema": output_format.get("schema")},
-        }
+        schema = output_format.get("schema")
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
     return output_format
 
 
@@ -331,10 +323,8 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
                     message.get("reasoning_content", "") + block["thinking"]
                 )
             case "tool_use":
-                function = {
-                    "name": block["name"],
-                    "arguments": json.dumps(block["input"], ensure_ascii=False),
-                }
+                arguments = json.dumps(block["input"], ensure_ascii=False)
+                function = {"name": block["name"], "arguments": arguments}
                 message.setdefault("tool_calls", []).append(
                     {"id": block["id"], "type": "function", "function": function}
                 )

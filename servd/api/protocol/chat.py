@@ -265,11 +265,8 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     def ignored(self) -> list[str]:
         """Fields, and values of fields, that have no effect here."""
         use = self.tool_options()
-        idle = (
-            idle_strict([tool["function"] for tool in use.tools], bool(use.forced))
-            if use
-            else set()
-        )
+        functions = [tool["function"] for tool in use.tools] if use else []
+        idle = idle_strict(functions, bool(use and use.forced))
         return sorted({*super().ignored(), *idle})
 
     @property
@@ -279,11 +276,9 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         if not self.echo or last["role"] != "assistant":
             return ""
         content = last.get("content") or ""
-        return (
-            content
-            if isinstance(content, str)
-            else "\n".join(part.get("text", "") for part in content)
-        )
+        if isinstance(content, str):
+            return content
+        return "\n".join(part.get("text", "") for part in content)
 
     def prompt(self, request_id: str) -> Prompt:
         """The conversation as the one prompt of a request."""

@@ -67,10 +67,8 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
     headers: dict[str, str] = {}
     match error:
         case RequestError():
-            status, detail = (
-                error.status,
-                ErrorDetail(error.message, error.type, error.param, error.code),
-            )
+            status = error.status
+            detail = ErrorDetail(error.message, error.type, error.param, error.code)
             if isinstance(error, Overloaded):
                 headers["Retry-After"] = str(error.retry_after)
             elif isinstance(error, Unauthorized):
@@ -83,10 +81,8 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
             message = without_paths(str(error))
             status, detail = 500, ErrorDetail(message, "server_error", code="engine_error")
         case HTTPException():  # raised by the router and by the body limit
-            status, detail = (
-                error.status_code,
-                ErrorDetail(error.detail, _type_of(error.status_code)),
-            )
+            detail = ErrorDetail(error.detail, _type_of(error.status_code))
+            status = error.status_code
             headers.update(error.headers or {})
         case _:
             log.error("request %s failed", request_id, exc_info=error)

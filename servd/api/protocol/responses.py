@@ -234,9 +234,8 @@ class ResponsesRequest(TranslatedRequest):
         """Fields, and values of fields, that have no effect here."""
         names = {f"include.{name}" for name in self.include or () if name != LOGPROBS}
         names |= {f"text.{name}" for name in (self.text or {}).keys() - {"format"}}
-        names |= {
-            f"stream_options.{name}" for name, value in (self.stream_options or {}).items() if value
-        }
+        options = (self.stream_options or {}).items()
+        names |= {f"stream_options.{name}" for name, value in options if value}
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
         names |= idle_strict(self.tools or (), self.tool_choice not in (None, "auto"))
         if self.truncation == "auto":

@@ -119,9 +119,8 @@ class ChunkBuilder(ResponseBuilder):
 
     def has_news(self, output: CompletionOutput) -> bool:
         """Whether a stream says something about an output; its text may be held back."""
-        asked_for_tokens = (
-            output.logprobs or self.asked.return_token_ids or self.asked.continuous_usage
-        )
+        asked = self.asked
+        asked_for_tokens = output.logprobs or asked.return_token_ids or asked.continuous_usage
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
     def token_name(self, token_id: int) -> str:

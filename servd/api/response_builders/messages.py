@@ -37,11 +37,7 @@ class MessageBuilder(EventBuilder):
     response: Message
 
     def __init__(
-        self,
-        request: Request,
-        body: MessagesRequest,
-        response_id: str,
-        chat: ChatCompletionRequest,
+        self, request: Request, body: MessagesRequest, response_id: str, chat: ChatCompletionRequest
     ) -> None:
         super().__init__(request, body, response_id, chat)
         usage = MessageUsage(0, 0, 0, OutputTokensDetails(0))
@@ -115,18 +111,12 @@ class MessageBuilder(EventBuilder):
         yield from self._close()
         self.block = block
         self.response.content.append(block)
-        yield {
-            "type": "content_block_start",
-            "index": len(self.response.content) - 1,
-            "content_block": block,
-        }
+        index = len(self.response.content) - 1
+        yield {"type": "content_block_start", "index": index, "content_block": block}
 
     def _delta(self, delta: dict[str, Any]) -> Event:
-        return {
-            "type": "content_block_delta",
-            "index": len(self.response.content) - 1,
-            "delta": delta,
-        }
+        index = len(self.response.content) - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
 
     def _close(self) -> Iterator[Event]:
         match self.block:

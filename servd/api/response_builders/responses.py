@@ -172,9 +172,8 @@ class ResponsesBuilder(EventBuilder):
         yield from self._close("completed")
         self.item = item
         self.response.output.append(item)
-        yield self._event(
-            "response.output_item.added", output_index=len(self.response.output) - 1, item=item
-        )
+        index = len(self.response.output) - 1
+        yield self._event("response.output_item.added", output_index=index, item=item)
 
     def _text(self, text: str, **more: Any) -> Iterator[Event]:
         assert isinstance(self.item, MessageItem | ReasoningItem)

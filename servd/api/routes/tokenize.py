@@ -40,9 +40,7 @@ async def tokenize(request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """The model's tokenizer_config.json with the chat template that is in use."""
     processor = context_of(request).async_llm.processor
-    config = {
-        name: value for name, value in processor.tokenizer.config.items() if name != "name_or_path"
-    }
+    config = {k: v for k, v in processor.tokenizer.config.items() if k != "name_or_path"}
     return json_response({**config, "chat_template": processor.chat_template.source})
 
 

@@ -9,25 +9,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-ANNOTATIONS = {
-    "title",
-    "description",
-    "default",
-    "examples",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
-    "$comment",
-}
-OBJECT_KEYWORDS = {
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "$defs",
-    "definitions",
-    "$schema",
-}
+ANNOTATIONS = set(
+    "title description default examples deprecated readOnly writeOnly $comment".split()
+)
+OBJECT_KEYWORDS = set(
+    "type properties required additionalProperties $defs definitions $schema".split()
+)
 
 
 class NotExpressible(Exception):
@@ -87,17 +74,11 @@ def calls_grammar(
     # After reasoning, models like to begin a new paragraph.
     rules = [rf"start: /\n{{0,2}}/ ({' | '.join(starts)})"]
     for number, syntax in enumerate(syntaxes):
-        separator, begin, end = (
-            literal(syntax.separator),
-            literal(syntax.begin),
-            literal(syntax.end),
-        )
+        separator, begin, end = map(literal, (syntax.separator, syntax.begin, syntax.end))
         more = f"({separator} call{number})*" if parallel else ""
         calls = [f"call{number}_{tool}" for tool in range(len(tools))]
-        rules += [
-            f"calls{number}: {begin} call{number} {more} {end}",
-            f"call{number}: {' | '.join(calls)}",
-        ]
+        rules.append(f"calls{number}: {begin} call{number} {more} {end}")
+        rules.append(f"call{number}: {' | '.join(calls)}")
         before, after = syntax.call.split("ARGUMENTS")
         for tool, function in enumerate(functions):
             head = literal(before.replace("NAME", function["name"]))
@@ -164,10 +145,8 @@ def _alone(parameters: dict[str, Any], name: str) -> Any:
         return schema
     place = "#/$defs/parameters"
     pointer = name.replace("~", "~0").replace("/", "~1")
-    return {
-        "$ref": f"{place}/properties/{pointer}",
-        "$defs": {"parameters": moved(parameters, place)},
-    }
+    definitions = {"parameters": moved(parameters, place)}
+    return {"$ref": f"{place}/properties/{pointer}", "$defs": definitions}
 
 
 def moved(schema: Any, place: str) -> Any:

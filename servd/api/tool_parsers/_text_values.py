@@ -109,11 +109,8 @@ class _Texts:
         options = schema.get("anyOf") or schema.get("oneOf")
         if len(keywords) > 1 or not isinstance(options, list):
             raise NotExpressible("options beside other keywords")
-        types = [
-            kind
-            for option in options
-            for kind in types_of(option, self.root) & {"string", "null", "any"}
-        ]
+        known = {"string", "null", "any"}
+        types = [kind for option in options for kind in types_of(option, self.root) & known]
         if "oneOf" in keywords and ("any" in types or len(types) > len({*types})):
             raise NotExpressible("values for which more than one option may be true")
         for option in options:
@@ -151,9 +148,8 @@ def _find(root: Any, reference: str) -> Any:
     if not reference.startswith("#/"):
         return None
     for key in reference[2:].split("/"):
-        root = (
-            root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
-        )
+        key = key.replace("~1", "/").replace("~0", "~")
+        root = root.get(key) if isinstance(root, dict) else None
     return root
 
 

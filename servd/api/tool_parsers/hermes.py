@@ -20,11 +20,8 @@ class Parser(ToolParser):
     def matches(cls, template: str) -> bool:
         """The tags, with JSON between them."""
         others = ("<function=", "<arg_key>", "<tool_sep>")
-        return (
-            OPEN in template
-            and "arguments" in template
-            and not any(other in template for other in others)
-        )
+        is_another = any(other in template for other in others)
+        return OPEN in template and "arguments" in template and not is_another
 
     def body(self) -> Steps[None]:
         """Read the whole output."""

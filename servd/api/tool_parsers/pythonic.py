@@ -156,7 +156,5 @@ def _literal(node: ast.expr, depth: int) -> Any:
             names = [key.value if isinstance(key, ast.Constant) else None for key in keys]
             if not all(isinstance(name, str) for name in names):
                 raise ValueError("keys must be strings")
-            return {
-                name: _literal(value, depth - 1) for name, value in zip(names, values, strict=True)
-            }
+            return {name: _literal(v, depth - 1) for name, v in zip(names, values, strict=True)}
     raise ValueError("not a literal")

@@ -56,9 +56,7 @@ class Parser(ToolParser):
             if "string" in types_of(written, root):
                 texts = texts_of(written, root, PARAMETER_END)
                 values = [f"{own}_text{n}" for n in range(len(texts))]
-                rules += [
-                    f"{value}[lazy]: {text}" for value, text in zip(values, texts, strict=True)
-                ]
+                rules += [f"{value}[lazy]: {t}" for value, t in zip(values, texts, strict=True)]
             else:
                 values = [f"{own}_json {closing}"]
                 rules.append(f"{own}_json: {json_rule(schema)}")

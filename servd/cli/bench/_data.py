@@ -74,9 +74,8 @@ def make_prompts(arguments: argparse.Namespace, more: int = 0) -> list[Prompt]:
         ServdError: the JSONL file cannot be used.
     """
     if arguments.jsonl:
-        return _read_jsonl(
-            Path(arguments.jsonl), arguments.num_prompts + more, arguments.output_len
-        )
+        num_prompts = arguments.num_prompts + more
+        return _read_jsonl(Path(arguments.jsonl), num_prompts, arguments.output_len)
     rng = random.Random(arguments.data_seed)
 
     def length(mean: int) -> int:
@@ -95,14 +94,9 @@ def make_prompts(arguments: argparse.Namespace, more: int = 0) -> list[Prompt]:
 
 def _read_jsonl(file: Path, num_prompts: int, output_len: int) -> list[Prompt]:
     try:
-        rows = [
-            json.loads(line)
-            for line in file.read_text(encoding="utf8").splitlines()
-            if line.strip()
-        ]
-        prompts = [
-            Prompt(row["prompt"], row.get("output_len", output_len)) for row in rows[:num_prompts]
-        ]
+        lines = file.read_text(encoding="utf8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()][:num_prompts]
+        prompts = [Prompt(row["prompt"], row.get("output_len", output_len)) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServdError(
             f"--jsonl {file}: {error!r}; each line must be an object with a prompt"

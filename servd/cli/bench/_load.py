@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -43,9 +44,7 @@ class Record:
     @property
     def itl(self) -> list[float]:
         """Times between chunks."""
-        return [
-            later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)
-        ]
+        return [after - before for before, after in itertools.pairwise(self.chunks)]
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,8 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
     values = 1000 * np.asarray(seconds)
-    return {"mean": float(values.mean())} | {
-        f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES
-    }
+    percentiles = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    return {"mean": float(values.mean())} | percentiles
 
 
 def table(summary: Mapping[str, Any]) -> str:
@@ -76,9 +75,9 @@ def table(summary: Mapping[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    return (
-        str(value) if isinstance(value, int) else f"{value:.2f}" if value < 100 else f"{value:.1f}"
-    )
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -105,9 +104,8 @@ def new_figure() -> Any:
         ServdError: matplotlib is not installed.
     """
     try:
-        return importlib.import_module("matplotlib.figure").Figure(
-            figsize=(9, 3.5), layout="constrained"
-        )
+        figure = importlib.import_module("matplotlib.figure")
+        return figure.Figure(figsize=(9, 3.5), layout="constrained")
     except ModuleNotFoundError:
         raise ServdError("--plot needs matplotlib: pip install 'servd[bench]'") from None
 

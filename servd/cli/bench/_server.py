@@ -33,9 +33,8 @@ def running(command: str, url: str, timeout: float) -> Iterator[float]:
     try:
         while not _is_healthy(url):
             if process.poll() is not None:
-                raise ServdError(
-                    f"{command!r} ended with code {process.returncode} before it was ready"
-                )
+                code = process.returncode
+                raise ServdError(f"{command!r} ended with code {code} before it was ready")
             if time.perf_counter() - started > timeout:
                 raise ServdError(f"{command!r} was not ready within {timeout:.0f} s")
             time.sleep(POLL_INTERVAL)

@@ -54,9 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
             with _server.running(command, url, arguments.timeout) as seconds:
                 print(f"{name} ready after {seconds:.1f} s: {command}")
                 rounds[name].append(asyncio.run(_measure(url, prompts, arguments.concurrency)))
-    best = {
-        name: {c: _best(runs, c) for c in arguments.concurrency} for name, runs in rounds.items()
-    }
+    levels = arguments.concurrency
+    best = {name: {c: _best(runs, c) for c in levels} for name, runs in rounds.items()}
     print(f"\n{'concurrency':>11} {'figure':14} {'a':>10} {'b':>10} {'a better by':>12}")
     for concurrency in arguments.concurrency:
         for figure, path, more_is_better in FIGURES:
@@ -87,9 +86,8 @@ async def _measure(
 
 def _best(runs: list[dict[int, dict[str, Any]]], concurrency: int) -> dict[str, Any]:
     """The round with the most throughput: disturbances only ever make it slower."""
-    return max(
-        (run[concurrency] for run in runs), key=lambda summary: summary["output_tokens_per_s"]
-    )
+    summaries = [run[concurrency] for run in runs]
+    return max(summaries, key=lambda summary: summary["output_tokens_per_s"])
 
 
 def _get(summary: dict[str, Any], path: tuple[str, ...]) -> float:

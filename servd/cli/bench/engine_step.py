@@ -30,9 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     port = llm.engine.port
     assert isinstance(port, InProcess)
     prompts = _data.make_prompts(arguments, more=1)
-    llm.generate(
-        prompts.pop(0).content, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False
-    )
+    warm_up = SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate(prompts.pop(0).content, warm_up, use_tqdm=False)
     clock = StepClock()
     clock.watch(port)
     for i, prompt in enumerate(prompts):
@@ -85,9 +84,8 @@ class StepClock:
         self.steps.append(time.perf_counter() - started)
         started = time.perf_counter()
         for message in outputs.values():
-            received = msgspec.msgpack.decode(
-                msgspec.msgpack.encode(message), type=EngineCoreOutputs
-            )
+            encoded = msgspec.msgpack.encode(message)
+            received = msgspec.msgpack.decode(encoded, type=EngineCoreOutputs)
             self.num_tokens += sum(len(output.new_token_ids) for output in received.outputs)
         self.seconds["ipc"] += time.perf_counter() - started
 
@@ -98,8 +96,5 @@ class StepClock:
         micros["prepare"] -= micros["forward"]
         total = 1e6 * sum(self.steps) / num_steps
         micros["other"] = total + micros["ipc"] - sum(micros.values())
-        return {
-            "steps": num_steps,
-            "output_tokens": self.num_tokens,
-            "us_per_step": micros | {"all": total},
-        }
+        micros["all"] = total
+        return {"steps": num_steps, "output_tokens": self.num_tokens, "us_per_step": micros}

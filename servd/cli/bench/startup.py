@@ -60,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _one_token(url: str) -> _load.Record:
     load = _load.Load(url, await _load.first_model(url, None))
-    records, _ = await _load.run(
-        load, [_data.Prompt(list(_data.TOKEN_IDS[:8]), 1)], show_progress=False
-    )
+    prompt = _data.Prompt(list(_data.TOKEN_IDS[:8]), 1)
+    records, _ = await _load.run(load, [prompt], show_progress=False)
     return records[0]

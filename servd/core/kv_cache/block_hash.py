@@ -1,6 +1,4 @@
-"""Chained block hashes: equal if and only if the blocks, and all blocks before them, hold equal
-tokens.
-"""
+"""Chained block hashes: equal if and only if the blocks and all before them hold equal tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ NO_SALT = bytes(32)
 
 
 def root_hash(salt: str | None) -> bytes:
-    """Parent of a request's first block. Requests with different salts share no hash, hence no
-    block.
-    """
+    """Parent of a request's first block. Different salts share no hash, hence no block."""
     return NO_SALT if salt is None else sha256(salt.encode()).digest()
 
 

@@ -1,6 +1,4 @@
-"""Every block of the KV cache: owned (counted by reference), cached (kept while nobody needs the
-space) or blank.
-"""
+"""Every block of the KV cache: owned (by reference count), cached (evictable) or blank."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Own `num_blocks` free blocks alone; what they held is forgotten. There must be that
-        many.
-        """
+        """Own `num_blocks` free blocks alone and forget what they held. There must be that many."""
         assert num_blocks <= self.num_free
         taken: list[int] = []
         for _ in range(num_blocks):

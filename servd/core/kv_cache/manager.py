@@ -1,6 +1,4 @@
-"""KVCacheManager: gives requests their blocks, and finds prompt beginnings that are already in the
-cache.
-"""
+"""KVCacheManager: gives requests their blocks, and finds prompt beginnings that are cached."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ class KVCacheManager:
         return wanted <= self.pool.num_free - idle
 
     def adopt(self, request: Request, cached: list[int]) -> None:
-        """Let a request that has no blocks begin with `cached` ones, whose tokens then count as
-        computed.
-        """
+        """Let a request without blocks begin with `cached` ones, which count as computed."""
         assert not request.block_ids
         self.pool.share(cached)
         request.block_ids = cached.copy()
@@ -70,9 +66,7 @@ class KVCacheManager:
         request.num_computed_tokens = len(cached) * self.block_size
 
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Make room for the next `num_tokens` tokens: the new blocks, or None and no change if
-        there are too few.
-        """
+        """Make room for the next `num_tokens` tokens: the new blocks, or None if too few."""
         num_blocks = (
             request.num_computed_tokens + num_tokens + self.block_size - 1
         ) // self.block_size
@@ -96,9 +90,7 @@ class KVCacheManager:
         request.num_registered_blocks = num_full
 
     def free(self, request: Request) -> None:
-        """Take all blocks from a request. Its last block is evicted first: a beginning is worth
-        more than an end.
-        """
+        """Take all blocks from a request; the last one is evicted first, the beginning last."""
         self.commit(request)
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []

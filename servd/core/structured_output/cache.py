@@ -49,9 +49,7 @@ class GrammarCache:
             self._recent.popitem(last=False)
 
     def retain(self, output: StructuredOutput, grammar: Grammar) -> None:
-        """Keep a grammar until the requests with this object have ended, however many others are
-        compiled.
-        """
+        """Keep a grammar, however many others are compiled, until this object's requests end."""
         if id(output) not in self._in_use:
             weakref.finalize(output, self._in_use.pop, id(output), None).atexit = False
         self._in_use[id(output)] = grammar

@@ -1,6 +1,4 @@
-"""Process that tries grammars before an engine sees them: one that explodes harms nothing here and
-can be killed.
-"""
+"""Process that tries grammars before an engine sees them: it can be killed without harm."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ TRIAL_SECONDS = 0.02
 
 
 def main() -> None:
-    """Entry point: answer each line of JSON, a StructuredOutput, with a line of JSON, a
-    GrammarVerdict.
-    """
+    """Entry point: answer each line, a StructuredOutput as JSON, with a GrammarVerdict."""
     start = read_start(StartGrammarChecker)
     log.setup("grammar", start.config.observability.log_level)
     channel = socket.socket(fileno=start.channel).makefile("rwb")
@@ -49,9 +45,7 @@ def main() -> None:
 
 
 def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
-    """Say whether grammars can be had at all, then try one after another until the channel is
-    closed.
-    """
+    """Say whether grammars can be had at all, then try one after another, to the channel's end."""
 
     def answer(error: str | None = None) -> None:
         channel.write(msgspec.json.encode(GrammarVerdict(error)) + b"\n")

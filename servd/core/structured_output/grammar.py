@@ -58,9 +58,7 @@ class GrammarError(Exception):
 
 
 class UsedUp(GrammarError):
-    """A grammar has gathered all states that it may have; a new one of the same value has none
-    yet.
-    """
+    """A grammar has all the states that it may have; a new one of the same value has none yet."""
 
 
 class Grammar:

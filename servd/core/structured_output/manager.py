@@ -127,9 +127,7 @@ class Row:
         return None
 
     def _begin_anew(self, error: UsedUp) -> None:
-        """Take in all tokens again with a grammar that has fewer states; fail if that would happen
-        too often.
-        """
+        """Take in all tokens again with a grammar of fewer states; fail if that is too often."""
         self.num_renewals += 1
         num_tokens = len(self.token_ids)
         if (

@@ -1,6 +1,4 @@
-"""A weight that activations are multiplied with, and the forms that it can take once it is
-loaded.
-"""
+"""A weight that activations are multiplied with, and the forms that it can take once loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from servd.worker.layers.weight import Copy, Weight
 from servd.worker.ops import native
@@ -19,11 +18,11 @@ class Form(Protocol):
 
     nbytes: int
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[n, in] -> x @ matrix.T + bias, [n, out]."""
         ...
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
+    def rows(self, index: Tensor) -> Tensor:
         """int64 [n] -> the matrix's rows, [n, in], in the type that the model computes in."""
         ...
 
@@ -38,12 +37,8 @@ class Matrix(Weight):
         """In memory, on this rank."""
         return self.nbytes if self.form is None else self.form.nbytes
 
-    def load(
-        self, tensor: torch.Tensor, part: int | None = None, copy: Copy = torch.Tensor.copy_
-    ) -> None:
-        """See `Weight.load`. What has 16 bits in the checkpoint keeps them where products can be
-        made of them.
-        """
+    def load(self, tensor: Tensor, part: int | None = None, copy: Copy = Tensor.copy_) -> None:
+        """See `Weight.load`. 16 bits of the checkpoint stay if products can be made of them."""
         if self.data.dtype == torch.float32 and native.library() and self.device.type == "cpu":
             is_first = len(self.missing) == len(self.part_shapes)
             if is_first and tensor.dtype in (torch.bfloat16, torch.float16):
@@ -52,16 +47,16 @@ class Matrix(Weight):
             self.data = self.data.float()  # parts of several types: the widest
         super().load(tensor, part, copy)
 
-    def reform(self, make: Callable[[torch.Tensor], Form | None]) -> None:
+    def reform(self, make: Callable[[Tensor], Form | None]) -> None:
         """Keep the matrix in the form that `make` gives it; None leaves it."""
         form = make(self.data)
         if form is not None:
             self.form, self.data = form, torch.empty(0)
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[n, in] -> x @ self.T + bias, [n, out]."""
         return F.linear(x, self, bias) if self.form is None else self.form.multiply(x, bias)
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
+    def rows(self, index: Tensor) -> Tensor:
         """int64 [n] -> [n, in]."""
         return F.embedding(index, self) if self.form is None else self.form.rows(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from servd.errors import UnsupportedModel
 from servd.worker import ops
@@ -26,7 +26,7 @@ class Activation(nn.Module):
         self.name = name
         self.ops = ops.for_device(torch.get_default_device())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Any shape, and the same shape back."""
         return self.ops.activate(x, self.name)
 
@@ -34,6 +34,6 @@ class Activation(nn.Module):
 class Gate(Activation):
     """The function of one half of the inputs, times the other half."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, 2 * size] -> [num_tokens, size]."""
         return self.ops.gate(x, self.name)

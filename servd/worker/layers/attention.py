@@ -1,6 +1,4 @@
-"""The attention layer of a model: hands its heads to the backend, with the KV cache of its own
-layer.
-"""
+"""The attention layer of a model: hands its heads to the backend, with its own KV cache."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from servd.worker.attention import Backend
 from servd.worker.layers.rotary import Rotation
@@ -20,7 +18,7 @@ class ForwardContext:
 
     backend: Backend[Any]
     metadata: Any  # the backend's
-    kv_caches: list[torch.Tensor]  # one per layer
+    kv_caches: list[Tensor]  # one per layer
 
 
 class Attention(nn.Module):
@@ -41,13 +39,8 @@ class Attention(nn.Module):
         self.kv_scales = {"k": 1.0, "v": 1.0}
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        ctx: ForwardContext,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext, rotation: Rotation | None = None
+    ) -> Tensor:
         """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q."""
         kv_cache = ctx.kv_caches[self.layer]
         q, k, v = q.view(self.query_shape), k.view(self.kv_shape), v.view(self.kv_shape)

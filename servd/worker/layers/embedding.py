@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from servd.worker import ops
 from servd.worker.layers._matrix import Matrix
@@ -19,15 +19,13 @@ class Embedding(nn.Module):
         self.weight = Weight((num_rows, hidden_size), parallel)
         self.ops = ops.for_device(torch.get_default_device())
 
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
+    def forward(self, index: Tensor) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
         return self.ops.embed(index, self.weight)
 
 
 class VocabEmbedding(nn.Module):
-    """Rows of the vocabulary: looked up as embedding, multiplied as output head, or both when
-    tied.
-    """
+    """Rows of the vocabulary, looked up as embedding, multiplied as output head, or both."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -35,7 +33,7 @@ class VocabEmbedding(nn.Module):
         self.parallel = parallel
         self.weight = Matrix((vocab_size, hidden_size), parallel, shard_dim=0)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
         if self.parallel.size == 1:
             return self.weight.rows(input_ids)
@@ -45,7 +43,7 @@ class VocabEmbedding(nn.Module):
         rows = self.weight.rows(local.masked_fill(foreign, 0))
         return self.parallel.all_reduce(rows.masked_fill(foreign[:, None], 0))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], the same on every rank."""
         logits = self.parallel.all_gather(self.weight.product(hidden))
         return logits[:, : self.vocab_size]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.weight import Weight
@@ -41,15 +40,13 @@ class ColumnParallelLinear(nn.Module):
         self.bias = Weight((total,), parallel, shard_dim=0, parts=out_features) if bias else None
         self.local_features = [parallel.share(features) for features in out_features]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in] -> [num_tokens, sum(out) / ranks]."""
         return self.weight.product(x, self.bias)
 
 
 class RowParallelLinear(nn.Module):
-    """`x @ W.T + b`, each rank holding a slice of the inputs; the partial sums are added over the
-    ranks.
-    """
+    """`x @ W.T + b`, each rank with a slice of the inputs; the ranks' results are added."""
 
     def __init__(
         self,
@@ -67,7 +64,7 @@ class RowParallelLinear(nn.Module):
         )
         self.bias = Weight((out_features,), parallel) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in / ranks] -> [num_tokens, out], the same on every rank."""
         if self.parallel.size == 1:
             return self.weight.product(x, self.bias)

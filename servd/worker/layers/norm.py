@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from servd.worker import ops
 from servd.worker.layers.weight import Weight
@@ -19,16 +19,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.ops = ops.for_device(torch.get_default_device())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
         return self.ops.rms_norm(x, None, self.weight, self.eps)[0]
 
-    def add(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x [num_tokens, size] to the residual stream; returns the stream normed, and the
-        stream.
-        """
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add x [num_tokens, size] to the residual stream; returns the normed stream, and it."""
         return self.ops.rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -42,10 +38,6 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.ops = ops.for_device(torch.get_default_device())
 
-    def add(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x [num_tokens, size] to the residual stream; returns the stream normed, and the
-        stream.
-        """
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add x [num_tokens, size] to the residual stream; returns the normed stream, and it."""
         return self.ops.layer_norm(x, residual, self.weight, self.bias, self.eps)

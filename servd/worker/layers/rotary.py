@@ -1,6 +1,4 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864) with the scalings that config.json
-can name.
-"""
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) with config.json's scalings."""
 
 from __future__ import annotations
 
@@ -8,13 +6,13 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from servd.errors import UnsupportedModel
 from servd.hf import ModelSpec
 from servd.worker import ops
 
-Rotation = tuple[torch.Tensor, torch.Tensor]
+Rotation = tuple[Tensor, Tensor]
 """cos and sin of a step's positions, each [num_tokens, head_dim / 2]."""
 
 
@@ -28,15 +26,13 @@ class Rotary(nn.Module):
         self.inv_freq = nn.Buffer(inv_freq, persistent=False)  # float32 [head_dim / 2]
         self.ops = ops.for_device(torch.get_default_device())
 
-    def forward(self, positions: torch.Tensor) -> Rotation:
+    def forward(self, positions: Tensor) -> Rotation:
         """[num_tokens] -> cos and sin."""
         return self.ops.rotation(positions, self.inv_freq, self.magnitude, self.dtype)
 
 
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of `x` [num_tokens, num_heads, head_dim] by their
-    position's angles.
-    """
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn the pairs (i, i + head_dim / 2) of `x` [num_tokens, num_heads, head_dim]."""
     cos, sin = (part.unsqueeze(1) for part in rotation)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -56,7 +52,7 @@ def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
     return rope
 
 
-def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[torch.Tensor, float]:
+def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
     """Angle per position of each pair [head_dim / 2], and the factor on cos and sin.
 
     Raises:
@@ -87,7 +83,7 @@ def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[torch.Tensor, fl
             )
 
 
-def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+def _llama3(inv_freq: Tensor, rope: dict[str, Any]) -> Tensor:
     """Slow down long wavelengths, leave short ones, blend between (Llama 3.1)."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     wavelengths = 2 * math.pi / inv_freq
@@ -96,12 +92,8 @@ def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
     return (1 - keep) * inv_freq / rope["factor"] + keep * inv_freq
 
 
-def _yarn(
-    inv_freq: torch.Tensor, rope: dict[str, Any], spec: ModelSpec
-) -> tuple[torch.Tensor, float]:
-    """Interpolate pairs that turn less than beta_slow times over the original context
-    (arXiv:2309.00071).
-    """
+def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
+    """Interpolate pairs with less than beta_slow turns per original context (arXiv:2309.00071)."""
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or spec.max_position_embeddings / original
     num_pairs = len(inv_freq)

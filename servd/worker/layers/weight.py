@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from servd.worker.parallel import Parallel
 
-Copy = Callable[[torch.Tensor, torch.Tensor], object]
+Copy = Callable[[Tensor, Tensor], object]
 """Called with a target and a source of its shape."""
 
 
@@ -60,9 +60,7 @@ class Weight(nn.Parameter):
         self.transposed = transposed
         self.missing = set(range(len(self.part_shapes)))  # parts not loaded yet
 
-    def load(
-        self, tensor: torch.Tensor, part: int | None = None, copy: Copy = torch.Tensor.copy_
-    ) -> None:
+    def load(self, tensor: Tensor, part: int | None = None, copy: Copy = Tensor.copy_) -> None:
         """Copy this rank's share of `tensor`, which is part number `part`, or all parts at once.
 
         Raises:
@@ -80,7 +78,7 @@ class Weight(nn.Parameter):
         else:
             self._load_part(tensor, part, copy)
 
-    def _load_part(self, tensor: torch.Tensor, part: int, copy: Copy) -> None:
+    def _load_part(self, tensor: Tensor, part: int, copy: Copy) -> None:
         rows = [
             self.parallel.share(shape[0]) if self.shard_dim == 0 else shape[0]
             for shape in self.part_shapes

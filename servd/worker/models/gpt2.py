@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from servd.errors import UnsupportedModel
 from servd.hf import ModelSpec
@@ -31,7 +30,7 @@ class GPT2Attention(nn.Module):
         scale = spec.head_dim**-0.5 if spec.config.get("scale_attn_weights", True) else 1.0
         self.attention = Attention(layer, num_heads, num_heads, spec.head_dim, scale)
 
-    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
         return self.c_proj(self.attention(q, k, v, ctx))
@@ -51,15 +50,13 @@ class GPT2MLP(nn.Module):
         )
         self.act = Activation(spec.config.get("activation_function", "gelu_new"))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.c_proj(self.act(self.c_fc(x)))
 
 
 class GPT2Layer(nn.Module):
-    """Attention and feed-forward on the normed residual stream; the next norm adds to it what they
-    yield.
-    """
+    """Attention and feed-forward; what they yield is added to the residual by the next norm."""
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
@@ -70,8 +67,8 @@ class GPT2Layer(nn.Module):
         self.mlp = GPT2MLP(spec, parallel)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ctx: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         """What is to be added to the stream, and the stream; [num_tokens, hidden] each."""
         x, residual = self.ln_1.add(x, residual)
         x, residual = self.ln_2.add(self.attn(x, ctx), residual)
@@ -90,9 +87,7 @@ class GPT2Model(nn.Module):
             spec.hidden_size, spec.config.get("layer_norm_epsilon", 1e-5), parallel
         )
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
         x, residual = self.wpe(positions), self.wte(input_ids)
         for layer in self.h:
@@ -119,12 +114,10 @@ class GPT2LMHeadModel(nn.Module):
         if not spec.config.get("tie_word_embeddings", True):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         return self.transformer(input_ids, positions, ctx)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]."""
         return self.lm_head.logits(hidden)

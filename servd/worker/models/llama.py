@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from servd.hf import ModelSpec
 from servd.worker.layers.activation import Gate
@@ -43,11 +42,11 @@ class LlamaAttention(nn.Module):
         bias = config.get("attention_bias", False)
         return bias, bias
 
-    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Between projection and rotation: nothing in Llama. [num_tokens, heads, head_dim] each."""
         return q, k
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, k = self.normalize(
@@ -68,15 +67,13 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(size, spec.hidden_size, parallel, bias=bias)
         self.gate = Gate(spec.config.get("hidden_act", "silu"))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.down_proj(self.gate(self.gate_up_proj(x)))
 
 
 class LlamaLayer(nn.Module):
-    """Attention and feed-forward on the normed residual stream; the next norm adds to it what they
-    yield.
-    """
+    """Attention and feed-forward; what they yield is added to the residual by the next norm."""
 
     def __init__(self, spec: ModelSpec, attention: LlamaAttention, parallel: Parallel) -> None:
         super().__init__()
@@ -87,12 +84,8 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(spec, parallel)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        ctx: ForwardContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         """What is to be added to the stream, and the stream; [num_tokens, hidden] each."""
         x, residual = self.input_layernorm.add(x, residual)
         x, residual = self.post_attention_layernorm.add(self.self_attn(x, rotation, ctx), residual)
@@ -114,9 +107,7 @@ class LlamaModel(nn.Module):
         )
         self.norm = RMSNorm(spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6), parallel)
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
         x, residual = self.embed_tokens(input_ids), None
         rotation = self.rotary(positions)
@@ -147,12 +138,10 @@ class LlamaForCausalLM(nn.Module):
         if not spec.config.get("tie_word_embeddings", False):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         return self.model(input_ids, positions, ctx)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]."""
         return self.lm_head.logits(hidden)

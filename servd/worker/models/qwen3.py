@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from servd.hf import ModelSpec
 from servd.worker.layers.norm import RMSNorm
@@ -22,7 +22,7 @@ class Qwen3Attention(LlamaAttention):
         self.q_norm = RMSNorm(spec.head_dim, eps, parallel)
         self.k_norm = RMSNorm(spec.head_dim, eps, parallel)
 
-    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """[num_tokens, heads, head_dim] each."""
         return self.q_norm(q), self.k_norm(k)
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from servd.worker.ops import native, reference
 
@@ -13,42 +14,37 @@ from servd.worker.ops import native, reference
 class Ops(Protocol):
     """What each module of this package has, for contiguous inputs; tests/worker/ops tests all."""
 
-    def embed(self, index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def embed(self, index: Tensor, table: Tensor) -> Tensor:
         """Rows `index` [num_tokens] of a table [num_rows, size]."""
         ...
 
     def rotation(
-        self, positions: torch.Tensor, inv_freq: torch.Tensor, magnitude: float, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """cos and sin of positions [num_tokens] times inv_freq float32 [size], times magnitude;
         [num_tokens, size].
         """
         ...
 
     def rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """`x + residual` [..., size], also returned, over its RMS, times weight [size]."""
         ...
 
     def layer_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """`x + residual` [..., size], also returned, less its mean, over its deviation, times
         weight, plus bias.
         """
         ...
 
-    def activate(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def activate(self, x: Tensor, name: str) -> Tensor:
         """The function that config.json calls `name`, of each number."""
         ...
 
-    def gate(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def gate(self, x: Tensor, name: str) -> Tensor:
         """[num_tokens, 2 * size] -> [num_tokens, size]: function(first half) * second half."""
         ...
 

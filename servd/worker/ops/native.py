@@ -14,6 +14,7 @@ from struct import Struct
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from servd.errors import ConfigError
@@ -30,7 +31,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
 WORDS = {"i": "i4x", "q": "q", "f": "f4x", "P": "q"}  # a parameter of cpu/program.cpp, in 8 bytes
 
-Argument = torch.Tensor | float | None
+Argument = Tensor | float | None
 """A tensor stands for the address of its first element, None for a null pointer."""
 
 
@@ -157,14 +158,14 @@ def _is_stale(path: Path) -> bool:
     return stamp is not None and now is not None and stamp[1].decode() != now
 
 
-def _fits(*tensors: torch.Tensor | None) -> bool:
+def _fits(*tensors: Tensor | None) -> bool:
     return all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in tensors)
 
 
 # ---- Ops ----
 
 
-def embed(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def embed(index: Tensor, table: Tensor) -> Tensor:
     """See `Ops.embed`."""
     if not _fits(table):
         return reference.embed(index, table)
@@ -174,8 +175,8 @@ def embed(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def rotation(
-    positions: torch.Tensor, inv_freq: torch.Tensor, magnitude: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `Ops.rotation`."""
     if dtype != torch.float32:
         return reference.rotation(positions, inv_freq, magnitude, dtype)
@@ -186,8 +187,8 @@ def rotation(
 
 
 def rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """See `Ops.rms_norm`."""
     if not _fits(residual, weight) or x.dtype != torch.float32:
         return reference.rms_norm(x, residual, weight, eps)
@@ -195,12 +196,8 @@ def rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """See `Ops.layer_norm`."""
     if not _fits(residual, weight, bias) or x.dtype != torch.float32:
         return reference.layer_norm(x, residual, weight, bias, eps)
@@ -209,12 +206,12 @@ def layer_norm(
 
 def _norm(
     centered: int,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     heads = x.dim() == 3 and x.stride()[1:] == (size, 1)  # a slice of qkv: its tokens are apart
     x = x if heads else x.contiguous()
@@ -228,7 +225,7 @@ def _norm(
     return out, sums
 
 
-def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+def activate(x: Tensor, name: str) -> Tensor:
     """See `Ops.activate`."""
     if not _fits(x):
         return reference.activate(x, name)
@@ -237,7 +234,7 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
-def gate(x: torch.Tensor, name: str) -> torch.Tensor:
+def gate(x: Tensor, name: str) -> Tensor:
     """See `Ops.gate`."""
     if not _fits(x):
         return reference.gate(x, name)
@@ -257,7 +254,7 @@ class PackedMatrix:
         scale: float32 [out]: factor on each row, for int8.
     """
 
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, scale: Tensor | None = None) -> None:
         self.shape = weight.shape
         self.type = TYPES[weight.dtype]
         self.scale = scale
@@ -268,7 +265,7 @@ class PackedMatrix:
         call("pack", self.type, weight, *weight.stride(), num_rows, size, self.packed)
         self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """float32 [n, in] -> [n, out]."""
         fits = x.dtype == torch.float32 and x.shape[1] == self.shape[1]
         assert fits, (x.dtype, x.shape, self.shape)
@@ -277,7 +274,7 @@ class PackedMatrix:
         call("matmul", self.type, x, *x.shape, self.packed, self.scale, bias, out, out.shape[1])
         return out
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
+    def rows(self, index: Tensor) -> Tensor:
         """int64 [n] -> float32 [n, in]."""
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])

@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
@@ -17,45 +18,41 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def embed(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def embed(index: Tensor, table: Tensor) -> Tensor:
     """See `Ops.embed`."""
     return F.embedding(index, table)
 
 
 def rotation(
-    positions: torch.Tensor, inv_freq: torch.Tensor, magnitude: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `Ops.rotation`."""
     angles = torch.outer(positions.float(), inv_freq)
     return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """See `Ops.rms_norm`."""
     x = x if residual is None else x + residual
     return F.rms_norm(x, weight.shape, weight, eps), x
 
 
 def layer_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """See `Ops.layer_norm`."""
     x = x if residual is None else x + residual
     return F.layer_norm(x, weight.shape, weight, bias, eps), x
 
 
-def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+def activate(x: Tensor, name: str) -> Tensor:
     """See `Ops.activate`."""
     return ACTIVATIONS[name](x)
 
 
-def gate(x: torch.Tensor, name: str) -> torch.Tensor:
+def gate(x: Tensor, name: str) -> Tensor:
     """See `Ops.gate`."""
     first, second = x.chunk(2, dim=-1)
     return ACTIVATIONS[name](first) * second

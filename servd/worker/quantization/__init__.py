@@ -1,3 +1,1 @@
-"""Weights of fewer bits, made as a checkpoint is loaded: one file per --quantization, with a
-function `quantize`.
-"""
+"""Weights of fewer bits, made as they are loaded: one file per --quantization, `quantize` in it."""

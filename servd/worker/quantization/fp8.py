@@ -1,6 +1,4 @@
-"""8-bit floats (e4m3): weights with a scale per output, activations with one per token, made as
-they come.
-"""
+"""8-bit floats (e4m3): weights with a scale per output, activations with one per token."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from servd.errors import ConfigError
 from servd.worker.layers._matrix import Form
@@ -20,7 +19,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 MULTIPLE = 16  # both sizes of a matrix are one, for the tensor cores
 
 
-def quantize(weight: torch.Tensor) -> Form | None:
+def quantize(weight: Tensor) -> Form | None:
     """[out, in] of any float type; None if its sizes cannot be multiplied.
 
     Raises:
@@ -52,7 +51,7 @@ def check_device(device: torch.device) -> None:
 class Fp8Matrix:
     """Multiplied as it is, with sums in float32; the result is rounded to bfloat16."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: Tensor) -> None:
         self.dtype = weight.dtype
         self.weight, self.scale = round_rows(weight)
         self.round_rows = round_rows
@@ -63,7 +62,7 @@ class Fp8Matrix:
             self.round_rows = fused
         self.nbytes = self.weight.nbytes + self.scale.nbytes
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `Form`."""
         # A compiler fuses the plain one with the norm or the gate before it.
         rounded, scale = round_rows(x) if torch.compiler.is_compiling() else self.round_rows(x)
@@ -80,12 +79,12 @@ class Fp8Matrix:
         out = out.to(x.dtype)
         return out if bias is None else out + bias
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
+    def rows(self, index: Tensor) -> Tensor:
         """See `Form`."""
         return (self.weight[index].float() * self.scale[index]).to(self.dtype)
 
 
-def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[n, size] as 8-bit floats, and the factor of each row [n, 1] float32."""
     wide = x.float()
     scale = wide.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / LARGEST

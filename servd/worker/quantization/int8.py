@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from servd.worker.layers._matrix import Form
 from servd.worker.ops import native
@@ -11,7 +12,7 @@ from servd.worker.ops import native
 MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one of floats
 
 
-def quantize(weight: torch.Tensor) -> Form:
+def quantize(weight: Tensor) -> Form:
     """[out, in] of any float type."""
     wide = weight.float()
     scale = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
@@ -24,11 +25,11 @@ def quantize(weight: torch.Tensor) -> Form:
 class Int8Matrix:
     """With the products that torch has."""
 
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self.weight, self.scale = weight, scale
         self.nbytes = weight.nbytes + scale.nbytes
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `Form`."""
         if x.device.type == "cpu" and len(x) <= MAX_PACKED_ROWS:
             out = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scale)
@@ -36,6 +37,6 @@ class Int8Matrix:
             out = F.linear(x, self.weight.to(x.dtype)) * self.scale
         return out if bias is None else out + bias
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
+    def rows(self, index: Tensor) -> Tensor:
         """See `Form`."""
         return self.weight[index].to(self.scale.dtype) * self.scale[index].unsqueeze(1)

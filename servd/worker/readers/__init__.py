@@ -1,6 +1,4 @@
-"""What steps yield besides sampled tokens, read from hidden states: one file each, with a class
-`Reader`.
-"""
+"""What steps yield besides tokens, read from hidden states: one file each, with a `Reader`."""
 
 from __future__ import annotations
 

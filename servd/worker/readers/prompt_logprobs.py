@@ -37,9 +37,7 @@ class Reader(readers.Reader):
         self.asked.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> PromptLogprobsPart | None:
-        """Score the prompt tokens that follow those computed in this step. `hidden`: [num_tokens,
-        hidden].
-        """
+        """Score the prompt tokens after those of this step. `hidden`: [num_tokens, hidden]."""
         if not self.asked:
             return None
         parts: list[tuple[int, int, int]] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 1024
 
@@ -43,7 +44,7 @@ def gate_kernel(x_ptr, out_ptr, size, NAME: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out_ptr + token * size + column, function(first, NAME) * second, mask=column < size)
 
 
-def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+def activate(x: Tensor, name: str) -> Tensor:
     """See `Ops.activate`."""
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -52,7 +53,7 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
-def gate(x: torch.Tensor, name: str) -> torch.Tensor:
+def gate(x: Tensor, name: str) -> Tensor:
     """See `Ops.gate`."""
     x = x.contiguous()
     size = x.shape[-1] // 2

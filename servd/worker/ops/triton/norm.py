@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # Numbers per program; several rows where they are short, as the heads of a query are.
 MIN_TILE = 1024
@@ -40,30 +41,22 @@ def norm_kernel(
 
 
 def rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """See `Ops.rms_norm`. Slices of columns, such as the queries of qkv, are not copied."""
     return _norm(x, residual, weight, None, eps)
 
 
 def layer_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """See `Ops.layer_norm`."""
     return _norm(x, residual, weight, bias, eps)
 
 
 def _norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     rows3 = x if x.dim() == 3 else x.reshape(-1, 1, size)
     if rows3.stride(-1) != 1:

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # ---- tuning: plausible, not measured yet ----
 
@@ -100,15 +101,15 @@ def _tile_queries(group: int) -> int:
 
 
 def paged_attention(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     plan: Plan,
     scale: float,
     window: int | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal attention of the last tokens of each row over the row's keys and values in the cache.
 
     Args:
@@ -128,9 +129,8 @@ def paged_attention(
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_rows, group = len(seq_lens), num_heads // num_kv_heads
-    assert (
-        q.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous() and block_tables.stride(1) == 1
-    )
+    assert q.stride()[1:] == (head_dim, 1)
+    assert kv_cache.is_contiguous() and block_tables.stride(1) == 1
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     merged = num_rows * plan.max_queries if plan.max_splits > 1 else 0
     lses = torch.empty((merged, num_heads, plan.max_splits), dtype=torch.float32, device=q.device)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from servd.worker.layers.rotary import Rotation
 
@@ -13,13 +14,13 @@ TILE = 4096  # numbers per program, whatever head_dim is; not measured yet
 
 
 def rotate_and_store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
     rotation: Rotation | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Turn q and k by their positions, and store k and v at their slots, in one kernel.
 
     Args:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def round_rows_kernel(x_ptr, rounded_ptr, scale_ptr, size, x_stride, BLOCK: tl.c
     tl.store(scale_ptr + row, scale)
 
 
-def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[n, size] of any float type as float8_e4m3fn, and the factor of each row [n, 1] float32."""
     num_rows, size = x.shape
     if x.stride(1) != 1:
