@@ -182,6 +182,7 @@ class AsyncLLM:
             case EngineDeadMessage(reason=reason):
                 raise EngineDead(f"the engine is gone: {reason}")
             case EngineStatus(phase=phase, progress=progress):
+                self.metrics.labelled["vllm:admission_rejections", "loading"].inc()
                 raise Overloaded(
                     f"the model is still loading ({phase}, {progress:.0%}): retry later",
                     retry_after=5,
@@ -194,6 +195,7 @@ class AsyncLLM:
                 param="prompt",
             )
         if self.num_unfinished + num_prompts > limit:
+            self.metrics.labelled["vllm:admission_rejections", "max_waiting_requests"].inc()
             more = f" and this one has {num_prompts} prompts" if num_prompts > 1 else ""
             raise Overloaded(
                 f"{self.num_unfinished} requests are unfinished{more}, the limit is {limit}: "
@@ -299,7 +301,8 @@ class AsyncLLM:
             num_tokens = sum(choice.num_tokens for choice in running.choices)
             log.info("%s: aborted after %d tokens", request_id, num_tokens)
             if running.is_counted:
-                self.metrics.success[FinishReason.ABORT].inc(len(engine_ids))
+                aborted = self.metrics.labelled["vllm:request_success", FinishReason.ABORT]
+                aborted.inc(len(engine_ids))
         if running.is_counted:
             self.metrics.observe_request(running.prepared.params, running.choices)
 
@@ -392,4 +395,8 @@ class AsyncLLM:
         if size <= MAX_INLINE:
             return work()
         limit = self.config.scheduler.max_waiting_requests if is_new else None
-        return await self._threads.run(owner, work, limit)
+        try:
+            return await self._threads.run(owner, work, limit)
+        except Overloaded:
+            self.metrics.labelled["vllm:admission_rejections", "max_waiting_requests"].inc()
+            raise

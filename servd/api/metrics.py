@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import product
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -50,6 +51,26 @@ COUNTERS = {
     "vllm:prompt_tokens": "Prompt tokens of requests that got a first token.",
     "vllm:prompt_tokens_cached": "Those of them that were in the prefix cache.",
     "vllm:generation_tokens": "Generated tokens.",
+}
+# Name -> text, and for each label the values that it has.
+LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
+    "vllm:request_success": ("Ended requests.", {"finished_reason": [*FinishReason]}),
+    "vllm:prompt_tokens_by_source": (
+        "Prompt tokens, as far as they were computed and as far as they were cached.",
+        {"source": ["local_compute", "local_cache_hit"]},
+    ),
+    "vllm:admission_rejections": (
+        "Requests that were refused before anything was done for them, by the limit.",
+        {"reason": ["loading", "max_waiting_requests", "max_connections"]},
+    ),
+    "vllm:tool_call_parser_invocations": (
+        "Choices that were searched for tool calls.",
+        {
+            "mode": ["streaming", "non_streaming"],
+            "outcome": ["tool_call", "no_tool_call"],
+            "request_type": ["chat_completions", "responses", "other"],
+        },
+    ),
 }
 HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context's length
     "vllm:time_to_first_token_seconds": ("Arrival to first token.", TTFT_BUCKETS),
@@ -118,6 +139,9 @@ class Metrics:
         model_name: the first served model name.
         max_model_len: largest bucket of the token-count histograms.
         engine: number of the engine.
+
+    Attributes:
+        labelled: counters of LABELLED, by name and the values of its labels.
     """
 
     def __init__(self, model_name: str, max_model_len: int = 131072, engine: int = 0) -> None:
@@ -142,15 +166,19 @@ class Metrics:
             ).labels(**labels)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        success = Counter(
-            "vllm:request_success",
-            "Ended requests.",
-            [*labels, "finished_reason"],
-            registry=registry,
-        )
-        self.success = {
-            reason: success.labels(**labels, finished_reason=str(reason)) for reason in FinishReason
+        self.labelled = {
+            (name, *values): counter.labels(*labels.values(), *values)
+            for name, (text, own) in LABELLED.items()
+            for counter in [Counter(name, text, [*labels, *own], registry=registry)]
+            for values in product(*own.values())
         }
+        self.waiting_for_capacity = Gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests that wait to be scheduled.",
+            [*labels, "reason"],
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        ).labels(**labels, reason="capacity")
         self.cache_config = Gauge(
             "vllm:cache_config_info",
             "The KV cache; always 1.",
@@ -198,6 +226,7 @@ class Metrics:
         """Take the engine's state after a step; its counters are since the last report."""
         self.gauges["vllm:num_requests_running"].set(stats.num_running)
         self.gauges["vllm:num_requests_waiting"].set(stats.num_waiting)
+        self.waiting_for_capacity.set(stats.num_waiting)
         self.gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
         self.counters["vllm:prefix_cache_queries"].inc(stats.prefix_cache_queries)
         self.counters["vllm:prefix_cache_hits"].inc(stats.prefix_cache_hits)
@@ -213,7 +242,11 @@ class Metrics:
             seconds = (now_ns - choice.arrival_ns) / SECOND
             self.histograms["vllm:time_to_first_token_seconds"].observe(seconds)
             self.counters["vllm:prompt_tokens"].inc(choice.num_prompt_tokens)
-            self.counters["vllm:prompt_tokens_cached"].inc(choice.num_cached_tokens)
+            num_cached = choice.num_cached_tokens
+            self.counters["vllm:prompt_tokens_cached"].inc(num_cached)
+            name = "vllm:prompt_tokens_by_source"
+            self.labelled[name, "local_cache_hit"].inc(num_cached)
+            self.labelled[name, "local_compute"].inc(choice.num_prompt_tokens - num_cached)
         else:
             seconds = (now_ns - choice.last_ns) / SECOND / num_tokens
             self.histograms["vllm:inter_token_latency_seconds"].observe(seconds)
@@ -223,7 +256,7 @@ class Metrics:
 
     def observe_finished(self, choice: ChoiceTimes, reason: FinishReason, now_ns: int) -> None:
         """A choice ended."""
-        self.success[reason].inc()
+        self.labelled["vllm:request_success", reason].inc()
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             return  # their times would say nothing of the engine
         marks = {"finished": now_ns, **choice.marks}  # a stop string ends it here

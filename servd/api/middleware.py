@@ -96,6 +96,7 @@ class RequestContext:
 
         try:
             if (refusal := state.get("refusal")) and scope["path"] not in OPEN_PATHS:
+                self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
                 raise refusal
             await self.app(scope, receive_some, send_on)
         except ClientDisconnect:

@@ -32,6 +32,7 @@ class OutputParser:
 
     Attributes:
         num_calls: tool calls that have begun.
+        looks_for_calls: whether there can be any.
 
     Args:
         expected: the request's.
@@ -41,6 +42,7 @@ class OutputParser:
         reasoning, tools = expected.reasoning_parser, expected.tool_parser
         options = expected.tool_options
         self.num_calls = 0
+        self.looks_for_calls = tools is not None
         self._open_call: Brackets | None = None  # reads its arguments
         # Until it is over.
         self._reasoning = reasoning(expected.is_reasoning) if reasoning else None

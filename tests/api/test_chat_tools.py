@@ -125,6 +125,16 @@ async def test_calls_whole_and_streamed():
             assert [tuple(call) for call in streamed[i]["calls"]] == EXPECTED
             assert streamed[i]["texts"] == {"content": "I look."}
             assert streamed[i]["finish"] == ["tool_calls"]
+        await ask(served)  # without tools nothing is looked for
+    labels = {"model_name": MODEL, "engine": "0", "request_type": "chat_completions"}
+    name = "vllm:tool_call_parser_invocations_total"
+    for mode, outcome, expected in (
+        ("non_streaming", "tool_call", 1),
+        ("streaming", "tool_call", 2),
+        ("non_streaming", "no_tool_call", 0),
+    ):
+        told = {**labels, "mode": mode, "outcome": outcome}
+        assert served.async_llm.metrics.registry.get_sample_value(name, told) == expected
 
 
 async def test_only_the_first_call_where_parallel_ones_are_not_wanted():

@@ -422,6 +422,17 @@ async def test_a_server_that_still_loads(stream):
         check(wrong, 503, code="overloaded")
 
 
+def rejections(served: Served) -> dict[str, float]:
+    """Reason -> how many requests were refused for it, where any were."""
+    name = "vllm:admission_rejections"
+    return {
+        sample.labels["reason"]: sample.value
+        for family in served.async_llm.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == f"{name}_total" and sample.value
+    }
+
+
 async def test_a_full_server():
     body = {"prompt": ["a", "b", "c"], "stream": True}
     async with serve(max_waiting_requests=3) as served:
@@ -430,6 +441,7 @@ async def test_a_full_server():
             check(answer, 503, code="overloaded")
             assert "retry-after" in answer.headers
             assert served.engine.sent == [] and served.async_llm.num_unfinished == 1
+            assert rejections(served) == {"max_waiting_requests": 1}
         assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
 
 
@@ -468,6 +480,7 @@ async def test_requests_that_wait_to_be_read_have_a_limit():
                 answer = await served.http.post(path, json=body, headers=other)
                 assert answer.status_code == 200, answer.text
             busy.set()
+        assert rejections(served) == {"max_waiting_requests": len(bodies)}
         assert all(task.result().status_code == 200 for task in waiting)
 
 

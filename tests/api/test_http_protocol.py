@@ -152,6 +152,8 @@ async def test_more_connections_with_open_requests_than_allowed(served: Served, 
             late = await connect(url)
             assert await late.ask("/v1/models") == 503
             assert await late.ask("/health") == 200  # the server lives
+        counted = served.async_llm.metrics.labelled["vllm:admission_rejections", "max_connections"]
+        assert counted._value.get() == 3
         served.engine.may_step.set()
         for client in busy:
             assert (await client.reader.readline()).startswith(b"HTTP/1.1 200 ")

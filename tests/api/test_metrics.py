@@ -23,7 +23,12 @@ SECOND = 10**9
 LABELS = {"model_name": "m", "engine": "0"}
 
 
-GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+GAUGES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_waiting_by_reason",
+    "kv_cache_usage_perc",
+]
 COUNTERS = [
     "prefix_cache_queries",
     "prefix_cache_hits",
@@ -32,6 +37,9 @@ COUNTERS = [
     "prompt_tokens_cached",
     "generation_tokens",
     "request_success",
+    "prompt_tokens_by_source",
+    "admission_rejections",
+    "tool_call_parser_invocations",
 ]
 HISTOGRAMS = [
     "time_to_first_token_seconds",
@@ -83,7 +91,9 @@ def test_names_of_vllm():
 def test_state_of_the_engine():
     metrics = Metrics("m")
     metrics.observe_step(SchedulerStats(3, 4, 0.5, 100, 60, 2, num_scheduled_tokens=9))
+    assert value(metrics, "num_requests_waiting_by_reason", reason="capacity") == 4
     metrics.observe_step(SchedulerStats(1, 0, 0.25, 10, 5, 1, num_scheduled_tokens=0))
+    assert value(metrics, "num_requests_waiting_by_reason", reason="capacity") == 0
     assert value(metrics, "num_requests_running") == 1
     assert value(metrics, "num_requests_waiting") == 0
     assert value(metrics, "kv_cache_usage_perc") == 0.25
@@ -170,6 +180,8 @@ def test_cached_prompt_tokens_count_once():
     for second in (1, 2):
         metrics.observe_tokens(choice, 1, second * SECOND)
     assert value(metrics, "prompt_tokens_cached_total") == 4
+    assert value(metrics, "prompt_tokens_by_source_total", source="local_cache_hit") == 4
+    assert value(metrics, "prompt_tokens_by_source_total", source="local_compute") == 3
 
 
 def test_two_instances_are_independent():

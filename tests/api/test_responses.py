@@ -671,7 +671,7 @@ async def test_a_background_response_that_has_grown_too_large_is_not_kept():
     async with serve() as served:
         [store] = served.app.state.context.responses.values()
         store.max_bytes = 5_000
-        body = {"input": "hi", "background": True, "max_output_tokens": 500}
+        body = {"input": "hi", "background": True, "max_output_tokens": 100}
         kept = (await served.http.post(URL, json={"input": "hi", "max_output_tokens": 1})).json()
         name = (await served.http.post(URL, json=body)).json()["id"]
         await until(lambda: not store.running)

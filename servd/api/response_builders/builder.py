@@ -33,6 +33,7 @@ class ResponseBuilder(ABC):
     Attributes:
         pulse: what a stream sends while there is no frame.
         end: what a stream sends after the last frame.
+        request_type: what the metrics call it.
 
     Args:
         request: whose body has been read.
@@ -48,6 +49,7 @@ class ResponseBuilder(ABC):
 
     pulse: ClassVar[bytes] = KEEP_ALIVE
     end: ClassVar[bytes] = DONE
+    request_type: ClassVar[str] = "other"
 
     def __init__(
         self,
@@ -180,4 +182,12 @@ class ResponseBuilder(ABC):
         """What is certain now of an output's text, and of what was held back before it."""
         parser = self.parsers[output.index]
         deltas = parser.feed(output.text, output.token_ids)
-        return deltas if output.finish_reason is None else deltas + parser.finish()
+        if output.finish_reason is None:
+            return deltas
+        deltas = [*deltas, *parser.finish()]
+        if parser.looks_for_calls:
+            mode = "streaming" if self.stream else "non_streaming"
+            outcome = "tool_call" if parser.num_calls else "no_tool_call"
+            name = "vllm:tool_call_parser_invocations"
+            self.async_llm.metrics.labelled[name, mode, outcome, self.request_type].inc()
+        return deltas

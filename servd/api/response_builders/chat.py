@@ -31,6 +31,7 @@ NOTHING = ChoiceDelta()
 class ChatBuilder(ChunkBuilder):
     """Shapes of a chat completion."""
 
+    request_type = "chat_completions"
     asked: ChatCompletionRequest
 
     def chunks(self, output: CompletionOutput) -> list[ChatCompletionChunk]:

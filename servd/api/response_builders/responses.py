@@ -52,6 +52,7 @@ class ResponsesBuilder(EventBuilder):
     """
 
     names = CHAT_NAMES
+    request_type = "responses"
     response: Response
 
     def __init__(
