@@ -1,8 +1,8 @@
 """Write the pages of docs/ that the code already says: `python -m tools.docs`, or with --check only
 compare.
 
-config.md from servd.config, modules.md from the first line of every module, processes.svg from the
-drawing in picture.py.
+config.md from servd.config, modules.md from the first line of every module, the table of fields in
+http.md from the requests, processes.svg from the drawing in picture.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,26 @@ from pathlib import Path
 
 import msgspec
 
+from servd.api.protocol.generation import GenerationRequest
+from servd.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices
+from servd.params import SamplingParams
 from tools import picture
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+
+FIELDS_START = "<!-- Generated from servd/api/protocol by `make docs`; changes here are lost. -->"
+FIELDS_END = "<!-- The end of the table. -->"
+# Fields whose default is not that of SamplingParams.
+DEFAULTS = {
+    "max_tokens": "see below",
+    "model": "the served model",
+    "priority": 0,
+    "seed": "random",
+    "stream": False,
+    "use_beam_search": False,
+}
 
 MODULES_HEAD = """\
 # Every module
@@ -141,10 +156,59 @@ def tree() -> str:
     return "\n".join([*lines, "```"])
 
 
+def fields_table() -> str:
+    """The fields that chats and completions share, those of one meaning in a row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    neutral = SamplingParams()
+    for name, text in GenerationRequest.descriptions().items():
+        default = DEFAULTS.get(name, getattr(neutral, name, None))
+        match default:
+            case None | [] | {}:
+                shown = "none"
+            case bool():
+                shown = str(default).lower()
+            case float():
+                shown = f"{default:g}"
+            case _:
+                shown = str(default)
+        rows.setdefault((shown, bounds_of(name), text), []).append(f"`{name}`")
+    lines = [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
+    return "\n".join(["| field | default | bounds | |", "|---|---|---|---|", *lines])
+
+
+def bounds_of(name: str) -> str:
+    """What a sampling parameter may be, in words: `0 to 100`, `up to 16`."""
+    hint = typing.get_type_hints(SamplingParams, include_extras=True).get(name, bool)
+    schema = msgspec.json.schema(hint)
+    for option in schema.get("anyOf", [schema]):
+        most = option.get("maximum", option.get("maxItems", option.get("maxProperties")))
+        least = option.get("minimum", option.get("exclusiveMinimum"))
+        if most in (INT32_MAX, INT64_MAX):
+            return f"from {least}" if option["minimum"] >= -1 else "64 bits"
+        if least is not None and most is not None and option["type"] in ("integer", "number"):
+            return (
+                f"above {least}, to {most}"
+                if "exclusiveMinimum" in option
+                else f"{least} to {most}"
+            )
+        if most is not None:
+            return f"up to {most}"
+    return ""
+
+
+def http_page() -> str:
+    """docs/http.md: the written page with its table."""
+    before, start, rest = (DOCS / "http.md").read_text(encoding="utf8").partition(FIELDS_START)
+    _, end, after = rest.partition(FIELDS_END)
+    assert start and end, "http.md has no place for the table of fields"
+    return f"{before}{start}\n\n{fields_table()}\n\n{end}{after}"
+
+
 def pages() -> dict[Path, str]:
     """Path -> what it should hold."""
     return {
         DOCS / "config.md": config_page(),
+        DOCS / "http.md": http_page(),
         DOCS / "modules.md": f"{MODULES_HEAD}{tree()}\n",
         DOCS / "processes.svg": picture.draw(),
     }

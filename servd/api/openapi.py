@@ -159,6 +159,7 @@ class _Schemas:
         for body in bodies.values():
             for kind in get_args(body) or (body,):  # of a union, each
                 properties = shared[kind.__name__]["properties"]
+                _describe(properties, kind.descriptions())
                 for name in sorted(kind.from_chat):
                     taken = shared["ChatCompletionRequest"]["properties"][name]
                     properties.setdefault(name, taken)
@@ -173,6 +174,17 @@ class _Schemas:
         """The schema of a value of one of these types."""
         schemas = [self._of[id(kind)] for kind in kinds]
         return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _describe(properties: dict[str, Schema], own: dict[str, str]) -> None:
+    """Give the fields their descriptions; sampling fields mean the same in all requests."""
+    shared = GenerationRequest.descriptions()
+    for field in SamplingParams.__struct_fields__:
+        for name in (field, *ALIASES.get(field, ())):
+            if text := shared.get(field):
+                own.setdefault(name, text)
+    for name in own.keys() & properties.keys():
+        properties[name]["description"] = own[name]
 
 
 def _add_bounds(properties: dict[str, Schema], params: type[msgspec.Struct]) -> None:

@@ -239,6 +239,16 @@ async def test_fields_that_are_taken_over_from_chats_are_described(path, http):
     assert path.endswith("batch") != ("tools" in described)
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"]
+)
+def test_every_field_has_a_description(path):
+    for name, schema in body_schema(path)["properties"].items():
+        assert schema.get("description", "").endswith("."), name
+    temperature = body_schema("/v1/messages")["properties"]["temperature"]
+    assert temperature["description"] == "0 always takes the most probable token."
+
+
 async def test_every_route_is_described(served: Served):
     told = (await served.http.get("/openapi.json")).json()
     there_are = {

@@ -188,15 +188,23 @@ class ChatPrompt(RequestBody):
 
     messages: Any  # read as list[dict[str, Any]]
     tools: Tools | None = None
+    """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
+    """Whether the model may call tools, must, or which one."""
     parallel_tool_calls: bool | None = None
+    """With false only the first call counts."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    """`none` switches reasoning off where the template can; other values reach the template."""
     add_generation_prompt: bool = True
+    """End the prompt where the assistant's answer begins."""
     continue_final_message: bool = False
+    """The answer goes on with the last message."""
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
+    """For templates that read them."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the template."""
 
     @property
     def named_tool(self) -> str | None:
@@ -249,12 +257,19 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
+    """The conversation."""
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Older name of `max_completion_tokens`."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Most output tokens; without it, up to the end of the context."""
     logprobs: bool | None = None
+    """Log-probabilities of the output's tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """How many of the most likely tokens come with each."""
     include_reasoning: bool | None = None
+    """With false, reasoning is left out of the answer."""
     echo: bool | None = None
+    """The answer begins with the last message, if that is the assistant's."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:

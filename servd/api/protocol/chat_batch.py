@@ -26,6 +26,7 @@ class ChatBatchRequest(RequestBody):
     from_chat = frozenset(ChatCompletionRequest.model_fields.keys() - {*REFUSED, *NEEDLESS})
 
     messages: Annotated[list[list[Any]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    """The conversations."""
 
     @model_validator(mode="after")
     def _check_support(self) -> ChatBatchRequest:

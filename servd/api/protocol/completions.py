@@ -53,11 +53,17 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         Any, BeforeValidator(list_of_prompts, Prompts)
     ]  # read as list[str] | list[list[int]]
+    """A string, token ids, or a list of either."""
     echo: bool | None = None
+    """The answer begins with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probabilities of the tokens, each with so many of the most likely."""
     best_of: int | None = None
+    """Refused unless it equals `n`."""
     suffix: str | None = None
+    """What follows the text to be written (fill in the middle)."""
     add_special_tokens: bool = True
+    """The prompt begins as the tokenizer has it."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:

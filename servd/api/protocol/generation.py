@@ -89,53 +89,98 @@ class GenerationRequest(StructuredRequest):
     """Fields that mean the same in a chat and in a completion."""
 
     n: int | None = None
+    """How many choices to return; choice i uses `seed + i`."""
     temperature: float | None = None
+    """0 always takes the most probable token."""
     top_p: float | None = None
+    """Sample among the most probable tokens that reach this probability together."""
     top_k: int | None = None
+    """Sample among so many of the most probable tokens; 0 and -1 are off."""
     min_p: float | None = None
+    """Sample among tokens with at least this share of the most probable one's probability."""
     presence_penalty: float | None = None
+    """Lower tokens that are in the output."""
     frequency_penalty: float | None = None
+    """Lower tokens by how often they are in the output."""
     repetition_penalty: float | None = None
+    """Lower tokens that are in the prompt or the output."""
     seed: int | None = None
+    """The same seed and parameters give the same text, whatever else the server is doing."""
     max_tokens: int | None = None
+    """Most output tokens."""
     min_tokens: int | None = None
+    """No end before so many output tokens."""
     ignore_eos: bool | None = None
+    """Go on after the model's end token."""
     stop: Annotated[
         Annotated[list[str], Field(fail_fast=True)] | None,
         BeforeValidator(_one_or_more, str | list[str] | None),
     ] = None
+    """A string or several; the text ends before the first one that comes."""
     stop_token_ids: TokenIds | None = None
+    """Tokens that end the output."""
     include_stop_str_in_output: bool | None = None
+    """The text ends after the stop string."""
     skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text."""
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias_by_id)] = None
+    """`{"token id": -100 to 100}`, added to the logits."""
     allowed_token_ids: TokenIds | None = None
+    """The only tokens that may be written."""
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    """Texts that may not be written, alone or after a space; up to 32 tokens each."""
     repetition_detection: Annotated[RepetitionFields | None, FewKeys] = None
+    """`{"max_pattern_size": 20, "min_pattern_size": 2, "min_count": 4}` ends an output whose last
+    tokens are four copies of one pattern of 2 to 20 tokens, with the `finish_reason` `repetition`.
+    """
     thinking_token_budget: int | None = None
+    """Tokens after which reasoning ends, where a model's tags are one token each."""
     logprob_token_ids: TokenIds | None = None
+    """With `logprobs`: the log-probabilities of these tokens, too, at every position."""
     prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens, each with so many of the most likely; not
+    streamed.
+    """
     truncate_prompt_tokens: KeptTokens | None = None
+    """Keep only so many tokens of the prompt, the last ones; -1 for as many as fit."""
     use_beam_search: bool | None = None
+    """Search with `n` beams instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    """With beam search: as in transformers."""
     early_stopping: bool | Literal["never"] | None = None
+    """With beam search: as in transformers."""
 
     stream: bool | None = None
+    """Send the answer as server-sent events."""
     stream_options: StreamOptions | None = None
+    """`{"include_usage": true}` sends the usage in a last chunk."""
     return_token_ids: bool | None = None
+    """Send token ids beside the text."""
     return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens `token_id:123`: different tokens may have the same text."""
     return_prompt_text: bool | None = None
+    """Send the prompt as the model sees it, in `prompt_text`."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+    """The request's id, unless the header `X-Request-Id` has one."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    """Lower runs first, under `--scheduling-policy priority`."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Requests share cached prompt beginnings only with the same salt."""
 
-    # For the client's own records; they never change an answer.
     user: str | None = None
+    """For the client's own records, without effect."""
     metadata: dict[str, Any] | None = None
+    """For the client's own records, without effect."""
     store: bool | None = None
+    """For the client's own records, without effect."""
     service_tier: str | None = None
+    """For the client's own records, without effect."""
     prompt_cache_key: str | None = None
+    """For the client's own records, without effect."""
     safety_identifier: str | None = None
+    """For the client's own records, without effect."""
     session_id: str | None = None
+    """For the client's own records, without effect."""
 
     @model_validator(mode="after")
     def _check_support(self) -> GenerationRequest:

@@ -52,11 +52,17 @@ class StructuredRequest(RequestBody):
     """The fields; at most one form may be asked for."""
 
     response_format: Annotated[ResponseFormat | None, FewKeys] = None
+    """The form of the output: `json_schema`, `json_object` or `text`."""
     structured_outputs: Annotated[StructuredOutputs | None, FewKeys] = None
+    """The form of the output, as one of the keys."""
     guided_json: Schema | None = None
+    """The same, as older clients send it."""
     guided_regex: str | None = None
+    """The same, as older clients send it."""
     guided_choice: Choices | None = None
+    """The same, as older clients send it."""
     guided_grammar: str | None = None
+    """The same, as older clients send it."""
 
     def structured_output(self) -> StructuredOutput | None:
         """The form of the output; None for free text.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
+import textwrap
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
@@ -63,10 +67,30 @@ class RequestBody(BaseModel):
     from_chat: ClassVar[frozenset[str]] = frozenset()
 
     model: str | None = None
+    """One of the served names; by default the first."""
 
     def ignored(self) -> list[str]:
         """Fields of the body that have no effect here."""
         return sorted(self.model_extra or ())
+
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Field -> the docstring below it, read from the source.
+
+        pydantic's `use_attribute_docstrings` does so as classes are made: 0.2 s at every start.
+        """
+        found: dict[str, str] = {}
+        for base in reversed(cls.__mro__[: cls.__mro__.index(BaseModel)]):
+            [source] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(source, ast.ClassDef)
+            for field, below in itertools.pairwise(source.body):
+                match field, below:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        found[name] = " ".join(text.split())
+        return found
 
 
 # How many tokens of a prompt are kept; -1: as many as fit. The processor checks it.
