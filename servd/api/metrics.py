@@ -96,12 +96,9 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context
         LAG_BUCKETS),
 }  # fmt: skip
 CACHE_FACTS = (
-    "block_size",
-    "num_gpu_blocks",
-    "cache_dtype",
-    "enable_prefix_caching",
+    "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching",
     "gpu_memory_utilization",
-)
+)  # fmt: skip
 STAGES = {  # histogram -> the marks that it lies between
     "vllm:request_queue_time_seconds": ("queued", "scheduled"),
     "vllm:request_prefill_time_seconds": ("scheduled", "first_token"),

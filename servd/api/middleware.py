@@ -85,10 +85,8 @@ class RequestContext:
             nonlocal status, written
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [
-                    *message["headers"],
-                    (b"x-request-id", state["request_id"].encode()),
-                ]
+                request_id = (b"x-request-id", state["request_id"].encode())
+                message["headers"] = [*message["headers"], request_id]
             await send(message)
             written = message["type"] == "http.response.body" and not message.get(
                 "more_body", False

@@ -133,9 +133,8 @@ class Tokenizer:
             if (
                 len(text) > MAX_HELD_CHARS
             ):  # `encode` would hold the interpreter's lock, and with it all other requests
-                return self._backend.encode_batch_fast(
-                    [text], add_special_tokens=add_special_tokens
-                )[0].ids
+                encode = self._backend.encode_batch_fast
+                return encode([text], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             raise InvalidRequest(

@@ -50,9 +50,7 @@ class BlockTables:
         """What was appended since the last call, as `apply` wants it: int64 [3 * num_blocks]."""
         lengths = [len(ids) for _, _, ids in self.pending]
         rows = np.repeat(np.array([slot for slot, _, _ in self.pending], dtype=np.int64), lengths)
-        columns = [
-            column for _, start, ids in self.pending for column in range(start, start + len(ids))
-        ]
+        columns = [start + i for _, start, ids in self.pending for i in range(len(ids))]
         block_ids = [block_id for _, _, ids in self.pending for block_id in ids]
         self.pending.clear()
         return np.concatenate(

@@ -70,10 +70,8 @@ def cpu_quota(cgroup: Path = CGROUP) -> float | None:
     # Version 2: "200000 100000" or "max 100000".
     quota, period = [*_read(cgroup / "cpu.max").split(), "", ""][:2]
     if not quota:
-        quota, period = (
-            _read(cgroup / "cpu/cpu.cfs_quota_us"),
-            _read(cgroup / "cpu/cpu.cfs_period_us"),
-        )
+        quota = _read(cgroup / "cpu/cpu.cfs_quota_us")
+        period = _read(cgroup / "cpu/cpu.cfs_period_us")
     if not quota.isdigit() or not period.isdigit():  # absent, "max" or "-1"
         return None
     return int(quota) / int(period)

@@ -21,9 +21,8 @@ log = logging.getLogger("servd.worker")
 
 def bytes_per_block(backend: Backend[Any], num_layers: int) -> int:
     """Keys and values of one block over all layers, on this rank."""
-    return (
-        num_layers * torch.Size(backend.kv_cache_shape(1)).numel() * backend.spec.kv_dtype.itemsize
-    )
+    num_elements = torch.Size(backend.kv_cache_shape(1)).numel()
+    return num_layers * num_elements * backend.spec.kv_dtype.itemsize
 
 
 def dtype_of(config: Config, dtype: torch.dtype) -> torch.dtype:
@@ -88,11 +87,8 @@ def _either(remedies: Sequence[str]) -> str:
 
 def allocate(backend: Backend[Any], spec: ModelSpec, num_blocks: int) -> list[Tensor]:
     """The cache of each layer; zeros, because what a mask hides must be finite."""
-    shape, dtype, device = (
-        backend.kv_cache_shape(num_blocks),
-        backend.spec.kv_dtype,
-        backend.spec.device,
-    )
+    shape = backend.kv_cache_shape(num_blocks)
+    dtype, device = backend.spec.kv_dtype, backend.spec.device
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
     # torch.zeros would write every page now: seconds of start-up, and memory that may never be

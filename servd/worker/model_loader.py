@@ -103,9 +103,7 @@ def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -
         UnsupportedModel: a tensor that the model does not know, or one of another shape.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
-    attentions = {
-        name: module for name, module in model.named_modules() if isinstance(module, Attention)
-    }
+    attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
     is_on_cuda = any(weight.is_cuda for weight in weights.values())
     copy = Staging() if is_on_cuda else Tensor.copy_
     files = weight_files(folder)
@@ -225,6 +223,4 @@ def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:
 def count_bytes(model: Model) -> int:
     """Bytes of all weights on this rank."""
     weights = (weight for _, weight in model.named_parameters())
-    return sum(
-        weight.num_bytes if isinstance(weight, Matrix) else weight.nbytes for weight in weights
-    )
+    return sum(w.num_bytes if isinstance(w, Matrix) else w.nbytes for w in weights)

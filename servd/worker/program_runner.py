@@ -160,9 +160,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called in place of every function of torch, and of `native.call`."""
         if func is torch.empty and not kwargs:
-            return self.memory.take(
-                torch.Size(args if isinstance(args[0], int) else args[0]), self.num_rows
-            )
+            shape = torch.Size(args if isinstance(args[0], int) else args[0])
+            return self.memory.take(shape, self.num_rows)
         result = func(*args, **(kwargs or {}))
         if func is native.call:
             self.calls.append(native.loaded_library().encode(*args))

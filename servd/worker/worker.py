@@ -67,11 +67,8 @@ class Worker:
         if self.runner.config.model.compile:
             compile_layers(self.runner.model)
         self.progress("loading weights", 1.0)
-        log.info(
-            "weights loaded in %.2f s, attention %s",
-            time.monotonic() - start,
-            self.runner.backend_name,
-        )
+        seconds = time.monotonic() - start
+        log.info("weights loaded in %.2f s, attention %s", seconds, self.runner.backend_name)
         self.progress("measuring memory", 0.0)
         return WorkerReady(
             device=name_of(self.device),

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 ITEM_PREFIX = {
-    "message": "msg",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "reasoning": "rs",
-}
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+}  # fmt: skip
 
 
 def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:

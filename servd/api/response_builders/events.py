@@ -108,6 +108,5 @@ class EventBuilder(ResponseBuilder):
 
 def encode(events: Iterable[Event]) -> bytes:
     """Server-sent events with names."""
-    return b"".join(
-        [b"event: %b\ndata: %b\n\n" % (e["type"].encode(), msgspec.json.encode(e)) for e in events]
-    )
+    written = [(e["type"].encode(), msgspec.json.encode(e)) for e in events]
+    return b"".join([b"event: %b\ndata: %b\n\n" % event for event in written])

@@ -215,9 +215,8 @@ class ResponsesBuilder(EventBuilder):
 
     def _item_event(self, event: str, /, **fields: Any) -> Event:
         assert self.item is not None
-        return self._event(
-            event, item_id=self.item.id, output_index=len(self.response.output) - 1, **fields
-        )
+        index = len(self.response.output) - 1
+        return self._event(event, item_id=self.item.id, output_index=index, **fields)
 
     def _event(self, event: str, /, **fields: Any) -> Event:
         self.sequence_number += 1

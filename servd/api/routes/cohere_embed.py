@@ -35,9 +35,8 @@ async def create_cohere_embeddings(request: Request) -> Response:
     body = await read_body(request, CohereEmbedRequest)
     context.model_name(body.model)
     limit = min(body.max_tokens or context.max_model_len, context.max_model_len)
-    first, last = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}[
-        body.truncate
-    ]
+    parts = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}
+    first, last = parts[body.truncate]
     prompts = [Prompt(content=text, param="texts", keep_first=first) for text in body.texts]
     options = RequestOptions(body.priority or 0, truncate_prompt_tokens=last)
     params = PoolingParams(dimensions=body.output_dimension)

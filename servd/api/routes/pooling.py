@@ -47,9 +47,8 @@ async def pool(request: Request) -> Response:
             return base64.b64encode(data).decode()
         if not body.by_token:
             return unpack_vector(data)
-        return [
-            unpack_vector(data[start : start + 4 * size]) for start in range(0, len(data), 4 * size)
-        ]
+        starts = range(0, len(data), 4 * size)
+        return [unpack_vector(data[start : start + 4 * size]) for start in starts]
 
     def build() -> Poolings:
         return Poolings(

@@ -68,9 +68,8 @@ def calls_grammar(
         )
 
     functions = [tool["function"] for tool in tools]
-    starts = [f"calls{number}" for number in range(len(syntaxes))] + (
-        ["content"] if content_schema else []
-    )
+    starts = [f"calls{number}" for number in range(len(syntaxes))]
+    starts += ["content"] if content_schema else []
     # After reasoning, models like to begin a new paragraph.
     rules = [rf"start: /\n{{0,2}}/ ({' | '.join(starts)})"]
     for number, syntax in enumerate(syntaxes):

@@ -44,10 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure both in turn, so that a slow minute meets both; print the ratios."""
     prompts = _data.make_prompts(arguments, more=1)
-    servers = {
-        name: (getattr(arguments, name), getattr(arguments, f"{name}_url").rstrip("/"))
-        for name in "ab"
-    }
+    given = vars(arguments)
+    servers = {name: (given[name], given[f"{name}_url"].rstrip("/")) for name in "ab"}
     rounds: dict[str, list[dict[int, dict[str, Any]]]] = {"a": [], "b": []}
     for _ in range(arguments.rounds):
         for name, (command, url) in servers.items():
@@ -64,9 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             ratio = better / worse if worse else float("nan")
             print(f"{concurrency:11} {figure:14} {a:10.1f} {b:10.1f} {ratio:11.2f}x")
     if arguments.json:
-        _report.write_json(
-            arguments.json, {name: {str(c): s for c, s in best[name].items()} for name in best}
-        )
+        figures = {name: {str(c): s for c, s in best[name].items()} for name in best}
+        _report.write_json(arguments.json, figures)
     return 0
 
 

@@ -314,11 +314,8 @@ def merge_kernel(
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program per token of a split row (axis 0: max_queries per row) and head (axis 1)."""
-    row, query, head = (
-        tl.program_id(0) // max_queries,
-        tl.program_id(0) % max_queries,
-        tl.program_id(1),
-    )
+    row, query = tl.program_id(0) // max_queries, tl.program_id(0) % max_queries
+    head = tl.program_id(1)
     start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
     first_key = _first_key(seq_len - query_len, WINDOW)
     _, _, num_splits = _splits(first_key, seq_len, TILE_KEYS, MIN_SPLIT, MAX_SPLITS)
