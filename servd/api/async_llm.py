@@ -26,7 +26,6 @@ from servd.messages import (
     EngineReady,
     EngineStatus,
     FinishReason,
-    FromEngine,
     RequestOptions,
     SchedulerStats,
 )
@@ -95,11 +94,7 @@ class _Running(msgspec.Struct):
     stream: _Stream
     first: int  # index in the stream of its first choice
     choices: list[ChoiceTimes]
-
-    @property
-    def is_counted(self) -> bool:
-        """In the metrics."""
-        return not self.prepared.is_part
+    is_counted: bool  # in the metrics
 
 
 class AsyncLLM:
@@ -275,7 +270,9 @@ class AsyncLLM:
                 times = [
                     ChoiceTimes(arrival, len(one.prompt_token_ids)) for _ in range(one.params.n)
                 ]
-                self._running[one.request_id] = _Running(one, stream, num_open, times)
+                self._running[one.request_id] = _Running(
+                    one, stream, num_open, times, is_counted=not one.is_part
+                )
                 self.output_processor.add(one)
                 self.tracer.extend(one.request_id, [*one.marks, Mark("sent", now_ns())])
                 self.client.send(one.request)
@@ -330,7 +327,10 @@ class AsyncLLM:
         while True:
             messages = self.client.drain(MAX_MESSAGES)
             for message in messages:
-                self._take(message)
+                if isinstance(message, EngineCoreOutputs):
+                    self._take_outputs(message)
+                else:
+                    self._take_status(message)
             if len(messages) < MAX_MESSAGES:
                 return
             if now_ns() >= end:
@@ -338,10 +338,8 @@ class AsyncLLM:
                 asyncio.get_running_loop().call_soon(self._receive)
                 return
 
-    def _take(self, message: FromEngine) -> None:
+    def _take_status(self, message: EngineStatus | EngineReady | EngineDeadMessage) -> None:
         match message:
-            case EngineCoreOutputs():
-                self._take_outputs(message)
             case EngineDeadMessage(reason=reason):
                 self.status = message
                 log.error("the engine is gone: %s", reason)

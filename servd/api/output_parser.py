@@ -63,7 +63,9 @@ class OutputParser:
             token_ids: all tokens that came since the last call.
         """
         if self._reasoning is None:
-            return self._split(text)
+            if self._tools is None:
+                return [Content(text)] if text else []
+            return self._select(self._tools.feed(text))
         if self._reasoning.end is None:
             for token_id in token_ids:
                 self._token_starts.append(self._num_chars)
@@ -97,15 +99,13 @@ class OutputParser:
 
     def _sort(self, deltas: list[Delta]) -> list[Delta]:
         """Look for calls in what is not reasoning."""
-        if self._tools is None:
+        tools = self._tools
+        if tools is None:
             return deltas
-        parts = [self._split(d.text) if isinstance(d, Content) else [d] for d in deltas]
+        parts = [
+            self._select(tools.feed(d.text)) if isinstance(d, Content) else [d] for d in deltas
+        ]
         return [delta for part in parts for delta in part]
-
-    def _split(self, text: str) -> list[Delta]:
-        if self._tools is None:
-            return [Content(text)] if text else []
-        return self._select(self._tools.feed(text))
 
     def _select(self, deltas: list[Delta]) -> list[Delta]:
         if self._only_first:

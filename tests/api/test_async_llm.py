@@ -450,7 +450,7 @@ async def test_a_turn_of_the_event_loop_takes_messages_for_a_limited_time(
     monkeypatch.setattr(module, "MAX_TURN_NS", turn_ns)
     taken: list[int] = []  # the turn in which each message was taken
     turn = 0
-    monkeypatch.setattr(llm, "_take", lambda message: taken.append(turn))
+    monkeypatch.setattr(llm, "_take_status", lambda message: taken.append(turn))
     llm.client.push(*[SchedulerStats()] * (4 * module.MAX_MESSAGES - 1))
     async with asyncio.timeout(5):
         while len(taken) < 4 * module.MAX_MESSAGES - 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import UNSET, UnsetType
 
 from servd.api.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
@@ -39,7 +41,7 @@ class ChatBuilder(ChunkBuilder):
         chunks: list[ChatCompletionChunk] = []
         delta = self._delta(output)
         output.text = ""  # it is in the delta, as far as it is certain what it is
-        has_news = self.has_news(output) or delta != NOTHING
+        has_news = delta != NOTHING or self.has_news(output)
         if not self.has_begun[output.index]:
             is_first = not any(self.has_begun)
             self.has_begun[output.index] = True
@@ -51,8 +53,10 @@ class ChatBuilder(ChunkBuilder):
             choice = ChunkChoice(
                 output.index,
                 delta,
-                logprobs=choice_logprobs(self.tokenizer, output.logprobs, self.token_name),
-                finish_reason=self._finish_reason(output),
+                logprobs=None
+                if output.logprobs is None
+                else choice_logprobs(self.tokenizer, output.logprobs, self.token_name),
+                finish_reason=output.finish_reason and self._finish_reason(output),
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if self.asked.return_token_ids else UNSET,
             )
@@ -115,6 +119,8 @@ class ChatBuilder(ChunkBuilder):
         deltas = self.deltas_of(output)
         if self.asked.include_reasoning is False:
             deltas = [delta for delta in deltas if not isinstance(delta, Reasoning)]
+        if len(deltas) == 1 and isinstance(deltas[0], Content):  # nearly all chunks
+            return ChoiceDelta(content=deltas[0].text)
         return _joined(deltas)
 
     def _finish_reason(self, output: CompletionOutput) -> ChatFinishReason | None:
@@ -127,10 +133,8 @@ class ChatBuilder(ChunkBuilder):
         return FinishReason.STOP if must_call else "tool_calls"
 
 
-def _joined(deltas: list[Delta]) -> ChoiceDelta:
+def _joined(deltas: Sequence[Delta]) -> ChoiceDelta:
     """Several deltas in OpenAI's shape of one."""
-    if len(deltas) == 1 and isinstance(deltas[0], Content):  # nearly all chunks
-        return ChoiceDelta(content=deltas[0].text)
     joined = ChoiceDelta()
     calls: dict[int, DeltaToolCall] = {}
     for delta in deltas:

@@ -43,6 +43,7 @@ class ChunkBuilder(ResponseBuilder):
     ) -> None:
         super().__init__(request, body, response_id, prompts, params, body.request_options())
         self.asked = body
+        self.include_usage, self.continuous_usage = body.include_usage, body.continuous_usage
         self.created = int(time.time())
         self.choices: list[CompletionOutput] = []
         self.has_begun: list[bool] = []  # by choice
@@ -81,11 +82,14 @@ class ChunkBuilder(ResponseBuilder):
 
     def frames_of(self, output: CompletionOutput) -> bytes:
         """The chunks of an output."""
-        return b"".join([event(self.encode(chunk)) for chunk in self.chunks(output)])
+        frames = b""
+        for chunk in self.chunks(output):
+            frames += event(self.encode(chunk))
+        return frames
 
     def last_frame(self) -> bytes:
         """The usage, if the client asked for it."""
-        return event(self.encode(self.usage_chunk())) if self.asked.include_usage else b""
+        return event(self.encode(self.usage_chunk())) if self.include_usage else b""
 
     def add(self, output: CompletionOutput) -> None:
         """Append to the choice."""
@@ -113,14 +117,13 @@ class ChunkBuilder(ResponseBuilder):
 
     def chunk_usage(self) -> Usage | None | UnsetType:
         """The `usage` of an ordinary chunk: there only if the client asked for usage."""
-        if self.asked.continuous_usage:
+        if self.continuous_usage:
             return self.usage()
-        return None if self.asked.include_usage else UNSET
+        return None if self.include_usage else UNSET
 
     def has_news(self, output: CompletionOutput) -> bool:
         """Whether a stream says something about an output; its text may be held back."""
-        asked = self.asked
-        asked_for_tokens = output.logprobs or asked.return_token_ids or asked.continuous_usage
+        asked_for_tokens = output.logprobs or self.asked.return_token_ids or self.continuous_usage
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
     def token_name(self, token_id: int) -> str:
