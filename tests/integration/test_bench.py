@@ -20,6 +20,7 @@ from aiohttp import web  # noqa: E402
 
 from benchmarks import cpu  # noqa: E402
 from servd import plugins  # noqa: E402
+from servd.cli import _client  # noqa: E402
 from servd.cli.bench import _data, _load, _report, serve  # noqa: E402
 from servd.errors import ServdError  # noqa: E402
 from tests.parity.families import CASES, make_checkpoint  # noqa: E402
@@ -91,8 +92,8 @@ async def test_failures_are_counted_apart(slow_server: str):
 
 
 async def test_a_server_that_refuses_to_list_its_models_counts_as_running(slow_server: str):
-    with pytest.raises(ServdError, match="/v1/models: HTTP 404"):
-        await _load.first_model(slow_server, None)
+    with pytest.raises(ServdError, match="/v1/models: 404"):
+        await asyncio.to_thread(_client.Client, slow_server, None, None)
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_before_the_measurement(

@@ -15,7 +15,6 @@ import aiohttp
 from tqdm import tqdm
 
 from servd.cli.bench._data import Prompt
-from servd.errors import ServdError
 
 
 @dataclass
@@ -61,26 +60,6 @@ class Load:
     ignore_eos: bool = True
     temperature: float = 0.0
     seed: int = 0
-
-
-async def first_model(url: str, api_key: str | None) -> str:
-    """The model that the server lists first.
-
-    Raises:
-        ServdError: the server does not answer, or refuses to.
-    """
-    try:
-        async with (
-            aiohttp.ClientSession(headers=_headers(api_key)) as session,
-            session.get(f"{url}/v1/models") as reply,
-        ):
-            if reply.status != 200:
-                raise ServdError(
-                    f"{url}/v1/models: HTTP {reply.status}: {(await reply.text())[:200]}"
-                )
-            return (await reply.json())["data"][0]["id"]
-    except aiohttp.ClientError as error:
-        raise ServdError(f"no server answers at {url} ({error})") from None
 
 
 async def run(

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 from typing import Any
 
+from servd.cli import _client
 from servd.cli.bench import _data, _load, _report, _server
 
 # Figure, path in the summary, and whether more is better.
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _measure(
     url: str, prompts: list[_data.Prompt], concurrencies: list[int]
 ) -> dict[int, dict[str, Any]]:
-    model = await _load.first_model(url, None)
+    model = _client.Client(url, None, None).model
     await _load.run(_load.Load(url, model), prompts[:1], show_progress=False)
     results: dict[int, dict[str, Any]] = {}
     for concurrency in concurrencies:

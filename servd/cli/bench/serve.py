@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 
+from servd.cli import _client
 from servd.cli.bench import _data, _load, _report
 
 
@@ -58,7 +59,7 @@ async def _measure(
 ) -> tuple[list[_load.Record], float]:
     load = _load.Load(
         url=url,
-        model=arguments.model or await _load.first_model(url, arguments.api_key),
+        model=arguments.model or _client.Client(url, arguments.api_key, None).model,
         concurrency=arguments.concurrency,
         request_rate=arguments.request_rate,
         api_key=arguments.api_key,

@@ -10,6 +10,7 @@ import time
 
 from tqdm import tqdm
 
+from servd.cli import _client
 from servd.cli.bench import _data, _load, _report, _server
 from servd.errors import ServdError
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _one_token(url: str) -> _load.Record:
-    load = _load.Load(url, await _load.first_model(url, None))
+    load = _load.Load(url, _client.Client(url, None, None).model)
     prompt = _data.Prompt(list(_data.TOKEN_IDS[:8]), 1)
     records, _ = await _load.run(load, [prompt], show_progress=False)
     return records[0]
