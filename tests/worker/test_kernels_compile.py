@@ -65,10 +65,6 @@ KERNELS = [
     (f"{SAMPLE}.draw.block_masses_kernel", "*fp32 *fp32 *i64 i32", {"BLOCK": 4096}, 8),
     (f"{SAMPLE}.draw.draw_kernel", "*fp32 *fp32 *i64 *i64 *i64 *i64 i32 i32",
         {"BLOCKS": 64, "BLOCK": 4096}, 8),
-    (f"{SAMPLE}.verify.keep_kernel", "*fp32 *fp32 *i64 *fp32 *i64 *i64 *i64 *i32 i32 i32",
-        {"BLOCK": 4096}, 8),
-    (f"{SAMPLE}.verify.left_kernel", "*fp32 *fp32 *i64 *i64 *i32 *i64 *fp32 i32 i32",
-     {"probs_ptr": None, "DRAFTS": 4, "BLOCK": 4096}, 8),
     (f"{SAMPLE}.score.score_kernel", "*fp32 *i64 *fp32 *i32 i32 i32", {"BLOCK": 4096}, 8),
 ]  # fmt: skip
 

@@ -15,8 +15,6 @@ import torch
 
 from servd.worker.sample import ops
 from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE, WEIGHT_ONE
-from servd.worker.sample.ops import reference
-from servd.worker.sample.rejection import verify_drafts
 from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized
 
 MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__)]
@@ -297,50 +295,6 @@ def test_scores_equal_float64(module: ops.SamplingOps, shape, device: torch.devi
     assert (
         ranks.tolist() == ((exact > exact.gather(1, token_ids.unsqueeze(1))).sum(-1) + 1).tolist()
     )
-
-
-@pytest.mark.parametrize("kind", ["drawn", "not drawn", "equal", "narrowed"])
-@pytest.mark.parametrize("vocab, num_drafts", [(100, 2), (5000, 1), (300, 5)])
-def test_drafts_are_verified_alike(
-    module, kind: str, vocab: int, num_drafts: int, device: torch.device
-):
-    """What `verify_drafts` does is tested in test_rejection.py, with `reference`."""
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(9, num_drafts + 1, vocab, generator=generator)
-    weights = (logits - logits.amax(-1, keepdim=True)).exp() * WEIGHT_ONE
-    noise = 0.0 if kind == "equal" else 0.5
-    probs = (
-        logits[:, :-1] + noise * torch.randn(9, num_drafts, vocab, generator=generator)
-    ).softmax(-1)
-    draft_ids = probs.argmax(-1)
-    lowest = torch.full((9, num_drafts + 1), 0.2 * WEIGHT_ONE if kind == "narrowed" else 0.0)
-    arguments = (
-        weights, lowest, draft_ids, None if kind == "not drawn" else probs,
-        torch.arange(9) - 4, torch.full((9,), 17),
-    )  # fmt: skip
-    on_device = [None if tensor is None else tensor.to(device) for tensor in arguments]
-    num_kept, left = reference.verify(*arguments)
-    got_kept, got_left = module.verify(*on_device)
-    assert torch.equal(got_kept.cpu(), num_kept) and torch.equal(got_left.cpu(), left)
-    assert kind == "not drawn" or num_kept.any(), "some drafts are kept"
-    expected, expected_counts = verify_drafts(reference, *arguments)
-    got, counts = verify_drafts(module, *on_device)
-    assert torch.equal(counts.cpu(), expected_counts) and torch.equal(expected_counts, num_kept + 1)
-    held = torch.arange(num_drafts + 1) < expected_counts[:, None]
-    assert torch.equal(got.cpu()[held], expected[held])
-
-
-def test_a_draft_is_kept_where_nothing_is_left_to_draw(
-    module: ops.SamplingOps, device: torch.device
-):
-    """Draft and target are sure of token 3; the draft is token 5 nevertheless."""
-    sure = torch.nn.functional.one_hot(torch.tensor([[3, 3]]), 10).to(device, torch.float32)
-    number = torch.tensor([7], device=device)
-    num_kept, left = module.verify(
-        sure * WEIGHT_ONE, torch.zeros(1, 2, device=device), torch.tensor([[5]], device=device),
-        sure[:, :1], number, number,
-    )  # fmt: skip
-    assert num_kept.tolist() == [1] and torch.equal(left, sure[:, 1] * WEIGHT_ONE)
 
 
 def test_cuda_has_triton():

@@ -71,35 +71,6 @@ class SamplingOps(Protocol):
         """
         ...
 
-    def verify(
-        self,
-        weights: Tensor,
-        lowest: Tensor,
-        draft_ids: Tensor,
-        draft_probs: Tensor | None,
-        seeds: Tensor,
-        positions: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """How many drafted tokens of each row are kept, and the weights to draw the next one from:
-        see `rejection.py`.
-
-        A draft is kept if `uniform(~seed, position) * q < p`, draft and target, or if less than 1
-        is left of every weight. After the first that is not kept, what is left is max(0, p - q);
-        after all, the target's own weights.
-
-        Args:
-            weights: [n, k + 1, vocab] of the target.
-            lowest: [n, k + 1] the smallest weight that may be drawn.
-            draft_ids: [n, k] int64, k at least 1.
-            draft_probs: [n, k, vocab] float32, or None: 1 for the drafted token.
-            seeds: [n] int64.
-            positions: [n] int64, of the first drafted token.
-
-        Returns:
-            [n] int64, from 0 to k, and [n, vocab] float32.
-        """
-        ...
-
     def score(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithm of each row's sum of exponentials, [n] float32, and the rank from 1 of its
         token [n], int64.

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from servd.worker.ops.native import call
 from servd.worker.sample.ops.reference import add_biases
-from servd.worker.sample.ops.reference import verify as verify
 from servd.worker.sample.shift import Biased, Penalized
 
 

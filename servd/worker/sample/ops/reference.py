@@ -146,34 +146,6 @@ def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> T
     return token_ids.clamp_(max=weights.shape[1] - 1)
 
 
-def verify(
-    weights: Tensor,
-    lowest: Tensor,
-    draft_ids: Tensor,
-    draft_probs: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """See `SamplingOps.verify`."""
-    num_drafts, at = draft_ids.shape[1], draft_ids.unsqueeze(-1)
-    if draft_probs is None:
-        draft_probs = torch.zeros_like(weights[:, :num_drafts]).scatter_(2, at, 1.0)
-    target = weights.masked_fill(weights < lowest.unsqueeze(-1), 0).to(torch.int64)
-    bonus, target = target[:, num_drafts:], target[:, :num_drafts]
-    # What the draft claims, in units of the target's weights.
-    claimed = draft_probs.double() * target.sum(dim=-1, keepdim=True)
-    left = (target - claimed).clamp_(min=0)
-    all_positions = positions.unsqueeze(1) + torch.arange(num_drafts, device=positions.device)
-    # The draw at the same position uses the seed itself.
-    thresholds = uniform(
-        ~seeds.unsqueeze(1).expand_as(all_positions), all_positions
-    ) * claimed.gather(2, at).squeeze(-1)
-    kept = (thresholds < target.gather(2, at).squeeze(-1)) | (left < 1).all(dim=-1)
-    num_kept = kept.long().cumprod(dim=1).sum(dim=1)
-    rows = torch.cat([left, bonus], dim=1)
-    return num_kept, rows[torch.arange(len(rows), device=rows.device), num_kept].float()
-
-
 def score(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """See `SamplingOps.score`."""
     ranks = (logits > logits.gather(1, token_ids.unsqueeze(1))).sum(dim=-1) + 1

@@ -7,6 +7,5 @@ from servd.worker.sample.ops.triton.narrow import narrow
 from servd.worker.sample.ops.triton.score import score
 from servd.worker.sample.ops.triton.shift import shift
 from servd.worker.sample.ops.triton.to_weights import to_weights
-from servd.worker.sample.ops.triton.verify import verify
 
-__all__ = ["draw", "narrow", "score", "shift", "to_weights", "verify"]
+__all__ = ["draw", "narrow", "score", "shift", "to_weights"]

@@ -1,0 +1,179 @@
+"""Verification of drafts: whatever is drafted, each row gets the tokens that it gets without."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from servd.params import ReasoningTags, SamplingParams
+from servd.worker.sample.sampler import Sampler, SamplerOutput
+from servd.worker.sample.verification import SpecDecodeMetadata
+from tests.worker.sample.reference import distribution
+
+CPU = torch.device("cpu")
+VOCAB = 24
+EOS = [0]
+NUM_TOKENS = 14
+PROMPT = [3, 4, 4]
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    seed=st.integers(0, 3),
+    top_k=st.sampled_from([0, 6]),
+    top_p=st.sampled_from([1.0, 0.7]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, 1.0]),
+    presence_penalty=st.sampled_from([0.0, -0.5]),
+    logit_bias=st.sampled_from([None, {5: 2.0, 9: -3.0}]),
+    min_tokens=st.sampled_from([0, 5]),
+    bad_words_token_ids=st.sampled_from([[], [[7], [5, 6], [4, 4, 9]]]),
+    logprobs=st.sampled_from([None, 2]),
+    thinking_token_budget=st.sampled_from([None, 4]),
+    reasoning_tags=st.just(ReasoningTags(11)),
+)
+
+
+def logits_after(tokens: list[int]) -> torch.Tensor:
+    """A model: [vocab], a function of the last two tokens, so that texts repeat themselves."""
+    seed = 100 * tokens[-1] + tokens[-2]
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def bitmask_after(tokens: list[int], has_grammar: bool) -> list[int]:
+    """A grammar: it forbids the last token's neighbours. int32 [1]."""
+    return [-1 & ~(0b111 << tokens[-1]) if has_grammar else -1]
+
+
+class Row:
+    """A request in a slot."""
+
+    def __init__(self, slot: int, params: SamplingParams, has_grammar: bool) -> None:
+        self.slot, self.params, self.has_grammar = slot, params, has_grammar
+        self.tokens = PROMPT.copy()
+        self.logprobs: list[object] = []
+
+    def inputs(self, drafts: list[int]) -> list[list[int]]:
+        """What stands before each token to sample."""
+        return [self.tokens + drafts[:i] for i in range(len(drafts) + 1)]
+
+
+def step(sampler: Sampler, rows: list[Row], drafts: list[list[int]]) -> None:
+    """Sample for all rows, and append what holds."""
+    before = [tokens for row, d in zip(rows, drafts, strict=True) for tokens in row.inputs(d)]
+    counts = [len(d) + 1 for d in drafts]
+    owners = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+    draft_ids = torch.tensor([token for d in drafts for token in [*d, -1]])
+    masks = [bitmask_after(t, row.has_grammar) for t, row in zip(before, owners, strict=True)]
+    slots = [row.slot for row in owners]
+    output: SamplerOutput = sampler(
+        torch.stack([logits_after(tokens) for tokens in before]),
+        torch.tensor(slots),
+        slots,
+        torch.tensor([len(tokens) for tokens in before]),
+        torch.tensor(masks, dtype=torch.int32) if any(row.has_grammar for row in rows) else None,
+        SpecDecodeMetadata(np.array(counts) - 1, draft_ids) if any(drafts) else None,
+    )
+    kept = [0] * len(rows) if output.num_kept is None else output.num_kept.tolist()
+    logprobs = output.logprobs.to_lists() if output.logprobs else [None] * len(before)
+    first = 0
+    for row, count, num_kept in zip(rows, counts, kept, strict=True):
+        row.tokens += output.token_ids.tolist()[first : first + num_kept + 1]
+        row.logprobs += logprobs[first : first + num_kept + 1]
+        first += count
+
+
+def generate(
+    cases: list[tuple[SamplingParams, bool]], draft: Callable[[int, Row], list[int]]
+) -> list[tuple[list[int], list[object]]]:
+    """Tokens and log-probabilities of rows that run together until each has NUM_TOKENS."""
+    sampler = Sampler(VOCAB, 8, CPU)
+    rows = [Row(7 - i, *case) for i, case in enumerate(cases)]
+    for row in rows:
+        sampler.add(row.slot, row.params, PROMPT, [], EOS)
+    while active := [row for row in rows if len(row.tokens) < NUM_TOKENS]:
+        step(sampler, active, [draft(rows.index(row), row) for row in active])
+    return [(row.tokens[:NUM_TOKENS], row.logprobs[: NUM_TOKENS - len(PROMPT)]) for row in rows]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cases=st.lists(st.tuples(params, st.booleans()), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+    quality=st.sampled_from([0.0, 0.8, 1.0]),
+)
+def test_drafts_change_no_token_and_no_logprob(cases, seed, quality):
+    without = [generate([case], lambda *_: [])[0] for case in cases]
+    chance = random.Random(seed)
+
+    def draft(index: int, row: Row) -> list[int]:
+        follows = without[index][0][len(row.tokens) : len(row.tokens) + chance.randrange(6)]
+        return [t if chance.random() < quality else chance.randrange(VOCAB) for t in follows]
+
+    assert generate(cases, draft) == without
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0], ids=["at once", "in turn"])
+def test_right_drafts_are_kept_and_wrong_ones_end_the_row(penalty):
+    case = SamplingParams(temperature=0.0, frequency_penalty=penalty), False
+    [(tokens, _)] = generate([case], lambda *_: [])
+    for wrong in (None, 0, 2):
+        sampler = Sampler(VOCAB, 8, CPU)
+        row = Row(3, *case)
+        sampler.add(row.slot, row.params, PROMPT, [], EOS)
+        drafts = tokens[3:7]
+        if wrong is not None:
+            drafts[wrong] = (drafts[wrong] + 1) % VOCAB
+        step(sampler, [row], [drafts])
+        assert row.tokens == tokens[: 8 if wrong is None else 4 + wrong]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.3, top_k=9, top_p=0.9),
+        SamplingParams(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.3),
+    ],
+    ids=["plain", "narrowed", "penalized"],
+)
+@pytest.mark.parametrize("draft", [2, 5])
+def test_drawn_frequencies_around_a_draft_fit_the_exact_distribution(case, draft):
+    """Of the first token, and of the second one where the draft was kept: as many requests that
+    differ in their seeds, in one step.
+    """
+    num_rows = 20_000
+    sampler = Sampler(VOCAB, num_rows, CPU)
+    for slot in range(num_rows):
+        sampler.add(slot, msgspec.structs.replace(case, seed=slot), PROMPT, [], EOS)
+    logits = logits_after(PROMPT), logits_after([*PROMPT, draft])
+    slots = np.repeat(np.arange(num_rows), 2)
+    output = sampler(
+        torch.stack(logits).repeat(num_rows, 1),
+        torch.from_numpy(slots),
+        slots,
+        torch.tensor([3, 4]).repeat(num_rows),
+        None,
+        SpecDecodeMetadata(np.ones(num_rows, dtype=np.int64), torch.tensor([draft, -1] * num_rows)),
+    )
+    assert output.num_kept is not None
+    first, second = output.token_ids.view(-1, 2).T.numpy()
+    is_kept = output.num_kept.numpy() == 1
+    assert (is_kept == (first == draft)).all()
+    for drawn, row, outputs in ((first, logits[0], []), (second[is_kept], logits[1], [draft])):
+        exact = distribution(row, case, PROMPT, outputs, EOS)
+        counts = np.bincount(drawn, minlength=VOCAB)
+        assert not counts[exact == 0].any()
+        expected = exact[exact > 0] * len(drawn)
+        chi_square = ((counts[exact > 0] - expected) ** 2 / expected).sum()
+        freedom = len(expected) - 1
+        assert len(drawn) > 100 and chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
