@@ -8,6 +8,7 @@ import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -65,15 +66,20 @@ def make_request(request_id: int, draw: random.Random) -> EngineCoreRequest:
 
 
 def serve(
-    folder: Path, requests: list[EngineCoreRequest], depth: int, num_blocks: int, aborts: bool
+    folder: Path,
+    requests: list[EngineCoreRequest],
+    depth: int,
+    num_blocks: int,
+    aborts: bool,
+    **options: Any,
 ) -> Log:
-    """Requests come in three waves; one is aborted in its midst."""
+    """Requests come in three waves; one is aborted in its midst. Further options as in Config."""
     spec = read_spec(folder)
-    config = config_for(
-        folder, load_format="dummy", async_scheduling=depth > 1, max_num_seqs=4,
-        max_num_batched_tokens=24,
-        max_model_len=48, kv_cache_memory=num_blocks * 4 * spec.kv_bytes_per_token(4),
-    )  # fmt: skip
+    defaults = {
+        "load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 24,
+        "max_model_len": 48, "kv_cache_memory": num_blocks * 4 * spec.kv_bytes_per_token(4),
+    }  # fmt: skip
+    config = config_for(folder, async_scheduling=depth > 1, **(defaults | options))
     executor = ThreadedExecutor(config, spec, lambda *_: None)
     engine = EngineCore(config, spec, executor, executor.start().num_blocks)
     engine.depth = depth
