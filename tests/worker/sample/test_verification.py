@@ -146,12 +146,13 @@ def test_right_drafts_are_kept_and_wrong_ones_end_the_row(penalty):
     ],
     ids=["plain", "narrowed", "penalized"],
 )
-@pytest.mark.parametrize("draft", [2, 5])
-def test_drawn_frequencies_around_a_draft_fit_the_exact_distribution(case, draft):
+@pytest.mark.parametrize("rank", [0, 3])
+def test_drawn_frequencies_around_a_draft_fit_the_exact_distribution(case, rank):
     """Of the first token, and of the second one where the draft was kept: as many requests that
     differ in their seeds, in one step.
     """
     num_rows = 20_000
+    draft = int(logits_after(PROMPT).argsort(descending=True)[rank])
     sampler = Sampler(VOCAB, num_rows, CPU)
     for slot in range(num_rows):
         sampler.add(slot, msgspec.structs.replace(case, seed=slot), PROMPT, [], EOS)
