@@ -16,9 +16,14 @@ from dataclasses import dataclass
 from servd.messages import ScheduledRequest
 
 MEMORY = 0.97  # weight that a sample has left after another one
+IDLE_MEMORY = 0.995  # weight that chances have left after a step without drafts
 # Before anything is known, a token more costs 1/64 of a step, and every second draft is kept.
 TOKENS_PER_STEP = 64
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0
+MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
+# What seems not to pay is tried with one draft of each request now and then: costs and chances
+# change. At worst such a step takes twice as long.
+PROBE_STEPS, PROBE_GAIN = 100, 0.5
 
 
 @dataclass(slots=True)
@@ -30,8 +35,9 @@ class Acceptance:
 
     def count(self, num_drafts: int, num_kept: int) -> None:
         """Take in a step: its first `num_kept` drafts were kept, the next one was tried in vain."""
-        self.num_kept = self.num_kept * MEMORY + num_kept
-        self.num_tried = self.num_tried * MEMORY + num_kept + (num_kept < num_drafts)
+        memory = MEMORY if num_drafts else IDLE_MEMORY
+        self.num_kept = self.num_kept * memory + num_kept
+        self.num_tried = self.num_tried * memory + num_kept + (num_kept < num_drafts)
 
     def chance(self, guess: float) -> float:
         """That a draft is kept if those before it are; `guess` as long as little is known."""
@@ -76,10 +82,14 @@ class Lookahead:
         self.cost = StepCost()
         self.overall = Acceptance()
         self.least_gain = 0.0  # of a draft in the step that is put together, in tokens
+        self.num_steps = 0
 
     def begin_step(self, num_requests: int) -> None:
         """A step of so many requests is put together."""
-        self.least_gain = num_requests * self.cost.share(num_requests)
+        self.least_gain = MARGIN * num_requests * self.cost.share(num_requests)
+        self.num_steps += 1
+        if self.num_steps % PROBE_STEPS == 0:
+            self.least_gain = min(self.least_gain, PROBE_GAIN)
 
     def num_drafts(self, acceptance: Acceptance | None) -> int:
         """How many drafts of a request are worth their time in this step; None: of one that wants
