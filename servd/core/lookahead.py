@@ -19,6 +19,7 @@ MEMORY = 0.97  # weight that a sample has left after another one
 IDLE_MEMORY = 0.995  # weight that chances have left after a step without drafts
 # Before anything is known, a token more costs 1/64 of a step, and every second draft is kept.
 TOKENS_PER_STEP = 64
+LEAST_SHARE = 1 / 500  # whatever noise says
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0
 MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
 # What seems not to pay is tried with one draft of each request now and then: costs and chances
@@ -67,7 +68,7 @@ class StepCost:
         # One sample's worth of belief in TOKENS_PER_STEP, where all steps had the same size.
         slope = (self.xy - self.x * mean_y + mean_y / TOKENS_PER_STEP) / (spread + 1)
         seconds = mean_y + slope * (num_tokens - mean_x)
-        return min(max(slope, 0.0) / max(seconds, 1e-9), 1.0)
+        return min(max(slope / max(seconds, 1e-9), LEAST_SHARE), 1.0)
 
 
 class Lookahead:
@@ -86,6 +87,7 @@ class Lookahead:
 
     def begin_step(self, num_requests: int) -> None:
         """A step of so many requests is put together."""
+        num_requests = max(num_requests, 1)
         self.least_gain = MARGIN * num_requests * self.cost.share(num_requests)
         self.num_steps += 1
         if self.num_steps % PROBE_STEPS == 0:
@@ -100,7 +102,7 @@ class Lookahead:
         chance = acceptance.chance(self.overall.chance(FIRST_GUESS))
         if self.least_gain >= chance:
             return 0
-        if chance >= 1 or self.least_gain <= 0:
+        if chance >= 1:
             return self.max_drafts
         return min(self.max_drafts, int(math.log(self.least_gain) / math.log(chance)))
 
