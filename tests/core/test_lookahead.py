@@ -15,7 +15,7 @@ NUM_STEPS = 1500
 
 
 def throughput(base: float, chance: float, num_requests: int, depth: int | None) -> float:
-    """Tokens per second where a step takes `base` and 1 for each of its tokens, with noise, and each
+    """Tokens per second where a step takes `base` and 1 for each of its tokens, with noise; each
     draft is kept with `chance`. depth None: what Lookahead chooses.
     """
     noise, lookahead = random.Random(3), Lookahead(MAX_DRAFTS)
