@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from servd import plugins
 from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec
@@ -100,6 +101,10 @@ def _check_plugins(config: Config) -> None:
             if value.replace("-", "_") not in known:
                 there_are = ", ".join(known)
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
+    if speculative := config.model.speculative_config:
+        plugins.check(
+            "--speculative-config: method", "servd.worker.spec_decode", speculative.method
+        )
 
 
 def _model_names(model: str) -> list[str]:

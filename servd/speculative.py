@@ -2,18 +2,181 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import difflib
+import json
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from servd.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+MOST_DRAFTS = 64
+# Part of the draft's name -> its method, the more special first.
+METHODS_BY_NAME = {
+    "[ngram]": "ngram", "eagle3": "eagle3", "eagle-": "eagle", "medusa": "medusa",
+    "dflash": "dflash", "dspark": "dspark",
+}  # fmt: skip
+NEEDS_MODEL = {"draft_model", "eagle", "eagle3", "medusa"}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The value of `--speculative-config`."""
+    """The value of `--speculative-config`. What is not given is filled in: "" and 0 are gone then.
 
-    method: str  # a file of servd/worker/spec_decode
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 5
-    prompt_lookup_min: Positive = 2
-    prompt_lookup_max: Positive = 5
+    Raises:
+        ValueError: keys that contradict each other.
+    """
+
+    method: str = ""  # a file of servd/worker/spec_decode; else what the name of `model` says
+    model: str | None = None  # folder or id of the draft
+    # Most drafts of a request in a step; how many it gets is measured.
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] = 0
+
+    # Of a draft that is a model.
+    revision: str | None = None
+    quantization: str | None = None
+    max_model_len: Positive | None = None  # nothing is drafted past it
+    draft_tensor_parallel_size: Positive | None = None
+    # greedy: the likeliest token. probabilistic: drawn, with the random number that the target will
+    # draw with in this place.
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+
+    # ngram
+    prompt_lookup_min: Positive = 0
+    prompt_lookup_max: Positive = 0
+
+    # suffix
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0)] = 10000
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0)] = 1.0
+    suffix_decoding_min_token_prob: Share = 0.1
+
+    # synthetic, for benchmarks: drafts are kept by chance, at given rates, whatever they are.
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    synthetic_acceptance_rates: list[Share] | None = None  # of position i: all up to it are kept
+    synthetic_acceptance_length: Annotated[float, Meta(ge=1)] | None = None  # mean, with the next
+
+    def __post_init__(self) -> None:
+        name = (self.model or "").lower()
+        named = next((method for part, method in METHODS_BY_NAME.items() if part in name), "")
+        if not self.method and not self.model:
+            raise ValueError('needs "method", or "model" for a draft, whose name then says it')
+        method = self.method or named or "draft_model"
+        if method in NEEDS_MODEL and not self.model:
+            raise ValueError(f'method {method} needs "model": the folder or id of its draft')
+        depth = self.suffix_decoding_max_tree_depth if method == "suffix" else 5
+        force_setattr(self, "method", method)
+        force_setattr(self, "num_speculative_tokens", self.num_speculative_tokens or depth)
+        self._fill_in_lookup()
+        self._check_synthetic()
+
+    def _fill_in_lookup(self) -> None:
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        force_setattr(self, "prompt_lookup_min", low or high or 5)
+        force_setattr(self, "prompt_lookup_max", high or low or 5)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(f"prompt_lookup_min {low} is above prompt_lookup_max {high}")
+
+    def _check_synthetic(self) -> None:
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        most = self.num_speculative_tokens
+        is_synthetic = self.rejection_sample_method == "synthetic"
+        if is_synthetic != ((rates is None) != (length is None)):
+            raise ValueError(
+                'rejection_sample_method "synthetic" goes with one of synthetic_acceptance_rates '
+                "and synthetic_acceptance_length, and they go with it"
+            )
+        if rates is not None and (len(rates) != most or rates != sorted(rates, reverse=True)):
+            raise ValueError(
+                f"synthetic_acceptance_rates must be {most} numbers, one for each of "
+                "num_speculative_tokens, none above the one before it"
+            )
+        if length is not None and length > most + 1:
+            raise ValueError(
+                f"synthetic_acceptance_length {length} is above num_speculative_tokens + 1 = "
+                f"{most + 1}"
+            )
+
+
+LOSSY = "it changes what the model says, and servd's drafts never do; leave it out"
+SAME = "the draft has the target's; leave it out"
+NOT_NEEDED = "servd has nothing to tune there; leave it out"
+NO_SUCH_DRAFT = "servd has no such drafts; see docs/speculative-decoding.md for those it has"
+# Keys of vLLM's that servd does not have, and why.
+REFUSED = {
+    "fly_window_size": LOSSY,
+    "fly_entropy_threshold": LOSSY,
+    "fly_entropy_top_k": LOSSY,
+    "tensor_parallel_size": "the draft has its own key: draft_tensor_parallel_size",
+    "attention_backend": SAME,
+    "kv_cache_dtype": SAME,
+    "moe_backend": SAME,
+    "enforce_eager": "--enforce-eager is for target and draft",
+    "code_revision": "servd runs no code of a draft's; leave it out",
+    "draft_load_config": "servd reads safetensors; leave it out",
+    "draft_lm_head_quantization": 'use "quantization", for the whole draft',
+    "num_speculative_tokens_per_batch_size": (
+        "servd measures at each batch how many drafts pay; leave it out"
+    ),
+    "use_heterogeneous_vocab": "a draft must have the target's vocabulary",
+    "parallel_drafting": NO_SUCH_DRAFT,
+    "speculative_token_tree": NO_SUCH_DRAFT,
+    "enable_adaptive_verification": NOT_NEEDED,
+    "use_local_argmax_reduction": NOT_NEEDED,
+    "disable_padded_drafter_batch": NOT_NEEDED,
+    "disable_eagle_block_drop": NOT_NEEDED,
+    "disable_lookahead_block_hashes": NOT_NEEDED,
+}
+
+
+FLAG = "--speculative-config"
+# Options that are keys of it.
+FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+
+
+def gather(options: dict[str, Any]) -> None:
+    """Make one `speculative_config` of it and its flat flags, out of the options of a model.
+
+    Raises:
+        ConfigError: not a JSON object, a key that servd does not know, or one that is given twice.
+    """
+    given = options.pop("speculative_config", None)
+    keys = {} if given is None else _read_keys(given)
+    for option, key in FLAT.items():
+        if (value := options.pop(option, None)) is not None:
+            if key in keys:
+                flag = option.replace("_", "-")
+                raise ConfigError(f'--{flag} {value}: {FLAG} has "{key}" too; give it once')
+            keys[key] = value
+    if keys or given is not None:
+        options["speculative_config"] = keys
+
+
+def _read_keys(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"{FLAG} {value}: not JSON ({error}); write e.g. "
+                """'{"method": "ngram", "num_speculative_tokens": 4}'"""
+            ) from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"""{FLAG} {value}: must be a JSON object, e.g. '{{"method": "ngram"}}'"""
+        )
+    known = typing.get_type_hints(SpeculativeConfig)
+    for key in value:
+        if key in REFUSED:
+            raise ConfigError(f'{FLAG}: servd has no "{key}": {REFUSED[key]}')
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
+            raise ConfigError(f'{FLAG}: unknown key "{key}"; {hint}')
+    return {key: item for key, item in value.items() if item is not None}

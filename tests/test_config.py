@@ -72,6 +72,51 @@ def test_strings_are_converted_to_the_type_of_the_option():
         ({"no_such_option": 1}, ["--no-such-option", "--help"]),
         ({"max_num_sequences": 1}, ["did you mean --max-num-seqs?"]),
         ({"api_key": ""}, ["--api-key: must not be empty"]),
+        ({"speculative_config": "{'method'}"}, ["--speculative-config", "not JSON", "write e.g."]),
+        ({"speculative_config": "[]"}, ["--speculative-config []: must be a JSON object"]),
+        ({"speculative_config": {}}, ['needs "method", or "model"']),
+        ({"spec_tokens": 3}, ['needs "method", or "model"']),
+        ({"spec_method": "eagle"}, ['method eagle needs "model"']),
+        (
+            {"spec_method": "ngram", "spec_tokens": 0},
+            ["--speculative-config num_speculative_tokens 0: must be a whole number >= 1"],
+        ),
+        (
+            {"spec_method": "ngram", "speculative_config": '{"method": "ngram"}'},
+            ["--spec-method ngram", "give it once"],
+        ),
+        ({"speculative_config": {"metod": "ngram"}}, ['"metod"; did you mean "method"?']),
+        (
+            {"speculative_config": {"model": "d", "draft_sample_method": "best"}},
+            ["draft_sample_method best: must be one of: greedy, probabilistic"],
+        ),
+        (
+            {"speculative_config": {"model": "d", "fly_window_size": 6}},
+            ['no "fly_window_size"', "leave it out"],
+        ),
+        (
+            {"speculative_config": {"prompt_lookup_max": 3, "prompt_lookup_min": 7, "model": "d"}},
+            ["prompt_lookup_min 7 is above prompt_lookup_max 3"],
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
+            ["goes with one of synthetic_acceptance_rates and synthetic_acceptance_length"],
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "synthetic_acceptance_length": 2}},
+            ["goes with one of synthetic_acceptance_rates and synthetic_acceptance_length"],
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "rejection_sample_method": "synthetic",
+                    "synthetic_acceptance_rates": [0.5, 0.6],
+                }
+            },
+            ["synthetic_acceptance_rates must be 2 numbers", "none above the one before"],
+        ),
     ],
 )
 def test_a_bad_option_is_named_with_its_value_and_rule(options, parts):
@@ -90,6 +135,47 @@ def test_a_bad_api_key_is_not_shown():
 def test_one_text_is_a_list_of_one():
     assert Config.load({"api_key": "secret"}).server.api_key == ["secret"]
     assert Config.load({"served_model_name": "a"}).model.served_model_name == ["a"]
+
+
+def speculative(keys):
+    return Config.load({"speculative_config": keys}).model.speculative_config
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("yuhuili/EAGLE-llama2-chat-7B", "eagle"),
+        ("abhigoyal/vllm-medusa-llama-68m-random", "medusa"),
+        ("[ngram]", "ngram"),
+        ("HuggingFaceTB/SmolLM2-135M", "draft_model"),
+    ],
+)
+def test_the_name_of_the_draft_says_the_method_unless_it_is_given(model, method):
+    assert speculative({"model": model}).method == method
+    assert speculative({"model": model, "method": "mine:Proposer"}).method == "mine:Proposer"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, (5, 5)), ({"min": 2}, (2, 2)), ({"max": 4}, (4, 4))]
+)
+def test_lengths_of_ngrams_are_filled_in(given, expected):
+    keys = {f"prompt_lookup_{end}": length for end, length in given.items()}
+    config = speculative(keys | {"method": "ngram"})
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == expected
+
+
+def test_the_flat_flags_of_speculative_decoding_are_keys_of_its_json():
+    flat = {"spec_method": "draft_model", "spec_model": "gpt2", "spec_tokens": "3"}
+    keys = {"method": "draft_model", "model": "gpt2", "num_speculative_tokens": 3}
+    assert Config.load(flat) == Config.load({"speculative_config": json.dumps(keys)})
+    assert Config.load(flat).model.speculative_config.num_speculative_tokens == 3
+
+
+def test_what_is_filled_in_survives_the_trip_to_another_process():
+    config = Config.load({"speculative_config": {"method": "suffix"}})
+    assert config.model.speculative_config.num_speculative_tokens == 24
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
 
 
 @given(st.integers(0, 2**50))

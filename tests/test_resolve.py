@@ -97,7 +97,7 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "model", "tokenizer", "revision", "download_dir", "load_format", "generation_config",
         "kv_cache_memory", "kv_cache_dtype", "quantization", "attention_backend", "uds",
         "chat_template", "tool_call_parser", "reasoning_parser", "fim_template", "attach",
-        "ipc_dir",
+        "ipc_dir", "speculative_config", "spec_method", "spec_model", "spec_tokens",
     }  # fmt: skip
 
 

@@ -12,6 +12,8 @@ import msgspec
 
 from servd.config import Config, choices, flag_of, options_by_name, read_config_file
 
+SHORT_FLAGS = {"speculative_config": ["-sc"]}  # as vLLM has them
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of Config, grouped by section, and the positional MODEL.
@@ -37,8 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                 continue
             if option.default not in (msgspec.NODEFAULT, None, False):
                 description += f" [{'on' if option.default is True else option.default}]"
+            flags = SHORT_FLAGS.get(option.name, []) + [flag_of(option.name)]
             style = argument_style(kind, option.name)
-            group.add_argument(flag_of(option.name), help=description, **style)
+            group.add_argument(*flags, help=description, **style)
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
