@@ -160,14 +160,14 @@ class Request:
         Returns:
             How many were added, and why the last one ends the output.
         """
+        if len(self.token_ids) == self.num_prompt_tokens:
+            self.token_ids = self.token_ids.copy()
         for count, token_id in enumerate(token_ids, 1):
             if (finish_reason := self._append(token_id)) is not None:
                 return count, finish_reason
         return len(token_ids), None
 
     def _append(self, token_id: int) -> FinishReason | None:
-        if not self.num_output_tokens:
-            self.token_ids = self.token_ids.copy()
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids and self.num_output_tokens >= self.min_tokens:
             return FinishReason.STOP

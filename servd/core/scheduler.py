@@ -262,12 +262,14 @@ class Scheduler:
         request.num_computed_tokens += scheduled.num_tokens
         if scheduled.samples:
             request.num_tokens += num_drafts + 1
-            max_new_drafts = self._max_drafts(request)
-            # Where a model drafts, it has keys and values of its own for them; and they come next.
-            if (block_ids := self.kv_cache.allocate(request, max_new_drafts)) is None:
-                block_ids, max_new_drafts = [], 0
-            scheduled.new_block_ids += block_ids
-            request.num_drafts = scheduled.max_new_drafts = max_new_drafts
+            request.num_drafts = self._max_drafts(request) if self.lookahead.max_drafts else 0
+            if request.num_drafts:
+                # Where a model drafts, it has keys and values of its own for them.
+                block_ids = self.kv_cache.allocate(request, request.num_drafts)
+                if block_ids is None:
+                    block_ids, request.num_drafts = [], 0
+                scheduled.new_block_ids += block_ids
+                scheduled.max_new_drafts = request.num_drafts
         self.kv_cache.commit(request)
         step.scheduled.append(scheduled)
         step.requests.append(request)
@@ -310,15 +312,19 @@ class Scheduler:
             if error := result.errors.get(i):
                 self._end_with_error(request, error, now, step.number)
                 continue
-            request.read(result, i)
+            if request.reads_prompt:
+                request.read(result, i)
             if not token_ids:
                 continue
-            request.settle(scheduled.num_drafts + 1 - len(token_ids))
-            self.lookahead.count(request.acceptance, scheduled.num_drafts, len(token_ids) - 1)
-            if request.num_placeholders == len(token_ids):  # no later step has them already
-                request.num_drafts = len(result.draft_token_ids.get(i, ()))
-            end = ends.get(i)
-            num_tokens, finish_reason = request.extend(token_ids[: end and end.num_tokens])
+            if scheduled.num_drafts:
+                request.settle(scheduled.num_drafts + 1 - len(token_ids))
+            if self.lookahead.max_drafts:
+                self.lookahead.count(request.acceptance, scheduled.num_drafts, len(token_ids) - 1)
+                if request.num_placeholders == len(token_ids):  # no later step has them already
+                    request.num_drafts = len(result.draft_token_ids.get(i, ()))
+            if (end := ends.get(i)) is not None:
+                token_ids = token_ids[: end.num_tokens]
+            num_tokens, finish_reason = request.extend(token_ids)
             if end is not None and num_tokens < end.num_tokens:
                 end = None
             output = request.output_of(result, i, num_tokens, finish_reason)
