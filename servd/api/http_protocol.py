@@ -21,6 +21,7 @@ MIN_BODY_RATE = 1024  # bytes per second, on average over --body-timeout
 # Every chunk costs microseconds of the loop, and one read may bring 40,000 of a single byte.
 MIN_CHUNK = 64  # bytes, on average
 MAX_SMALL_CHUNKS = 4096  # before that counts
+LINGER = 1.0  # seconds in which a refused client may read why
 
 
 class Connections:
@@ -66,6 +67,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._problem = ""  # for which the parser has been stopped
         self._is_in_body = False
         self._is_surplus = False
+        self._has_refused = False
         self._read_timer: asyncio.TimerHandle | None = None  # runs while the client owes bytes
         self._write_timer: asyncio.TimerHandle | None = None  # runs while it owes its attention
 
@@ -94,9 +96,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes came from the client."""
+        if self._has_refused:
+            return
         self.num_unparsed += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
+        if self._has_refused or self.transport.is_closing():
             return
         if self.num_unparsed > MAX_HEAD:
             message = f"the request line and the headers may have at most {MAX_HEAD} bytes"
@@ -192,7 +196,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._read_timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer in place of the application, unless it has begun to, and close."""
+        """Answer in place of the application, unless it has begun to, and close.
+
+        While bytes that nobody reads are in the socket, its close would reset the connection, and
+        the client might lose the answer. So it is closed a little later, or by the client.
+        """
         cycle = self.cycle
         has_answer = cycle is not None and cycle.response_started
         if has_answer and not self._is_in_body:
@@ -205,7 +213,14 @@ class HttpProtocol(HttpToolsProtocol):
                 b"%bcontent-type: application/json\r\nconnection: close\r\n"
                 b"content-length: %d\r\n\r\n%b" % (STATUS_LINE[status], len(body), body)
             )
-        self.transport.close()
+            self.transport.write_eof()
+        self._has_refused = True
+        self._stop_read_timer()
+        self.shared.idle[self] = None  # it may yield its place
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.loop.call_later(0 if has_answer else LINGER, self.transport.close)
 
     # ---- clients that do not read ----
 

@@ -85,6 +85,14 @@ async def test_headers_that_do_not_end_in_time_are_refused(served: Served, conne
             assert answer.startswith(b"HTTP/1.1 408 ") and b"--header-timeout" in answer
 
 
+async def test_a_refused_client_that_goes_on_sending_reads_why(served: Served, connect):
+    async with listening(served.app) as url:
+        client = await connect(url)
+        client.writer.write(b"GET /version HTTP/1.1\r\nx: " + b"y" * (4 << 20))
+        answer = await asyncio.wait_for(client.reader.read(), 10)
+        assert answer.startswith(b"HTTP/1.1 431 ") and answer.endswith(b"}")
+
+
 async def test_blank_lines_do_not_keep_a_connection_open(served: Served, connect):
     async with listening(served.app, header_timeout=0.2) as url:
         client = await connect(url)
