@@ -264,6 +264,7 @@ class ScheduledRequest(Message):
     num_computed_tokens: int = 0
     num_drafts: int = 0  # the last of num_tokens; each gets a successor if it is kept
     max_new_drafts: int = 0  # how many the workers may draft for the next step
+    draft_token_ids: list[int] = []  # the engine's drafts; empty: those of the workers
 
 
 class SchedulerOutput(Message, tag=True):

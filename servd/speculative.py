@@ -14,6 +14,8 @@ from msgspec.structs import force_setattr
 
 from servd.errors import ConfigError
 
+MAX_FORCED_TOKENS = 16  # computed with the token before them, for one request in one step
+
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -102,6 +104,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"synthetic_acceptance_length {length} is above num_speculative_tokens + 1 = "
                 f"{most + 1}"
             )
+
+
+def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: int) -> int:
+    """The most tokens that a step samples: of each request one, and one after each of its drafts;
+    forced tokens, which need no drafting, find room for one request at least.
+    """
+    wanted = max(max_num_seqs * (1 + max_drafts), 1 + MAX_FORCED_TOKENS)
+    return min(wanted, max_num_batched_tokens)
 
 
 LOSSY = "it changes what the model says, and servd's drafts never do; leave it out"

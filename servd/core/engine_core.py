@@ -84,13 +84,14 @@ class EngineCore:
         The scheduler counts optimistically and the workers keep the truth, so synchronous serving
         is the same loop with depth 1.
         """
-        scheduled = self.scheduler.schedule(self.grammars.choose_idle())
+        grammars = self.grammars
+        scheduled = self.scheduler.schedule(grammars.choose_idle(), grammars.forced_tokens())
         if scheduled is not None:
             self.executor.execute_model(scheduled)
-            self.grammars.begin_step(scheduled)
-            while self.grammars.awaits_tokens:
+            grammars.begin_step(scheduled)
+            while grammars.awaits_tokens:
                 self._harvest()
-            self.in_flight.append(self.executor.sample_tokens(self.grammars.bitmask()))
+            self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
         if self.in_flight and (scheduled is None or len(self.in_flight) >= self.depth):
             self._harvest()
         return self.scheduler.take_outputs()

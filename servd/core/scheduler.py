@@ -11,6 +11,7 @@ from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from servd.config import CacheConfig, SchedulerConfig
 from servd.core.kv_cache.manager import KVCacheManager
@@ -28,9 +29,13 @@ from servd.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+from servd.speculative import MAX_FORCED_TOKENS, max_num_samples
 from servd.tracing import Mark, now_ns
 
 logger = logging.getLogger("servd.scheduler")
+
+NO_DRAFTS: list[int] = []
+NOTHING_FORCED: Mapping[int, list[int]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -70,6 +75,10 @@ class Scheduler:
         assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
         assert config.max_num_batched_tokens >= config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_samples = max_num_samples(
+            config.max_num_seqs, config.max_num_batched_tokens, max_drafts
+        )
         self.by_priority = config.scheduling_policy == "priority"
         # No request may outgrow the whole cache: alone, it must always be able to finish.
         self.cache_len = num_blocks * cache_config.block_size
@@ -134,7 +143,11 @@ class Scheduler:
 
     # ---- schedule ----
 
-    def schedule(self, idle_slots: Set[int] = frozenset()) -> SchedulerOutput | None:
+    def schedule(
+        self,
+        idle_slots: Set[int] = frozenset(),
+        forced_tokens: Mapping[int, list[int]] = NOTHING_FORCED,
+    ) -> SchedulerOutput | None:
         """Choose the work of the next step; None if there is nothing that could be computed now.
 
         Running requests come first, in order, so that nobody's decoding waits for another's prompt.
@@ -142,10 +155,13 @@ class Scheduler:
 
         Args:
             idle_slots: slots of running requests that sit this step out.
+            forced_tokens: slot -> the tokens that are sure to follow the harvested ones.
         """
         step = Step(self._num_steps, now_ns())
         self.lookahead.begin_step(len(self.running))
-        budget = self._schedule_running(step, self.max_num_batched_tokens, idle_slots)
+        budget = self._schedule_running(
+            step, self.max_num_batched_tokens, idle_slots, forced_tokens
+        )
         budget = self._schedule_waiting(step, budget)
         if not step.scheduled:
             return None
@@ -155,9 +171,17 @@ class Scheduler:
         self._stats.num_scheduled_tokens = self.max_num_batched_tokens - budget
         return SchedulerOutput(step.number, step.scheduled, step.new_requests, freed_slots)
 
-    def _schedule_running(self, step: Step, budget: int, idle_slots: Set[int]) -> int:
+    def _schedule_running(
+        self,
+        step: Step,
+        budget: int,
+        idle_slots: Set[int],
+        forced_tokens: Mapping[int, list[int]],
+    ) -> int:
         """Give every running request its next tokens; returns the budget that is left."""
         running = self.running
+        num_samples = min(len(running) + len(self.waiting), self.max_num_seqs)
+        drafts_left = self.max_num_samples - num_samples
         i = 0
         while i < len(running):
             request = running[i]
@@ -168,9 +192,14 @@ class Scheduler:
             # decoding.
             room = budget - (len(running) - i)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
-            num_drafts = 0
-            if request.num_drafts:
-                num_drafts = min(request.num_drafts, self._max_drafts(request), room - 1)
+            drafts, num_drafts = NO_DRAFTS, 0
+            if request.slot in forced_tokens:
+                drafts = self._forced_drafts(request, forced_tokens[request.slot])
+                num_drafts = len(drafts)
+            elif request.num_drafts:
+                num_drafts = min(request.num_drafts, self._max_drafts(request))
+            if num_drafts:
+                num_drafts = max(min(num_drafts, room - num_tokens, drafts_left), 0)
             while (
                 new_block_ids := self.kv_cache.allocate(request, num_tokens + num_drafts)
             ) is None:
@@ -181,9 +210,20 @@ class Scheduler:
                 self._preempt(victim, step.number)
                 if victim is request:
                     return budget
-            self._append(step, request, num_tokens, new_block_ids, num_drafts)
+            self._append(step, request, num_tokens, new_block_ids, num_drafts, drafts[:num_drafts])
             budget -= num_tokens + num_drafts
+            drafts_left -= num_drafts
         return budget
+
+    def _forced_drafts(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Those of the tokens after the harvested ones that no step in flight samples, as far as
+        there is room for the token after them.
+        """
+        if request.num_drafts_in_flight or request.num_tokens - request.num_computed_tokens != 1:
+            return []  # nobody knows where the next step begins, or it computes a prompt
+        first = request.num_placeholders
+        room = request.max_num_tokens - request.num_tokens - 1
+        return token_ids[first : first + min(room, MAX_FORCED_TOKENS)]
 
     def _max_drafts(self, request: Request) -> int:
         """How many drafts of a request are worth their time, and leave room for the token after
@@ -247,6 +287,7 @@ class Scheduler:
         num_tokens: int,
         new_block_ids: list[int],
         num_drafts: int = 0,
+        draft_token_ids: list[int] = NO_DRAFTS,
     ) -> None:
         """Count `num_tokens` and the drafts after them as computed, and the tokens that the last of
         them yield as known to come: all drafts, as if they were kept, and one more.
@@ -258,8 +299,11 @@ class Scheduler:
             request.num_computed_tokens + num_tokens == request.num_tokens,
             request.num_computed_tokens,
             num_drafts,
+            draft_token_ids=draft_token_ids,
         )
         request.num_computed_tokens += scheduled.num_tokens
+        if not draft_token_ids:
+            request.num_drafts_in_flight += num_drafts
         if scheduled.samples:
             request.num_tokens += num_drafts + 1
             request.num_drafts = self._max_drafts(request) if self.lookahead.max_drafts else 0
@@ -319,7 +363,7 @@ class Scheduler:
             if scheduled.num_drafts:
                 request.settle(scheduled.num_drafts + 1 - len(token_ids))
             if self.lookahead.max_drafts:
-                self.lookahead.count(request.acceptance, scheduled.num_drafts, len(token_ids) - 1)
+                self._count_kept(request, scheduled, len(token_ids) - 1)
                 if request.num_placeholders == len(token_ids):  # no later step has them already
                     request.num_drafts = len(result.draft_token_ids.get(i, ()))
             if (end := ends.get(i)) is not None:
@@ -329,6 +373,12 @@ class Scheduler:
                 end = None
             output = request.output_of(result, i, num_tokens, finish_reason)
             self._harvest(request, output, end, now, step.number)
+
+    def _count_kept(self, request: Request, scheduled: ScheduledRequest, num_kept: int) -> None:
+        """Learn from the workers' drafts; those of the engine are always kept."""
+        if not scheduled.draft_token_ids:
+            request.num_drafts_in_flight -= scheduled.num_drafts
+            self.lookahead.count(request.acceptance, scheduled.num_drafts, num_kept)
 
     def _harvest(
         self,

@@ -21,6 +21,7 @@ from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
 from servd.params import SamplingParams
 from servd.sizes import format_bytes
+from servd.speculative import max_num_samples
 from servd.worker import kv_cache, model_loader, readers, spec_decode
 from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, make_backend
 from servd.worker.device import upload
@@ -124,8 +125,9 @@ class ModelRunner(ABC):
         self.max_num_tokens = config.scheduler.max_num_batched_tokens
         speculative = config.model.speculative_config
         self.max_drafts = speculative.num_speculative_tokens if speculative else 0
-        # Tokens sampled in a step: of each request one, and one after each of its drafts.
-        self.max_num_samples = min(self.max_num_seqs * (1 + self.max_drafts), self.max_num_tokens)
+        self.max_num_samples = max_num_samples(
+            self.max_num_seqs, self.max_num_tokens, self.max_drafts
+        )
         self.kv_caches: list[torch.Tensor] = []
         self.launched: LaunchedStep | None = None
         self.failed: dict[int, str] = {}  # slot -> why its request could not enter
@@ -294,6 +296,7 @@ class ModelRunner(ABC):
         for row in scheduled.scheduled:
             if row.new_block_ids:
                 self.states.block_tables.append(row.slot, row.new_block_ids)
+        self.states.write_drafts(scheduled.scheduled)
 
     def _add(self, request: NewRequest) -> None:
         """A request enters its slot.

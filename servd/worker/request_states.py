@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from servd.errors import InvalidRequest
-from servd.messages import NewRequest
+from servd.messages import NewRequest, ScheduledRequest
 from servd.worker.block_table import BlockTables
 from servd.worker.device import upload
 
@@ -62,3 +62,17 @@ class RequestStates:
     def write(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store tokens at their indices in the sequences of their slots. [n] int64 each."""
         self.token_ids[slots, positions] = token_ids.int()
+
+    def write_drafts(self, scheduled: list[ScheduledRequest]) -> None:
+        """Store the engine's drafts behind the known tokens of their rows."""
+        drafts = [
+            (row.slot, row.num_tokens - row.num_drafts + offset, token_id, row.num_drafts)
+            for row in scheduled
+            for offset, token_id in enumerate(row.draft_token_ids)
+        ]
+        if not drafts:
+            return
+        columns = np.array(drafts, dtype=np.int64).T
+        slots, offsets, token_ids, counts = upload(columns, self.token_ids.device)
+        self.write(slots, self.num_computed[slots] + offsets, token_ids)
+        self.num_drafts[slots] = counts

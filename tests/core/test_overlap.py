@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from servd.core.lookahead import StepCost
 from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import StructuredOutput
+from servd.speculative import MAX_FORCED_TOKENS
 from tests.core.devices import SlowExecutor, TimedExecutor, overlap
 from tests.core.engines import AuditedExecutor, Log, generate, make_engine, make_request
 
-REGEX = StructuredOutput("regex", "[a-z]{3,6}-[0-9]{2}")
+REGEX = "[a-z]{3,6}-[0-9]{2}"
+FORCED = "abcdefghij-[0-9]{2}-klmnopqrst"
 NUM_STEPS = 12
 
 
@@ -83,7 +85,7 @@ class Arrival:
     max_tokens: int
     min_tokens: int = 0
     stops: bool = False
-    form: bool = False
+    form: str | None = None  # a regular expression
     logprobs: int | None = None
     abort_after: int | None = None
 
@@ -95,7 +97,7 @@ class Arrival:
             min_tokens=min(self.min_tokens, self.max_tokens),
             stop_token_ids=list(b"aeiou ") if self.stops else [],
             logprobs=self.logprobs,
-            structured_output=REGEX if self.form else None,
+            structured_output=StructuredOutput("regex", self.form) if self.form else None,
         )
 
 
@@ -104,12 +106,12 @@ arrivals = st.builds(
     Arrival,
     step=st.integers(0, 10),
     prompt=st.builds(
-        lambda first, length: TEXT[first : first + length], st.integers(0, 2), st.integers(1, 30)
+        lambda first, length: TEXT[first : first + length], st.integers(0, 2), st.integers(1, 20)
     ),
-    max_tokens=st.integers(1, 16),
+    max_tokens=st.integers(1, 26),
     min_tokens=st.integers(0, 8),
     stops=st.booleans(),
-    form=st.booleans(),
+    form=st.sampled_from([None, REGEX, FORCED]),
     logprobs=st.none() | st.integers(0, 2),
     abort_after=st.none() | st.integers(0, 20),
 )
@@ -132,8 +134,9 @@ def serve(
     executor_class: type[AuditedExecutor],
     num_blocks: int,
     max_drafts: int = 0,
+    jumps_ahead: bool = True,
 ) -> Log:
-    """Run the engine while requests come and go."""
+    """Run the engine while requests come and go; without `jumps_ahead` no grammar drafts."""
     options = {"speculative_config": drafting(max_drafts)} if max_drafts else {}
     engine = make_engine(
         num_blocks,
@@ -143,6 +146,8 @@ def serve(
         executor_class=executor_class,
         **options,
     )
+    if not jumps_ahead:
+        engine.grammars.forced_tokens = dict
     settle, log = with_grammars(engine), Log()
     for step in range(max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals) + 1):
         for i, arrival in enumerate(arrivals):
@@ -157,9 +162,9 @@ def serve(
 
 @cache
 def alone(arrival: Arrival) -> list[Any]:
-    """What a request gets that is served by itself, step after step, and never aborted."""
+    """What a request gets that is served by itself, token after token, and never aborted."""
     arrival = dataclasses.replace(arrival, step=0, abort_after=None)
-    return outputs(serve([arrival], 1, AuditedExecutor, 64), "0")
+    return outputs(serve([arrival], 1, AuditedExecutor, 64, jumps_ahead=False), "0")
 
 
 def outputs(log: Log, request_id: str) -> list[Any]:
@@ -202,16 +207,26 @@ def reasons(log: Log) -> list[str | None]:
     ("num_blocks", "fields", "happened"),
     [
         (64, {"stops": True}, lambda log: "stop" in reasons(log)),
-        (64, {"form": True}, lambda log: reasons(log) == ["stop"] * 6),
+        (64, {"form": REGEX}, lambda log: reasons(log) == ["stop"] * 6),
         (
             64,
             {"abort_after": 4},
             lambda log: 0 < len(log.token_ids("0")) < 27 and set(reasons(log)) == {None},
         ),
         (9, {}, lambda log: log.total("num_preemptions") > 0),
-        (9, {"form": True, "logprobs": 1}, lambda log: log.total("num_preemptions") > 0),
+        (9, {"form": REGEX, "logprobs": 1}, lambda log: log.total("num_preemptions") > 0),
+        (64, {"form": FORCED}, lambda log: reasons(log) == ["stop"] * 6),
+        (9, {"form": FORCED, "logprobs": 1}, lambda log: log.total("num_preemptions") > 0),
     ],
-    ids=["stops", "grammar", "aborts", "preemption", "preempted grammar"],
+    ids=[
+        "stops",
+        "grammar",
+        "aborts",
+        "preemption",
+        "preempted grammar",
+        "forced",
+        "preempted forced",
+    ],
 )
 def test_each_of_these_happens_and_changes_no_output(
     depth, max_drafts, num_blocks, fields, happened
@@ -236,3 +251,35 @@ def test_drafts_save_steps(depth):
         steps[max_drafts] = len([output for output in log.outputs["0"] if output.new_token_ids])
         assert len(log.token_ids("0")) == 24
     assert steps[4] <= 0.6 * steps[0]
+
+
+@pytest.mark.parametrize(
+    ("depth", "max_drafts", "num_steps"),
+    [(1, 0, 4), (2, 0, 5), (3, 0, 5), (1, 2, 4), (2, 2, 6), (3, 2, 6)],
+)
+def test_forced_tokens_take_one_step(depth, max_drafts, num_steps):
+    """Steps that were launched before one knew what is forced come before it; so does another
+    one if nobody knows how many drafts they keep.
+    """
+    arrivals = [Arrival(0, TEXT[:9], 27, form=FORCED)]
+    log = serve(arrivals, depth, AuditedExecutor, 64, max_drafts)
+    assert outputs(log, "0") == alone(arrivals[0])
+    assert len(log.token_ids("0")) == 24
+    assert len([output for output in log.outputs["0"] if output.new_token_ids]) == num_steps
+
+
+def test_one_step_samples_no_more_than_it_can():
+    """Forced tokens of six requests share what is left by one of each."""
+    arrivals = [Arrival(0, TEXT[i : i + 3], 27, form=FORCED) for i in range(6)]
+    engine = make_engine(64, 1, max_num_seqs=6, max_num_batched_tokens=40)
+    settle, log = with_grammars(engine), Log()
+    for i, arrival in enumerate(arrivals):
+        engine.handle(arrival.request(str(i)))
+    settle()
+    log.run(engine)
+    num_samples = [
+        sum(item.num_drafts + item.samples for item in step.scheduled)
+        for step in engine.executor.steps
+    ]
+    assert max(num_samples) == 1 + MAX_FORCED_TOKENS
+    assert [outputs(log, str(i)) for i in range(6)] == [alone(arrival) for arrival in arrivals]

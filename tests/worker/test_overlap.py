@@ -4,6 +4,7 @@ at every depth.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from servd.hf import read_spec
 from servd.messages import AbortRequests, EngineCoreRequest, GrammarBitmask, SchedulerOutput
 from servd.params import SamplingParams, StructuredOutput
 from tests.core.engines import Log
-from tests.core.test_overlap import with_grammars
+from tests.core.test_overlap import outputs, with_grammars
 from tests.worker.driver import config_for
 from tests.worker.recorded import write_config
 
@@ -71,9 +72,12 @@ def serve(
     depth: int,
     num_blocks: int,
     aborts: bool,
+    jumps_ahead: bool = True,
     **options: Any,
 ) -> Log:
-    """Requests come in three waves; one is aborted in its midst. Further options as in Config."""
+    """Requests come in three waves; one is aborted in its midst. Further options as in Config;
+    without `jumps_ahead` no grammar drafts.
+    """
     spec = read_spec(folder)
     defaults = {
         "load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 24,
@@ -83,6 +87,8 @@ def serve(
     executor = ThreadedExecutor(config, spec, lambda *_: None)
     engine = EngineCore(config, spec, executor, executor.start().num_blocks)
     engine.depth = depth
+    if not jumps_ahead:
+        engine.grammars.forced_tokens = dict
     settle, log = with_grammars(engine), Log()
     for wave in (requests[:3], requests[3:4], requests[4:]):
         for request in wave:
@@ -125,19 +131,56 @@ def test_no_depth_changes_what_a_grammar_allows(tiny_llama: Path):
             assert re.fullmatch(GRAMMAR.value, text)
 
 
+KEYS = ("customer_identifier", "shipping_address_line", "is_express_delivery")
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram"}], ids=["plain", "ngram"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_keys_of_a_schema_cost_few_steps(tiny_llama: Path, batch, depth, speculative):
+    """What a grammar forces is computed at once, and changes no token."""
+    schema = json.dumps({
+        "type": "object", "properties": {key: {"type": "boolean"} for key in KEYS},
+        "required": KEYS, "additionalProperties": False,
+    })  # fmt: skip
+    form = StructuredOutput("json", schema)
+    tokenizer = Tokenizer.from_file(str(tiny_llama / "tokenizer.json"))
+    # Random weights like white space, which is not forced.
+    blanks = [i for i in range(tokenizer.get_vocab_size()) if not tokenizer.decode([i]).strip()]
+    requests = []
+    for i, options in enumerate(
+        [{"temperature": 0.0}, {}, {"repetition_penalty": 1.4}, {"logprobs": 1}]
+    ):
+        params = SamplingParams(
+            seed=i, max_tokens=200, logit_bias=dict.fromkeys(blanks, -50.0),
+            structured_output=form, **options,
+        )  # fmt: skip
+        requests.append(EngineCoreRequest(str(i), [5 + i] * 20, params, eos_token_ids=[3]))
+    limits = {"max_model_len": 256, "max_num_seqs": batch}
+    expected = serve(tiny_llama, requests, 1, 300, False, jumps_ahead=False, **limits)
+    drafts = {"speculative_config": speculative} if speculative else {}
+    log = serve(tiny_llama, requests, depth, 300, False, **limits, **drafts)
+    for request_id in expected.outputs:
+        token_ids = log.token_ids(request_id)
+        assert token_ids == expected.token_ids(request_id)
+        assert json.loads(tokenizer.decode(token_ids)).keys() == set(KEYS)
+        num_steps = len([each for each in log.outputs[request_id] if each.new_token_ids])
+        assert num_steps <= 0.6 * len(token_ids)
+
+
 def check_depths(folder: Path, requests: list[EngineCoreRequest]) -> Log:
     """What the requests get one step after the other, which is what they get at all depths, aborted
     and preempted.
     """
-    whole_log = serve(folder, requests, 1, 100, aborts=False)
-    expected, num_preemptions = whole_log.outputs, 0
+    whole_log = serve(folder, requests, 1, 100, aborts=False, jumps_ahead=False)
+    num_preemptions = 0
     for depth in (1, 2, 3, 4):
         log = serve(folder, requests, depth, 12, aborts=True)
         num_preemptions += log.total("num_preemptions")
-        for request_id, outputs in log.outputs.items():
+        for request_id in log.outputs:
             got, whole = (
-                [(o.new_token_ids, o.finish_reason, o.stop_reason, bool(o.logprobs)) for o in part]
-                for part in (outputs, expected[request_id])
+                [(token_id, bool(logprobs), end) for token_id, logprobs, end in each]
+                for each in (outputs(log, request_id), outputs(whole_log, request_id))
             )
             assert got == whole or (request_id == "1" and got == whole[: len(got)])
         assert len(log.token_ids("1")) < len(whole_log.token_ids("1")), "aborted in its midst"

@@ -205,7 +205,7 @@ class FakeExecutor(executor.Executor):
             row = self.rows[item.slot]
             row.block_ids += item.new_block_ids
             self._compute(row, item.num_tokens - item.num_drafts)
-            row.drafts = row.drafts[: item.num_drafts]
+            row.drafts = (item.draft_token_ids or row.drafts)[: item.num_drafts]
             self._compute_drafts(row)
         return scheduled
 

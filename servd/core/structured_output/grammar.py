@@ -117,6 +117,14 @@ class Matcher:
         _check(self._matcher)
         return bitmask
 
+    def forced_tokens(self) -> list[int]:
+        """The tokens that come next, as far as masks will allow no others.
+
+        Raises:
+            GrammarError: the library failed.
+        """
+        return _call(self._matcher.compute_ff_tokens)
+
     def accept(self, token_id: int) -> None:
         """Take in the next token.
 

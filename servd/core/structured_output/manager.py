@@ -35,6 +35,7 @@ from servd.messages import (
     GrammarBitmask,
     ModelRunnerOutput,
     NewRequest,
+    ScheduledRequest,
     SchedulerOutput,
 )
 from servd.params import PoolingParams, SamplingParams, StructuredOutput
@@ -93,13 +94,19 @@ class Row:
             self._follow(lambda matcher: matcher.accept(token_id))
             self.token_ids.append(token_id)
 
-    def bitmasks(self, num_drafts: int) -> list[bytes | None]:
-        """The tokens that may come next, and those after each of the first drafts as far as these
-        are allowed; None if all may.
+    def forced_tokens(self) -> list[int]:
+        """The tokens that must come next."""
+        if self.starts_after:
+            return []
+        return self._follow(lambda matcher: matcher.forced_tokens()) or []
+
+    def bitmasks(self, draft_token_ids: list[int]) -> list[bytes | None]:
+        """The tokens that may come next, and those after each draft as far as the drafts are
+        allowed; None if all may.
         """
         start = time.perf_counter()
         masks, probe = [self._bitmask()], self
-        for token_id in self.draft_token_ids[:num_drafts]:
+        for token_id in draft_token_ids:
             if probe is self:
                 probe = replace(self, matcher=self.matcher and self.matcher.copy())
                 probe.token_ids = self.token_ids.copy()
@@ -176,10 +183,10 @@ class GrammarManager:
         self._cache = GrammarCache(self._compile)
         self._compiling: dict[Key, list[EngineCoreRequest]] = {}
         self._rows: dict[int, Row] = {}  # by slot
-        # Those that sample: index in `scheduled`, row, number of drafts.
-        self._step: list[tuple[int, Row, int]] = []
+        # Those that sample: index in `scheduled`, row, its part in the step.
+        self._step: list[tuple[int, Row, ScheduledRequest]] = []
         self._turn = 0
-        self._in_flight: deque[list[tuple[int, Row, int]]] = deque()
+        self._in_flight: deque[list[tuple[int, Row, ScheduledRequest]]] = deque()
 
     # ---- before a request runs ----
 
@@ -261,7 +268,7 @@ class GrammarManager:
         self._step = []
         if self._rows:
             self._step = [
-                (index, self._rows[item.slot], item.num_drafts)
+                (index, self._rows[item.slot], item)
                 for index, item in enumerate(scheduled.scheduled)
                 if item.samples and item.slot in self._rows
             ]
@@ -287,6 +294,14 @@ class GrammarManager:
                 idle.add(slot)
         return idle
 
+    def forced_tokens(self) -> dict[int, list[int]]:
+        """Slot -> the tokens that must follow those which were harvested, if there are any."""
+        return {
+            slot: token_ids
+            for slot, row in self._rows.items()
+            if (token_ids := row.forced_tokens())
+        }
+
     @property
     def awaits_tokens(self) -> bool:
         """Whether this step's masks depend on tokens that are still in flight."""
@@ -296,9 +311,10 @@ class GrammarManager:
         """What the rows of this step may sample."""
         self._in_flight.append(self._step)
         bitmask, masks = GrammarBitmask([], [], b""), []
-        for index, row, num_drafts in self._step:
+        for index, row, item in self._step:
             row.num_awaited += 1
-            for offset, mask in enumerate(row.bitmasks(num_drafts)):
+            drafts = item.draft_token_ids or row.draft_token_ids[: item.num_drafts]
+            for offset, mask in enumerate(row.bitmasks(drafts)):
                 if mask is not None:
                     bitmask.indices.append(index)
                     bitmask.offsets.append(offset)
