@@ -106,9 +106,12 @@ class GPUModelRunner(ModelRunner):
         super().allocate_kv_cache(-(-longest // self.config.cache.block_size))
         cache_bytes = meter.allocated() - before
         forward = sampling = 0
-        for num_rows, num_tokens in ((1, longest), (self.max_num_seqs, each)):
+        steps = [(1, longest, 0), (self.max_num_seqs, each, 0)]
+        if num_drafts := self.max_drafts:
+            steps.append((self.max_num_samples // (1 + num_drafts), 1 + num_drafts, num_drafts))
+        for num_rows, num_tokens, num_drafts in steps:
             meter.peak()
-            self._launch(num_rows, num_tokens)
+            self._launch(num_rows, num_tokens, num_drafts)
             forward = max(forward, meter.peak())
             self._sample_all(num_rows)
             sampling = max(sampling, meter.peak())
@@ -128,7 +131,7 @@ class GPUModelRunner(ModelRunner):
             max_num_seqs=self.max_num_seqs,
         )
 
-    def _launch(self, num_rows: int, num_tokens: int) -> None:
+    def _launch(self, num_rows: int, num_tokens: int, num_drafts: int) -> None:
         """Begin a step of prompts; all rows share the blocks, since only sizes matter."""
         num_blocks = -(-num_tokens // self.config.cache.block_size)
         new_requests = [
@@ -142,7 +145,10 @@ class GPUModelRunner(ModelRunner):
             )
             for slot in range(num_rows)
         ]
-        scheduled = [ScheduledRequest(slot=slot, num_tokens=num_tokens) for slot in range(num_rows)]
+        scheduled = [
+            ScheduledRequest(slot=slot, num_tokens=num_tokens, num_drafts=num_drafts)
+            for slot in range(num_rows)
+        ]
         self.execute_model(SchedulerOutput(step=0, new_requests=new_requests, scheduled=scheduled))
 
     def _sample_all(self, num_rows: int) -> None:

@@ -92,6 +92,12 @@ def test_neither_depth_nor_graphs_change_an_output(folder: Path):
     assert serve(folder, 2) == expected
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_change_no_output(folder: Path, depth: int):
+    expected = serve(folder, depth)
+    assert serve(folder, depth, speculative_config={"method": "ngram"}) == expected
+
+
 def test_a_decode_step_never_waits_for_the_device(folder: Path):
     driver = Driver(config_for(folder, **ON_DEVICE))
     slots = [driver.add([1, 2, 3]), driver.add([4, 5])]
