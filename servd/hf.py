@@ -102,6 +102,8 @@ def read_spec(folder: Path | str) -> ModelSpec:
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
+    # Heads in *speculators* format say so what they share with other decoders.
+    config = config.get("transformer_layer_config", {}) | config
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
 

@@ -153,12 +153,16 @@ def decode_attention(
     states: RequestStates, slots: torch.Tensor, positions: torch.Tensor
 ) -> AttentionBatch:
     """The attention of one token per row, [num_rows] int64 each, in a form that a graph can capture
-    (see `Backend`).
+    (see `Backend`); on a CPU, with lengths that are exact.
     """
     num_rows, tables = len(slots), states.block_tables
+    if positions.device.type == "cpu":
+        seq_lens = positions.numpy() + 1
+    else:
+        seq_lens = np.full(num_rows, states.max_model_len, dtype=np.int64)
     return AttentionBatch(
         query_lens=np.ones(num_rows, dtype=np.int64),
-        seq_lens=np.full(num_rows, states.max_model_len, dtype=np.int64),
+        seq_lens=seq_lens,
         query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device),
         seq_lens_device=(positions + 1).int(),
         block_tables=tables.tables[slots],

@@ -34,13 +34,26 @@ DUMMY_STD = 0.02
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
 
-class Model(Protocol):
-    """What the runner and the loader use of a model; see servd/worker/models."""
+class Loadable(Protocol):
+    """What the loader uses of a model."""
 
     packed: ClassVar[dict[str, tuple[str, int]]]
     ignored: ClassVar[tuple[str, ...]]
     # What all names but the head's begin with; checkpoints of the bare model leave it out.
     base_prefix: ClassVar[str]
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Every weight once; tied ones under their first name."""
+        ...
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        """Every layer, by its name."""
+        ...
+
+
+class Model(Loadable, Protocol):
+    """What the runner uses of a model; see servd/worker/models."""
+
     sliding_window: int | None
 
     def __call__(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -49,14 +62,6 @@ class Model(Protocol):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]."""
-        ...
-
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Every weight once; tied ones under their first name."""
-        ...
-
-    def named_modules(self) -> Iterator[tuple[str, Any]]:
-        """Every layer, by its name."""
         ...
 
 
@@ -81,22 +86,44 @@ def build_model(
             f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, which "
             f"config.json asks for"
         ) from None
-    with torch.device(device), _default_dtype(dtype):
+    with defaults(dtype, device):
         return model_class(spec, parallel).eval()
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Within it, layers are made of this type and on this device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        yield
+        with torch.device(device):
+            yield
     finally:
         torch.set_default_dtype(before)
 
 
-def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -> None:
+def tensor_shapes(folder: str) -> dict[str, torch.Size]:
+    """Every tensor of the checkpoint in `folder`, by its name.
+
+    Raises:
+        ModelNotFound: a file is missing or broken.
+    """
+    return {name: tensor.shape for name, tensor in _tensors(weight_files(folder))}
+
+
+def load_weights(
+    model: Loadable,
+    folder: str,
+    progress: Callable[[float], None],
+    rename: Callable[[str], str] = str,
+) -> None:
     """Fill the model from the checkpoint in `folder`, tensor by tensor from the mapped file.
+
+    Args:
+        model: to fill.
+        folder: with the safetensors files.
+        progress: called with how far it is, 0 to 1.
+        rename: from a checkpoint's name for a tensor to one that the model has.
 
     Raises:
         ModelNotFound: a file or tensor is missing or broken.
@@ -110,8 +137,9 @@ def load_weights(model: Model, folder: str, progress: Callable[[float], None]) -
     done, total = 0, sum(file.stat().st_size for file in files)
     for name, tensor in _tensors(files):
         try:
-            if not _load_kv_scale(model, attentions, name, tensor):
-                target, part = _target(model, weights, name)
+            renamed = rename(name)
+            if not _load_kv_scale(model, attentions, renamed, tensor):
+                target, part = _target(model, weights, renamed)
                 if target is not None:
                     target.load(tensor, part, copy)
         except ValueError as error:
@@ -136,7 +164,7 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load_kv_scale(
-    model: Model, attentions: dict[str, Attention], name: str, tensor: Tensor
+    model: Loadable, attentions: dict[str, Attention], name: str, tensor: Tensor
 ) -> bool:
     """Whether the tensor is a scale of an attention layer's keys or values, which then has it.
 
@@ -162,7 +190,7 @@ def _load_kv_scale(
 
 
 def _target(
-    model: Model, weights: dict[str, Weight], name: str
+    model: Loadable, weights: dict[str, Weight], name: str
 ) -> tuple[Weight | None, int | None]:
     """The parameter of a checkpoint tensor, and which part of it; None: not needed."""
     if name.endswith(model.ignored):
@@ -183,7 +211,7 @@ def _target(
     )
 
 
-def init_dummy_weights(model: Model, seed: int) -> None:
+def init_dummy_weights(model: Loadable, seed: int) -> None:
     """Fill the model with small random numbers, equal for a seed on every rank; vectors are 1."""
     for index, (_, weight) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=weight.device).manual_seed(seed + index)
@@ -193,7 +221,7 @@ def init_dummy_weights(model: Model, seed: int) -> None:
             weight.data.normal_(std=DUMMY_STD, generator=generator)
 
 
-def reform(model: Model, dtype: torch.dtype, quantization: str | None) -> None:
+def reform(model: Loadable, dtype: torch.dtype, quantization: str | None) -> None:
     """Bring the matrices, one after the other, into the form in which the device multiplies
     fastest.
 
@@ -220,7 +248,7 @@ def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:
     )
 
 
-def count_bytes(model: Model) -> int:
+def count_bytes(model: Loadable) -> int:
     """Bytes of all weights on this rank."""
     weights = (weight for _, weight in model.named_parameters())
     return sum(w.num_bytes if isinstance(w, Matrix) else w.nbytes for w in weights)

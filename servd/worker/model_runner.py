@@ -183,7 +183,7 @@ class ModelRunner(ABC):
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
         self.readers = readers.load(self.states, self.model.compute_logits)
         self.proposer = spec_decode.load(
-            Target(self.config, self.spec, self.model, self.states, self.parallel)
+            Target(self.config, self.spec, self.model, self.states, self.parallel, self.backend)
         )
         self.followers = [*self.readers, *([self.proposer] if self.proposer else [])]
 

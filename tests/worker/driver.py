@@ -79,6 +79,7 @@ class Driver:
         self.blocks: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.num_prompt: dict[int, int] = {}
+        self.drafts: dict[int, list[int]] = {}  # slot -> drafted behind its tokens
         self.logits: dict[
             int, list[torch.Tensor]
         ] = {}  # slot -> those that its samples were drawn from
@@ -101,6 +102,7 @@ class Driver:
         cached = list(cached_blocks or [])
         self.tokens[slot] = list(token_ids)
         self.logits[slot] = []
+        self.drafts[slot] = []
         self.blocks[slot] = cached
         self.computed[slot] = len(cached) * self.block_size
         self.num_prompt[slot] = num_prompt_tokens or len(token_ids)
@@ -128,27 +130,28 @@ class Driver:
         return self.tokens.pop(slot)
 
     def step(
-        self, chunks: dict[int, int], bitmask: GrammarBitmask | None = None
+        self,
+        chunks: dict[int, int],
+        bitmask: GrammarBitmask | None = None,
+        max_new_drafts: int = 0,
     ) -> ModelRunnerOutput:
-        """Compute so many tokens of each slot, in this order; a slot with none left to know
-        samples.
+        """Compute so many tokens of each slot, in this order; a slot with none left to know samples
+        and verifies its drafts, and may get new ones.
         """
         scheduled: list[ScheduledRequest] = []
         for slot, num_tokens in chunks.items():
-            end = self.computed[slot] + num_tokens
+            start, end = self.computed[slot], self.computed[slot] + num_tokens
             assert end <= len(self.tokens[slot])
-            missing = -(-end // self.block_size) - len(self.blocks[slot])
+            samples = end == len(self.tokens[slot])
+            num_drafts = len(self.drafts[slot]) if samples else 0
+            most = max_new_drafts if samples else 0
+            end += num_drafts
+            missing = max(-(-(end + most) // self.block_size) - len(self.blocks[slot]), 0)
             new_blocks = [self.free_blocks.pop() for _ in range(missing)]
             self.blocks[slot] += new_blocks
             self.computed[slot] = end
             scheduled.append(
-                ScheduledRequest(
-                    slot,
-                    num_tokens,
-                    new_blocks,
-                    end == len(self.tokens[slot]),
-                    num_computed_tokens=end - num_tokens,
-                )
+                ScheduledRequest(slot, end - start, new_blocks, samples, start, num_drafts, most)
             )
         self.step_number += 1
         self.worker.execute_model(
@@ -157,11 +160,15 @@ class Driver:
         self.new, self.freed = [], []
         output = self.worker.sample_tokens(bitmask).result()
         logits = list(self.spy.rows)
-        for row, sampled in zip(scheduled, output.sampled_token_ids, strict=True):
-            assert len(sampled) == row.samples
+        for index, row in enumerate(scheduled):
+            sampled = output.sampled_token_ids[index]
+            assert row.samples <= len(sampled) <= row.samples * (1 + row.num_drafts)
             self.tokens[row.slot] += sampled
             if sampled:
-                self.logits[row.slot].append(logits.pop(0))
+                self.computed[row.slot] = len(self.tokens[row.slot]) - 1
+                self.drafts[row.slot] = output.draft_token_ids.get(index, [])
+                self.logits[row.slot] += logits[: len(sampled)]
+                del logits[: 1 + row.num_drafts]
         return output
 
     def left(self, slot: int) -> int:

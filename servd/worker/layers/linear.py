@@ -1,4 +1,6 @@
-"""Linear layers that split over the ranks: column-parallel by outputs, row-parallel by inputs."""
+"""Linear layers: replicated on the ranks, or split: column-parallel by outputs, row-parallel by
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,21 @@ from torch import Tensor, nn
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.weight import Weight
 from servd.worker.parallel import Parallel
+
+
+class ReplicatedLinear(nn.Module):
+    """`x @ W.T + b`, each rank holding all of it."""
+
+    def __init__(
+        self, in_features: int, out_features: int, parallel: Parallel, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.weight = Matrix((out_features, in_features), parallel)
+        self.bias = Weight((out_features,), parallel) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, in] -> [num_tokens, out]."""
+        return self.weight.product(x, self.bias)
 
 
 class ColumnParallelLinear(nn.Module):

@@ -225,6 +225,16 @@ def _norm(
     return out, sums
 
 
+def add(x: Tensor, residual: Tensor, out: Tensor) -> None:
+    """`x + residual`, contiguous float32 [n, size] each, to `out`: the sums of a norm that nobody
+    reads.
+    """
+    assert _fits(x, residual, out)
+    size = x.shape[-1]
+    unread = torch.empty(x.shape)
+    call("norm", 0, x, 1, size, residual, x, None, 1.0, unread, out, x.numel() // size, size)
+
+
 def activate(x: Tensor, name: str) -> Tensor:
     """See `Ops.activate`."""
     if not _fits(x):

@@ -8,7 +8,9 @@ drafts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +21,15 @@ from servd.config import Config
 from servd.hf import ModelSpec
 from servd.messages import ModelRunnerOutput, NewRequest
 from servd.speculative import SpeculativeConfig
+from servd.worker import model_loader
+from servd.worker.attention import Backend
 from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
-from servd.worker.model_loader import Model
+from servd.worker.model_loader import Loadable, Model
 from servd.worker.parallel import Parallel
 from servd.worker.request_states import RequestStates
+
+Draft = TypeVar("Draft", bound=Loadable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,20 @@ class Target:
     model: Model
     states: RequestStates
     parallel: Parallel
+    backend: Backend[Any]
+
+    def load(
+        self, make: Callable[[], Draft], folder: str, rename: Callable[[str], str] = str
+    ) -> Draft:
+        """Make a model that drafts, and fill it from a checkpoint; see `model_loader`."""
+        spec, speculative = self.backend.spec, self.config.model.speculative_config
+        assert speculative is not None
+        with model_loader.defaults(spec.dtype, spec.device):
+            draft = make()
+        model_loader.load_weights(draft, folder, lambda _: None, rename)
+        dtype = getattr(torch, self.config.model.dtype)
+        model_loader.reform(draft, dtype, speculative.quantization)
+        return draft
 
 
 class Proposer(ABC):
@@ -78,7 +98,7 @@ class Proposer(ABC):
         Args:
             slots: [n] int64.
             max_len: no row has more tokens.
-            num_drafts: the most for a row.
+            num_drafts: the most for a row; for each of them it is `states.num_drafts`.
 
         Returns:
             token ids [n, num_drafts] int64, and how many of them count, [n] int64.
@@ -93,8 +113,10 @@ class Proposer(ABC):
         most = batch.max_new_drafts[wanted]
         slots, limits = upload(np.stack((batch.host_slots[wanted], most)), batch.tokens.device)
         max_len = int(batch.seq_lens[wanted].max()) + 1
+        states = self.states
+        states.num_drafts[slots] = limits
         token_ids, counts = self.propose(slots, max_len, int(most.max()))
-        states, counts = self.states, torch.minimum(counts, limits)
+        counts = torch.minimum(counts, limits)
         after = torch.arange(token_ids.shape[1], device=slots.device) + 1
         # Past the row's end there is a column for nobody.
         positions = (states.num_computed[slots].unsqueeze(1) + after).clamp_(
@@ -103,6 +125,15 @@ class Proposer(ABC):
         states.write(slots.unsqueeze(1), positions, token_ids)
         states.num_drafts[slots] = counts
         return Drafts(wanted, token_ids, counts)
+
+
+def last_kept(batch: InputBatch) -> tuple[Tensor, Tensor]:
+    """Slot of each row of a step whose tokens are written, and the index in the step of its last
+    token that is known to be right: no draft, or one that was kept. [num_rows] int64 each.
+    """
+    ends = upload(np.cumsum(batch.query_lens) - 1, batch.tokens.device)
+    slots, positions = batch.tokens[:, ends]
+    return slots, ends - (positions + 1 - batch.states.num_computed[slots])
 
 
 @dataclass(frozen=True, slots=True)

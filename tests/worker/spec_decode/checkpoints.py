@@ -9,3 +9,104 @@ returns the rest of `--speculative-config`; a method without one needs nothing.
 """
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from servd.hf import read_spec
+
+NUM_HEADS = 3
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A checkpoint; returns the key that names it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return {"model": str(folder)}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers that make a matrix keep about the size of what it is multiplied with."""
+    generator = torch.Generator().manual_seed(1000 * seed + len(shape) + sum(shape))
+    return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+
+def medusa(target: Path, folder: Path, num_layers: int = 2) -> dict[str, Any]:
+    """vLLM's layout."""
+    spec = read_spec(target)
+    size, vocab_size = spec.hidden_size, spec.vocab_size
+    config = {
+        "model_type": "medusa", "num_heads": NUM_HEADS, "num_hidden_layers": num_layers,
+        "hidden_size": size, "vocab_size": vocab_size, "truncated_vocab_size": vocab_size,
+        "medusa_fc_bias": False,
+    }  # fmt: skip
+    tensors = {}
+    for head in range(NUM_HEADS):
+        for layer in range(num_layers):
+            tensors[f"blocks.{head}.layers.{layer}.weight"] = draw(
+                size, size, seed=head * 9 + layer
+            )
+        tensors[f"lm_heads.{head}.weight"] = draw(vocab_size, size, seed=head)
+    return {"num_speculative_tokens": NUM_HEADS} | write(folder, config, tensors)
+
+
+HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 16, 72  # of the layers below
+
+
+def layer(prefix: str, size: int, inputs: int) -> dict[str, Tensor]:
+    """A decoder layer of hidden states of `size`, whose queries, keys and values read `inputs`."""
+    rows = {
+        "q_proj": HEADS * HEAD_DIM,
+        "k_proj": KV_HEADS * HEAD_DIM,
+        "v_proj": KV_HEADS * HEAD_DIM,
+    }
+    tensors = {
+        f"self_attn.{name}": draw(n, inputs, seed=i) for i, (name, n) in enumerate(rows.items())
+    }
+    tensors["self_attn.o_proj"] = draw(size, HEADS * HEAD_DIM)
+    tensors |= {"mlp.gate_proj": draw(INNER, size), "mlp.up_proj": draw(INNER, size, seed=1)}
+    tensors |= {"mlp.down_proj": draw(size, INNER), "post_attention_layernorm": 1 + draw(size)}
+    return {f"{prefix}.{name}.weight": tensor for name, tensor in tensors.items()}
+
+
+def decoder(target: Path) -> dict[str, Any]:
+    """config.json of a head for the target."""
+    spec = read_spec(target)
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1,
+        "hidden_size": spec.hidden_size, "intermediate_size": INNER, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_position_embeddings, "rms_norm_eps": 1e-5,
+        "rope_theta": 500.0,
+    }  # fmt: skip
+
+
+def eagle(target: Path, folder: Path) -> dict[str, Any]:
+    """With the target's embedding and output head."""
+    size = read_spec(target).hidden_size
+    tensors = layer("layers.0", size, size) | {"fc.weight": draw(size, 2 * size)}
+    return write(folder, decoder(target), tensors)
+
+
+def eagle3(target: Path, folder: Path, **options: Any) -> dict[str, Any]:
+    """With a vocabulary of every other token. Further keys of config.json as `options`."""
+    spec = read_spec(target)
+    size, draft_vocab = spec.hidden_size, spec.vocab_size // 2
+    tensors = layer("midlayer", size, 2 * size) | {
+        "fc.weight": draw(size, 3 * size),
+        "midlayer.input_layernorm.weight": 1 + draw(size, seed=1),
+        "midlayer.hidden_norm.weight": 1 + draw(size, seed=2),
+        "norm.weight": 1 + draw(size, seed=3),
+        "lm_head.weight": draw(draft_vocab, size),
+        "d2t": torch.arange(draft_vocab) + 1,
+        "t2d": torch.arange(spec.vocab_size) % 2 == 1,
+    }
+    config = decoder(target) | {"draft_vocab_size": draft_vocab}
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 1, spec.num_layers - 1]}
+    return write(folder, config | options, tensors)

@@ -80,7 +80,7 @@ def flat(value: Any, within: float = 0.0) -> Any:
 def counts(monkeypatch) -> list[tuple[int, int]]:
     """Drafts of each row of each step, and how many of them were kept; every draft pays."""
     counted: list[tuple[int, int]] = []
-    monkeypatch.setattr(StepCost, "share", lambda *_: 0.0)
+    monkeypatch.setattr(StepCost, "share", lambda *_: 1e-9)
     count = Lookahead.count
 
     def spy(self, acceptance, num_drafts, num_kept):

@@ -1,0 +1,196 @@
+"""eagle3: EAGLE with features of several of the target's layers, and a vocabulary of its own
+(https://arxiv.org/abs/2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from servd.errors import ConfigError
+from servd.hf import ModelSpec
+from servd.worker.input_batch import InputBatch
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear
+from servd.worker.layers.norm import RMSNorm
+from servd.worker.layers.rotary import Rotation
+from servd.worker.layers.weight import Weight
+from servd.worker.models.llama import LlamaAttention, LlamaLayer
+from servd.worker.ops import native
+from servd.worker.parallel import Parallel
+from servd.worker.spec_decode import Target
+from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
+
+
+class AuxHiddenStates:
+    """The residual stream that enters some layers of a model, kept at the same place every step:
+    programs and graphs write there too.
+
+    Args:
+        target: its model has one list of layers, called with what is to be added to the stream, and
+            the stream.
+        layers: their numbers.
+    """
+
+    def __init__(self, target: Target, layers: list[int]) -> None:
+        spec, scheduler = target.backend.spec, target.config.scheduler
+        assert scheduler.max_num_batched_tokens is not None
+        self.streams = torch.empty(
+            (len(layers), scheduler.max_num_batched_tokens, target.spec.hidden_size),
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        self.is_native = spec.device.type == "cpu" and native.library() is not None
+        parts = (part for _, part in target.model.named_modules())
+        found = next(part for part in parts if isinstance(part, nn.ModuleList))
+        for stream, layer in zip(self.streams, layers, strict=True):
+            found[layer].register_forward_pre_hook(partial(self._keep, stream))
+
+    def _keep(self, stream: Tensor, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        x, residual = args[:2]
+        out = stream[: len(x)]
+        if self.is_native:
+            native.add(x, residual, out)
+        else:
+            torch.add(x, residual, out=out)
+
+    def of_step(self, num_tokens: int) -> Tensor:
+        """[num_tokens, layers * hidden], until the next step."""
+        return torch.cat(self.streams[:, :num_tokens].unbind(), dim=-1)
+
+
+class Eagle3Attention(LlamaAttention):
+    """Reads embeddings beside features."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__(spec, layer, parallel)
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.qkv_proj = ColumnParallelLinear(
+            2 * spec.hidden_size,
+            [q_size, kv_size, kv_size],
+            parallel,
+            bias=self.biases(spec.config)[0],
+        )
+
+
+class Eagle3Layer(LlamaLayer):
+    """Norms embeddings and features, each for itself."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, Eagle3Attention(spec, 0, parallel), parallel)
+        eps = spec.config.get("rms_norm_eps", 1e-6)
+        self.hidden_norm = RMSNorm(spec.hidden_size, eps, parallel)
+        self.norm_before_residual = spec.config.get("norm_before_residual", False)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """`x` are the embeddings, the stream begins with the features."""
+        assert residual is not None
+        normed = self.hidden_norm(residual)
+        if self.norm_before_residual:
+            residual = normed
+        x = self.self_attn(torch.cat((self.input_layernorm(x), normed), dim=-1), rotation, ctx)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Eagle3Head(EagleHead):
+    """Features are `fc` of several layers' hidden states; its own are those before the last
+    norm.
+    """
+
+    def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
+        """Those after the first are ordinary ones."""
+        size, parallel, config = spec.hidden_size, target.parallel, spec.config
+        eps = config.get("rms_norm_eps", 1e-6)
+        self.aux: AuxHiddenStates | None = None
+        if "fc.weight" in names:
+            layers = aux_layers(spec, target)
+            aux_size = len(layers) * target.spec.hidden_size
+            self.aux = AuxHiddenStates(target, layers)
+            self.fc = ReplicatedLinear(aux_size, size, parallel, bias="fc.bias" in names)
+            if "input_norm.weight" in names:
+                self.input_norm = RMSNorm(aux_size, eps, parallel)
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(target.spec.hidden_size, eps, parallel)
+                for layer in range(len(layers))
+                if f"fc_norm.{layer}.weight" in names
+            )
+        self.layers = nn.ModuleList([Eagle3Layer(spec, parallel)])
+        for layer in range(1, spec.num_layers):
+            self.layers.append(LlamaLayer(spec, LlamaAttention(spec, layer, parallel), parallel))
+        self.norm = RMSNorm(size, eps, parallel)
+        self.norm_output = config.get("norm_output", False)
+        self.d2t: Weight | None = None
+        if "d2t" in names:
+            self.d2t = Weight((config["draft_vocab_size"],), parallel)
+            self.d2t.data = torch.zeros(self.d2t.shape, dtype=torch.int64)
+
+    def features(self, batch: InputBatch, hidden: Tensor) -> Tensor:
+        """[num_tokens, target's hidden] -> [num_tokens, hidden]."""
+        if self.aux is None:
+            return hidden
+        x = self.aux.of_step(len(hidden))
+        if hasattr(self, "input_norm"):
+            x = self.input_norm(x)
+        if self.fc_norm:
+            parts = x.chunk(len(self.fc_norm), dim=-1)
+            normed = [
+                norm(part.contiguous()) for norm, part in zip(self.fc_norm, parts, strict=True)
+            ]
+            x = torch.cat(normed, dim=-1)
+        return self.fc(x)
+
+    def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Apart."""
+        return embedded, features
+
+    def forward(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """See `EagleHead`."""
+        features = super().forward(token_ids, features, positions, ctx)
+        return self.norm(features) if self.norm_output else features
+
+    def top(self, features: Tensor) -> Tensor:
+        """By its own vocabulary, where it has one."""
+        top = super().top(features if self.norm_output else self.norm(features))
+        return top if self.d2t is None else top + self.d2t[top]
+
+
+def aux_layers(spec: ModelSpec, target: Target) -> list[int]:
+    """Numbers of the target's layers whose inputs are read: an early, a middle and a late one if
+    config.json names none.
+
+    Raises:
+        ConfigError: the target has no such layers.
+    """
+    key, num_layers = "eagle_aux_hidden_state_layer_ids", target.spec.num_layers
+    layers = spec.config.get(key) or spec.config.get("eagle_config", {}).get(key)
+    layers = layers or [2, num_layers // 2, num_layers - 3]
+    if not all(0 < layer < num_layers for layer in layers):
+        raise ConfigError(
+            f"--speculative-config: {spec.folder} reads what enters the layers "
+            f"{', '.join(map(str, layers))}, and the model has {num_layers}; name a head that was "
+            "trained for it"
+        )
+    return layers
+
+
+class Eagle3Proposer(EagleProposer):
+    """EAGLE with another head."""
+
+    head_class: ClassVar[type[EagleHead]] = Eagle3Head
+
+    def check(self, names: Set[str]) -> None:
+        """Hidden states may be of another size, if it has an embedding for them."""
+        if "embed_tokens.weight" not in names:
+            super().check(names)
+
+
+Proposer = Eagle3Proposer  # the name that every file of this package has

@@ -1,0 +1,55 @@
+"""Drafts of real workers, to be compared with those of a plain implementation."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity.families import CASES, make_checkpoint
+from tests.worker.driver import Driver, config_for
+
+
+def make_echo(folder: Path) -> Path:
+    """A model that says the last token again: its layers add nothing to the embedding."""
+    make_checkpoint(folder, "llama", CASES["llama"]["tied, biases"])
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if ".o_proj." in name or ".down_proj." in name:
+            weight.zero_()
+        elif weight.dim() == 1:
+            weight.fill_(1.0)
+    embedding = weights["model.embed_tokens.weight"]
+    embedding /= embedding.norm(dim=1, keepdim=True)
+    assert torch.equal((embedding @ embedding.T).argmax(dim=1), torch.arange(len(embedding)))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def drafts_of(
+    folder: Path, speculative: dict[str, Any], num_drafts: int, seed: int = 0, **options: Any
+) -> list[tuple[list[int], list[int]]]:
+    """What is drafted in a run of random steps: prompts in chunks, rows that verify drafts or just
+    go on, rows that sit out. Each time all tokens that are known, and the drafts after them.
+    """
+    driver = Driver(config_for(folder, speculative_config=speculative, **options), seed)
+    draw = random.Random(seed)
+    slots = [
+        driver.add([draw.randrange(driver.spec.vocab_size) for _ in range(draw.randint(2, 30))])
+        for _ in range(5)
+    ]
+    found: list[tuple[list[int], list[int]]] = []
+    for _ in range(30):
+        chosen = draw.sample(slots, draw.randint(1, len(slots)))
+        chunks = {slot: draw.randint(1, driver.left(slot)) for slot in chosen}
+        most = draw.randint(0, num_drafts)
+        driver.step(chunks, max_new_drafts=most)
+        for slot, chunk in chunks.items():
+            if driver.left(slot) == 1 and chunk and driver.drafts[slot]:
+                assert len(driver.drafts[slot]) == most
+                found.append((list(driver.tokens[slot]), list(driver.drafts[slot])))
+    assert len(found) > 30
+    return found
