@@ -16,6 +16,7 @@ Structs are positional on the wire (`array_like`): new fields are appended, with
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import zip_longest
 
 import msgspec
 
@@ -168,6 +169,35 @@ class EngineCoreOutput(Message):
     ended_by_grammar: bool = False
 
 
+class DraftStats(Message):
+    """What became of drafts: those that the workers had, not those that were hoped for."""
+
+    num_drafts: int = 0  # steps of a request with at least one
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+
+    def count(self, num_tokens: int, num_accepted: int) -> None:
+        """Take in a step of a request with drafts."""
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos += [0] * (num_tokens - len(per_pos))
+        for position in range(num_accepted):
+            per_pos[position] += 1
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
+
+    def add(self, other: DraftStats) -> None:
+        """Take in what was counted elsewhere."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        pairs = zip_longest(
+            self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0
+        )
+        self.num_accepted_tokens_per_pos = [sum(pair) for pair in pairs]
+
+
 class SchedulerStats(Message):
     """The engine's state after a step, for metrics and logs; counters since the last report."""
 
@@ -179,6 +209,7 @@ class SchedulerStats(Message):
     num_preemptions: int = 0
     num_scheduled_tokens: int = 0  # in this step
     step: int = 0
+    drafts: DraftStats = msgspec.field(default_factory=DraftStats)
 
 
 class EngineCoreOutputs(Message, tag=True):

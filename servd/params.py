@@ -137,6 +137,7 @@ class SamplingParams(
         list[BadWord], Meta(max_length=2 * MAX_BAD_WORDS, extra={"made_of": "bad_words"})
     ] = []
     repetition_detection: RepetitionDetection | None = None
+    speculative: bool = True  # tokens may be drafted ahead, where the engine does so
     thinking_token_budget: Count | None = None  # tokens of reasoning, after which it ends
     # By which the engine follows the reasoning; the API room fills it in.
     reasoning_tags: ReasoningTags | None = None

@@ -51,6 +51,9 @@ COUNTERS = {
     "vllm:prompt_tokens": "Prompt tokens of requests that got a first token.",
     "vllm:prompt_tokens_cached": "Those of them that were in the prefix cache.",
     "vllm:generation_tokens": "Generated tokens.",
+    "vllm:spec_decode_num_drafts": "Steps of a request that verified drafts.",
+    "vllm:spec_decode_num_draft_tokens": "Drafts that were verified.",
+    "vllm:spec_decode_num_accepted_tokens": "Drafts that were what the model says.",
 }
 # Name -> text, and for each label the values that it has.
 LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
@@ -169,6 +172,12 @@ class Metrics:
             for counter in [Counter(name, text, [*labels, *own], registry=registry)]
             for values in product(*own.values())
         }
+        self.accepted_by_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafts by their number in the step, from 0.",
+            [*labels, "position"],
+            registry=registry,
+        )
         self.waiting_for_capacity = Gauge(
             "vllm:num_requests_waiting_by_reason",
             "Requests that wait to be scheduled.",
@@ -228,6 +237,12 @@ class Metrics:
         self.counters["vllm:prefix_cache_queries"].inc(stats.prefix_cache_queries)
         self.counters["vllm:prefix_cache_hits"].inc(stats.prefix_cache_hits)
         self.counters["vllm:num_preemptions"].inc(stats.num_preemptions)
+        drafts = stats.drafts
+        self.counters["vllm:spec_decode_num_drafts"].inc(drafts.num_drafts)
+        self.counters["vllm:spec_decode_num_draft_tokens"].inc(drafts.num_draft_tokens)
+        self.counters["vllm:spec_decode_num_accepted_tokens"].inc(drafts.num_accepted_tokens)
+        for position, count in enumerate(drafts.num_accepted_tokens_per_pos):
+            self.accepted_by_position.labels(**self.labels, position=position).inc(count)
         if stats.num_scheduled_tokens:
             self.histograms["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
 

@@ -29,6 +29,7 @@ from servd.ipc import Inbox, Outbox, UnreadableMessage, address
 from servd.messages import (
     AbortRequests,
     Attach,
+    DraftStats,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -308,6 +309,7 @@ class StatsLine:
     def __init__(self) -> None:
         self.since = time.monotonic()
         self.num_tokens = 0
+        self.drafts = DraftStats()
 
     def count(self, outputs: EngineCoreOutputs) -> None:
         """Add the outputs of a step; write the line when it is time."""
@@ -315,9 +317,11 @@ class StatsLine:
             self.since = time.monotonic()
         self.num_tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
         elapsed = time.monotonic() - self.since
-        if elapsed < LOG_INTERVAL or outputs.stats is None:
+        if (stats := outputs.stats) is None:
             return
-        stats = outputs.stats
+        self.drafts.add(stats.drafts)
+        if elapsed < LOG_INTERVAL:
+            return
         logger.info(
             "running %d, waiting %d, KV cache %.0f %%, %.1f output tok/s",
             stats.num_running,
@@ -325,7 +329,18 @@ class StatsLine:
             100 * stats.kv_cache_usage,
             self.num_tokens / elapsed,
         )
-        self.num_tokens = 0
+        if drafts := self.drafts.num_drafts:
+            accepted, drafted = self.drafts.num_accepted_tokens, self.drafts.num_draft_tokens
+            logger.info(
+                "drafts: mean acceptance length %.2f, %.1f of %.1f drafted tok/s accepted "
+                "(%.0f %%), by position %s",
+                1 + accepted / drafts,
+                accepted / elapsed,
+                drafted / elapsed,
+                100 * accepted / drafted,
+                " ".join(f"{n / drafts:.2f}" for n in self.drafts.num_accepted_tokens_per_pos),
+            )
+        self.num_tokens, self.drafts = 0, DraftStats()
 
 
 def main() -> None:

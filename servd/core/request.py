@@ -73,6 +73,7 @@ class Request:
     num_computed_tokens: int = 0
     num_drafts: int = 0  # for its next step, in the workers
     num_drafts_in_flight: int = 0  # of the workers: nobody knows yet how many are kept
+    num_found_drafts: int = 0  # of those that its oldest step in flight was hoped to have
     acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
     num_preemptions: int = 0
@@ -94,9 +95,11 @@ class Request:
         assert num_prompt_tokens > 0
         if isinstance(params, PoolingParams):
             max_output, min_tokens, reads_prompt = 0, 0, params.pooling != "last"
+            is_drafted_for = False
         else:
             max_output = max_model_len if params.max_tokens is None else params.max_tokens
             min_tokens, reads_prompt = params.min_tokens, params.prompt_logprobs is not None
+            is_drafted_for = params.speculative and max_output > 1
         stop_token_ids = params.stop_token_ids if isinstance(params, SamplingParams) else []
         detection = params.repetition_detection if isinstance(params, SamplingParams) else None
         return cls(
@@ -122,7 +125,7 @@ class Request:
             reads_prompt=reads_prompt,
             repetition=RepetitionDetector(detection) if detection else None,
             is_prompt_only=max_output == 0,
-            acceptance=Acceptance() if max_output > 1 else None,
+            acceptance=Acceptance() if is_drafted_for else None,
             marks=[Mark("queued", now_ns())],
         )
 

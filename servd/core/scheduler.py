@@ -364,8 +364,9 @@ class Scheduler:
                 request.settle(scheduled.num_drafts + 1 - len(token_ids))
             if self.lookahead.max_drafts:
                 self._count_kept(request, scheduled, len(token_ids) - 1)
+                request.num_found_drafts = len(result.draft_token_ids.get(i, ()))
                 if request.num_placeholders == len(token_ids):  # no later step has them already
-                    request.num_drafts = len(result.draft_token_ids.get(i, ()))
+                    request.num_drafts = request.num_found_drafts
             if (end := ends.get(i)) is not None:
                 token_ids = token_ids[: end.num_tokens]
             num_tokens, finish_reason = request.extend(token_ids)
@@ -379,6 +380,8 @@ class Scheduler:
         if not scheduled.draft_token_ids:
             request.num_drafts_in_flight -= scheduled.num_drafts
             self.lookahead.count(request.acceptance, scheduled.num_drafts, num_kept)
+            if num_drafts := min(scheduled.num_drafts, request.num_found_drafts):
+                self._stats.drafts.count(num_drafts, num_kept)
 
     def _harvest(
         self,

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.config import CacheConfig
 from servd.messages import (
+    DraftStats,
     EngineCoreOutput,
     EngineReady,
     FinishReason,
@@ -103,6 +104,17 @@ def test_state_of_the_engine():
     assert (
         value(metrics, "iteration_tokens_total_count") == 1
     )  # a step that computed nothing is none
+
+
+def test_what_became_of_drafts():
+    metrics = Metrics("m")
+    for _ in range(2):
+        metrics.observe_step(SchedulerStats(drafts=DraftStats(4, 12, 6, [4, 2, 0])))
+    assert value(metrics, "spec_decode_num_drafts_total") == 8
+    assert value(metrics, "spec_decode_num_draft_tokens_total") == 24
+    assert value(metrics, "spec_decode_num_accepted_tokens_total") == 12
+    accepted = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(metrics, accepted, position=str(i)) for i in range(3)] == [8, 4, 0]
 
 
 def test_times_of_a_request():

@@ -29,7 +29,7 @@ WITH_BEAMS = {
     "n", "max_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
     "skip_special_tokens",
 }  # fmt: skip
-IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed")
+IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative")
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
 
@@ -133,6 +133,8 @@ class GenerationRequest(StructuredRequest):
     """`{"max_pattern_size": 20, "min_pattern_size": 2, "min_count": 4}` ends an output whose last
     tokens are four copies of one pattern of 2 to 20 tokens, with the `finish_reason` `repetition`.
     """
+    speculative: bool | None = None
+    """false: no tokens are drafted ahead, under `--speculative-config`. The output is the same."""
     thinking_token_budget: int | None = None
     """Tokens after which reasoning ends, where a model's tags are one token each."""
     logprob_token_ids: TokenIds | None = None

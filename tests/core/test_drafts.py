@@ -1,0 +1,68 @@
+"""What is counted of drafts, and requests that want none."""
+
+import logging
+
+import pytest
+
+from servd.core import engine_core_proc
+from servd.core.engine_core_proc import StatsLine
+from servd.core.lookahead import StepCost
+from servd.messages import DraftStats, EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from tests.core.engines import generate, make_engine, make_request
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}  # the fake executor drafts by itself
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(autouse=True)
+def eager_lookahead(monkeypatch):
+    """Every draft is worth its time: steps of a fake device take none, or any."""
+    monkeypatch.setattr(StepCost, "share", lambda *_: 1e-9)
+
+
+def total(log):
+    """The counts of all reports together."""
+    total = DraftStats()
+    for outputs in log.by_client[0]:
+        total.add(outputs.stats.drafts)
+    return total
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_each_accepted_draft_saves_an_output(depth):
+    engine = make_engine(depth=depth, speculative_config=DRAFTS)
+    log = generate(engine, make_request("a", PROMPT, 50))
+    counted = total(log)
+    assert len(log.token_ids("a")) == 50
+    assert len(log.outputs["a"]) == 50 - counted.num_accepted_tokens
+    assert sum(counted.num_accepted_tokens_per_pos) == counted.num_accepted_tokens > 10
+    assert len(counted.num_accepted_tokens_per_pos) == 3
+    assert counted.num_accepted_tokens_per_pos[0] <= counted.num_drafts
+    assert counted.num_accepted_tokens < counted.num_draft_tokens <= 3 * counted.num_drafts
+
+
+def test_a_request_that_wants_no_drafts_gets_none_and_the_same_text():
+    engine = make_engine(speculative_config=DRAFTS)
+    plain = generate(engine, make_request("a", PROMPT, 30, speculative=False))
+    assert total(plain) == DraftStats()
+    assert len(plain.outputs["a"]) == 30
+    drafted = generate(engine, make_request("a", PROMPT, 30))
+    assert drafted.token_ids("a") == plain.token_ids("a")
+
+
+def test_the_line_of_the_log_tells_what_became_of_drafts(monkeypatch, caplog):
+    now = 100.0
+    monkeypatch.setattr(engine_core_proc.time, "monotonic", lambda: now)
+    line = StatsLine()
+    stats = SchedulerStats(drafts=DraftStats(10, 30, 20, [10, 6, 4]))
+    output = EngineCoreOutput("a", [1, 2, 3])
+    with caplog.at_level(logging.INFO):
+        line.count(EngineCoreOutputs([output], stats))
+        now += 20
+        line.count(EngineCoreOutputs([output], stats))
+        assert "mean acceptance length 3.00, 2.0 of 3.0 drafted tok/s" in caplog.messages[-1]
+        assert caplog.messages[-1].endswith("(67 %), by position 1.00 0.60 0.40")
+        line.count(EngineCoreOutputs([output], SchedulerStats()))
+        now += 20
+        line.count(EngineCoreOutputs([output], SchedulerStats()))
+    assert "output tok/s" in caplog.messages[-1]  # and nothing of drafts: there were none
