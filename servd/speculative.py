@@ -157,7 +157,7 @@ def gather(options: dict[str, Any]) -> None:
         ConfigError: not a JSON object, a key that servd does not know, or one that is given twice.
     """
     given = options.pop("speculative_config", None)
-    keys = {} if given is None else _read_keys(given)
+    keys = {} if given is None else read_keys(given)
     for option, key in FLAT.items():
         if (value := options.pop(option, None)) is not None:
             if key in keys:
@@ -168,7 +168,8 @@ def gather(options: dict[str, Any]) -> None:
         options["speculative_config"] = keys
 
 
-def _read_keys(value: Any) -> dict[str, Any]:
+def read_keys(value: Any) -> dict[str, Any]:
+    """The keys of `--speculative-config`, as JSON or a table; see `gather` for what is raised."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

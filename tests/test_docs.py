@@ -40,6 +40,7 @@ OTHER_FLAGS = {
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
     "--threads", "--work",  # tools.demo_model.train
     "--parts",  # benchmarks.gpu
+    "--methods", "--depths", "--batches",  # servd bench spec
 }  # fmt: skip
 
 

@@ -160,6 +160,7 @@ def commands() -> dict[str, list[str]]:
         "engine_step": engine,
         "latency": [*engine, "--repeats", "2"],
         "serve": ["--num-prompts", "6", "--output-len", "5", "--concurrency", "3"],
+        "spec": [*engine, "--methods", "ngram", "--depths", "3", "--batches", "1", "2"],
         "startup": ["--serve", "--executor fake", "--repeats", "1", "--port", str(free_port())],
         "throughput": engine,
     }  # fmt: skip
@@ -192,6 +193,11 @@ def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
             assert figures["output_tokens"] == 30
         case "throughput":
             assert figures["requests"] == 3
+        case "spec":
+            rows = {(row["method"], row["batch"]): row for row in figures["rows"]}
+            assert len(rows) == 4
+            assert rows["none", 1]["acceptance_length"] == rows["none", 2]["ratio"] == 1
+            assert 1 < rows["ngram", 1]["acceptance_length"] <= 4
         case "engine_step":
             phases = figures["us_per_step"]
             total = phases.pop("all")

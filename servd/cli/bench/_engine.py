@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from servd.cli import _options
 from servd.cli.bench import _data
@@ -18,8 +19,8 @@ def add_options(
     _options.add_options(parser)
 
 
-def make_llm(arguments: argparse.Namespace) -> LLM:
+def make_llm(arguments: argparse.Namespace, **overrides: Any) -> LLM:
     """The engine in this process, without prefix caching unless asked for."""
-    options = _options.load_options(arguments)
+    options = _options.load_options(arguments) | overrides
     options.setdefault("enable_prefix_caching", False)
     return LLM(**options)
