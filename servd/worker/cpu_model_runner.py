@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from servd.sizes import format_bytes
 from servd.worker.device import available_memory, keep_freed_memory
-from servd.worker.input_batch import InputBatch
+from servd.worker.input_batch import AttentionRows, Decode, Forward, InputBatch
 from servd.worker.model_runner import ModelRunner
 from servd.worker.ops import native
-from servd.worker.program_runner import NotRecordable, ProgramRunner
+from servd.worker.program_runner import ProgramRunner
 from servd.worker.readers import StepPart
 
 log = logging.getLogger("servd.worker")
@@ -50,30 +52,35 @@ class CPUModelRunner(ModelRunner):
         super().allocate_kv_cache(num_blocks)
         self.num_threads = torch.get_num_threads()
         keep_freed_memory()  # only now: what loading has freed is the system's again
-        if (
-            native.library() is not None
-            and self.parallel.size == 1
-            and not self.config.model.enforce_eager
-        ):
-            self.programs = ProgramRunner(
-                self.max_num_samples, self.states.block_tables.tables.shape[1]
-            )
+        self.programs = self.make_programs(self.run, self.max_num_samples)
 
-    def forward(self, batch: InputBatch) -> torch.Tensor:
+    def make_programs(self, forward: Forward, max_num_rows: int) -> ProgramRunner | None:
+        """None where they cannot be used."""
+        if native.library() is None or self.parallel.size > 1 or self.config.model.enforce_eager:
+            return None
+        return ProgramRunner(forward, max_num_rows, self.states.block_tables.tables.shape[1])
+
+    def make_decoder(self, forward: Forward, max_num_rows: int) -> Decode:
+        """By programs."""
+        run, states = self.make_programs(forward, max_num_rows) or forward, self.states
+
+        def decode(slots: Tensor, positions: Tensor) -> Tensor:
+            ones = np.ones(len(slots), dtype=np.int64)
+            rows = AttentionRows(ones, positions.numpy() + 1, torch.arange(len(slots)))
+            input_ids = states.token_ids[slots, positions].long()
+            return run(input_ids, positions, rows.gather(states, slots, positions))
+
+        return decode
+
+    def forward(self, batch: InputBatch) -> Tensor:
         """Decode steps by programs, others call by call."""
         programs = self.programs if batch.is_decode else None
         # torch's own threads wait spinning for milliseconds after each of its few operations in a
         # step, on the CPUs of the kernels' threads: a step of 32 took a fifth longer. Prompts leave
         # it more to do, and take longer anyway.
-        torch.set_num_threads(self.num_threads if programs is None else 1)
-        if programs is not None:
-            try:
-                return programs(batch, self.run)
-            except NotRecordable as error:
-                log.info("decode steps run call by call: %s", error)
-                self.programs = None
-                torch.set_num_threads(self.num_threads)
-        return super().forward(batch)
+        is_program = programs is not None and programs.is_recordable
+        torch.set_num_threads(1 if is_program else self.num_threads)
+        return (programs or self.run)(batch.input_ids, batch.positions, batch.attention)
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
         """Everything is there already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,15 @@ from servd.messages import ScheduledRequest
 from servd.worker.attention import AttentionBatch
 from servd.worker.device import upload
 from servd.worker.request_states import RequestStates
+
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionBatch], torch.Tensor]
+"""input_ids and positions, int64 [num_tokens] each, and their attention, to hidden states
+[num_tokens, hidden].
+"""
+Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Slots and positions, int64 [num_rows] each, whose tokens are in `RequestStates`, to hidden states
+[num_rows, hidden], until the next call; each token is a row of the attention.
+"""
 
 
 @dataclass(frozen=True)
@@ -112,23 +122,7 @@ class InputBatch:
     @cached_property
     def attention(self) -> AttentionBatch:
         """What the attention backend makes its metadata of."""
-        tables, rows, (slots, positions) = (
-            self.states.block_tables,
-            self.attention_rows,
-            self.tokens,
-        )
-        starts = rows.ends.new_zeros(len(rows.ends) + 1, dtype=torch.int32)
-        starts[1:] = rows.ends + 1
-        return AttentionBatch(
-            query_lens=rows.query_lens,
-            seq_lens=rows.seq_lens,
-            query_start_loc=starts,
-            seq_lens_device=(positions[rows.ends] + 1).int(),
-            block_tables=tables.tables[
-                slots[rows.ends], : tables.blocks_for(int(rows.seq_lens.max()))
-            ],
-            slot_mapping=tables.slot_mapping(slots, positions),
-        )
+        return self.attention_rows.gather(self.states, *self.tokens)
 
 
 @dataclass(frozen=True)
@@ -138,6 +132,22 @@ class AttentionRows:
     query_lens: np.ndarray  # int64 [num_rows], on the host
     seq_lens: np.ndarray  # int64 [num_rows], on the host: at most
     ends: torch.Tensor  # int64 [num_rows]: index in the step of the last token
+
+    def gather(
+        self, states: RequestStates, slots: torch.Tensor, positions: torch.Tensor
+    ) -> AttentionBatch:
+        """The attention of tokens, slot and position int64 [num_tokens] each."""
+        tables, ends = states.block_tables, self.ends
+        starts = ends.new_zeros(len(ends) + 1, dtype=torch.int32)
+        starts[1:] = ends + 1
+        return AttentionBatch(
+            query_lens=self.query_lens,
+            seq_lens=self.seq_lens,
+            query_start_loc=starts,
+            seq_lens_device=(positions[ends] + 1).int(),
+            block_tables=tables.tables[slots[ends], : tables.blocks_for(int(self.seq_lens.max()))],
+            slot_mapping=tables.slot_mapping(slots, positions),
+        )
 
 
 def _columns(scheduled: list[ScheduledRequest]) -> np.ndarray:

@@ -25,7 +25,7 @@ from servd.speculative import max_num_samples
 from servd.worker import kv_cache, model_loader, readers, spec_decode
 from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, make_backend
 from servd.worker.device import upload
-from servd.worker.input_batch import InputBatch
+from servd.worker.input_batch import Decode, Forward, InputBatch, decode_attention
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.parallel import Parallel
 from servd.worker.readers import StepPart
@@ -183,8 +183,11 @@ class ModelRunner(ABC):
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
         self.readers = readers.load(self.states, self.model.compute_logits)
         self.proposer = spec_decode.load(
-            Target(self.config, self.spec, self.model, self.states, self.parallel, self.backend)
-        )
+            Target(
+                self.config, self.spec, self.model, self.states, self.parallel, self.backend,
+                self.make_decoder,
+            )
+        )  # fmt: skip
         self.followers = [*self.readers, *([self.proposer] if self.proposer else [])]
 
     def count_blocks(self) -> int:
@@ -241,6 +244,15 @@ class ModelRunner(ABC):
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] of a step."""
         return self.run(batch.input_ids, batch.positions, batch.attention)
+
+    def make_decoder(self, forward: Forward, max_num_rows: int) -> Decode:
+        """Decode passes of another model for the rows of this one, of `max_num_rows` at most."""
+
+        def decode(slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            attention = decode_attention(self.states, slots, positions)
+            return forward(self.states.token_ids[slots, positions].long(), positions, attention)
+
+        return decode
 
     def run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,26 +20,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from servd.worker.attention import AttentionBatch
-from servd.worker.input_batch import InputBatch
+from servd.worker.input_batch import Forward
 from servd.worker.ops import native
 
 log = logging.getLogger("servd.worker")
 
-Forward = Callable[[Tensor, Tensor, AttentionBatch], Tensor]
-"""input_ids and positions, int64 [num_tokens] each, and their attention, to hidden states
-[num_tokens, hidden].
-"""
-
 
 class ProgramRunner:
-    """Records a program when a number of rows is first run.
+    """Records a program when a number of rows is first run; a model that needs more than the native
+    library runs call by call.
 
     Args:
+        forward: the same every time.
         max_num_rows: the most rows of a step; each has one token, of a request or drafted for it.
         max_num_blocks: the most blocks of a row.
     """
 
-    def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
+    is_recordable = True
+
+    def __init__(self, forward: Forward, max_num_rows: int, max_num_blocks: int) -> None:
+        self.forward = forward
         # Ids, positions, slots of the cache.
         self.tokens = torch.zeros(3, max_num_rows, dtype=torch.int64)
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
@@ -49,26 +48,30 @@ class ProgramRunner:
         self.memory = Memory(max_num_rows)
         self.programs: dict[int, Program] = {}
 
-    def __call__(self, batch: InputBatch, forward: Forward) -> Tensor:
-        """Hidden states [num_rows, hidden] of a decode step, by `forward`, the same every time;
-        until the next call.
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
+        """Hidden states [num_rows, hidden] of a decode step; until the next call."""
+        if self.is_recordable:
+            try:
+                return self._run(input_ids, positions, attention)
+            except NotRecordable as error:
+                log.info("decode steps run call by call: %s", error)
+                self.is_recordable = False
+        return self.forward(input_ids, positions, attention)
 
-        Raises:
-            NotRecordable: the model needs more than the native library.
-        """
-        attention, num_rows = batch.attention, batch.tokens.shape[1]
-        self.tokens[0, :num_rows] = batch.input_ids
-        self.tokens[1, :num_rows] = batch.positions
+    def _run(self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
+        num_rows = len(input_ids)
+        self.tokens[0, :num_rows] = input_ids
+        self.tokens[1, :num_rows] = positions
         self.tokens[2, :num_rows] = attention.slot_mapping
         self.seq_lens[:num_rows] = attention.seq_lens_device
         self.block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
         if (program := self.programs.get(num_rows)) is None:
-            program = self.programs[num_rows] = self._record(num_rows, forward)
+            program = self.programs[num_rows] = self._record(num_rows)
         else:
             program.run()
         return program.hidden
 
-    def _record(self, num_rows: int, forward: Forward) -> Program:
+    def _record(self, num_rows: int) -> Program:
         input_ids, positions, slot_mapping = self.tokens[:, :num_rows]
         attention = AttentionBatch(
             query_lens=self.query_lens[:num_rows],
@@ -79,7 +82,7 @@ class ProgramRunner:
             slot_mapping=slot_mapping,
         )
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
-            hidden = forward(input_ids, positions, attention)
+            hidden = self.forward(input_ids, positions, attention)
         return Program(b"".join(recorder.calls), self.memory.lend(hidden))
 
 

@@ -24,7 +24,7 @@ from servd.speculative import SpeculativeConfig
 from servd.worker import model_loader
 from servd.worker.attention import Backend
 from servd.worker.device import upload
-from servd.worker.input_batch import InputBatch
+from servd.worker.input_batch import Decode, Forward, InputBatch
 from servd.worker.model_loader import Loadable, Model
 from servd.worker.parallel import Parallel
 from servd.worker.request_states import RequestStates
@@ -42,6 +42,8 @@ class Target:
     states: RequestStates
     parallel: Parallel
     backend: Backend[Any]
+    # Decode passes of another model, of so many rows at most, as fast as this device can.
+    make_decoder: Callable[[Forward, int], Decode]
 
     def load(
         self, make: Callable[[], Draft], folder: str, rename: Callable[[str], str] = str

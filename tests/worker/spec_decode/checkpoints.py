@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from servd.hf import read_spec
+from tests.parity.families import GPT2, make_checkpoint
 
 NUM_HEADS = 3
 
@@ -110,3 +111,9 @@ def eagle3(target: Path, folder: Path, **options: Any) -> dict[str, Any]:
     config = decoder(target) | {"draft_vocab_size": draft_vocab}
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 1, spec.num_layers - 1]}
     return write(folder, config | options, tensors)
+
+
+def draft_model(target: Path, folder: Path) -> dict[str, Any]:
+    """A smaller model of another family, with the same vocabulary."""
+    options = {"vocab_size": read_spec(target).vocab_size, "n_layer": 1}
+    return {"model": str(make_checkpoint(folder, "gpt2", GPT2 | options))}

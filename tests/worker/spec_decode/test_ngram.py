@@ -37,7 +37,7 @@ def test_drafts_are_those_of_a_plain_search(rows, shortest, more):
         # The newest token is not computed yet.
         states.add(NewRequest(slot, tokens, len(tokens), len(tokens) - 1, [], SamplingParams()))
     unused = cast("Any", None)
-    target = Target(unused, unused, unused, states, unused, unused)
+    target = Target(unused, unused, unused, states, unused, unused, unused)
     config = SpeculativeConfig(
         method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=shortest + more
     )

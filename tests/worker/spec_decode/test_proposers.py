@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from servd import plugins
-from servd.core.lookahead import Lookahead, StepCost
 from servd.messages import EngineCoreRequest, TokenLogprobs
 from servd.params import SamplingParams, StructuredOutput
 from servd.worker import spec_decode
@@ -74,21 +73,6 @@ def flat(value: Any, within: float = 0.0) -> Any:
         numbers = pytest.approx(value.logprobs, abs=within) if within else value.logprobs
         return value.token_ids, numbers, value.rank
     return value
-
-
-@pytest.fixture
-def counts(monkeypatch) -> list[tuple[int, int]]:
-    """Drafts of each row of each step, and how many of them were kept; every draft pays."""
-    counted: list[tuple[int, int]] = []
-    monkeypatch.setattr(StepCost, "share", lambda *_: 1e-9)
-    count = Lookahead.count
-
-    def spy(self, acceptance, num_drafts, num_kept):
-        counted.append((num_drafts, num_kept))
-        count(self, acceptance, num_drafts, num_kept)
-
-    monkeypatch.setattr(Lookahead, "count", spy)
-    return counted
 
 
 @pytest.mark.parametrize("depth", [1, 2])

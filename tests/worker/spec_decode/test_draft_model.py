@@ -1,0 +1,216 @@
+"""draft_model: its logits are those of transformers, so its keys and values are always complete."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from servd.core.lookahead import Lookahead
+from servd.errors import ConfigError
+from servd.llm import LLM
+from servd.messages import EngineCoreRequest
+from servd.params import SamplingParams, StructuredOutput
+from servd.worker.ops import native
+from servd.worker.spec_decode.draft_model import DraftModelProposer
+from tests.core.engines import Log
+from tests.parity.families import GPT2, LLAMA, logits_of, make_checkpoint
+from tests.worker.driver import Driver, config_for
+from tests.worker.test_overlap import serve
+
+# Draft's families; programs need blocks of 16 and the second one's head_dim.
+DRAFTS = {
+    "gpt2": (GPT2 | {"vocab_size": 512, "n_layer": 1}, 4),
+    "llama": (LLAMA | {"vocab_size": 512, "num_hidden_layers": 1, "head_dim": 16}, 16),
+}
+
+
+# Most of what it allows it forces.
+GRAMMAR = StructuredOutput("regex", "(abcdefgh-[0-9])+")
+
+
+@pytest.fixture(scope="module", params=DRAFTS)
+def draft(request, tmp_path_factory) -> tuple[Path, int]:
+    """A checkpoint, and a block size."""
+    options, block_size = DRAFTS[request.param]
+    folder = tmp_path_factory.mktemp("draft")
+    return make_checkpoint(folder, request.param, options), block_size
+
+
+def make_requests(count: int, grammar: StructuredOutput | None) -> list[EngineCoreRequest]:
+    """Most of them with the beginning of another one; every third one with the grammar."""
+    draw = random.Random(3)
+    shared = [draw.randrange(500) for _ in range(40)]
+    grammars = [grammar if i % 3 == 2 else None for i in range(count)]
+    prompts = [
+        shared[: draw.choice([0, 16, 33, 40])] + [draw.randrange(500) for _ in range(1 + 3 * i)]
+        for i in range(count)
+    ]
+    return [
+        EngineCoreRequest(
+            str(i), prompt, SamplingParams(temperature=0.0, max_tokens=40, structured_output=each)
+        )
+        for i, (prompt, each) in enumerate(zip(prompts, grammars, strict=True))
+    ]
+
+
+def serve_all(
+    folder: Path, draft: Path | None, num_tokens: int, depth: int, grammar=None, **options
+) -> Log:
+    """Seven requests, prompts in chunks, with blocks for so many tokens of the target."""
+    if draft is not None:
+        options["speculative_config"] = {"method": "draft_model", "model": str(draft)}
+    return serve(
+        folder, make_requests(7, grammar), depth, num_tokens // 4, aborts=False,
+        load_format="auto", max_model_len=160, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("block_size", "num_tokens"), [(4, 4000), (16, 4000), (16, 360)])
+def test_a_model_that_drafts_for_itself_is_always_right(
+    tiny_llama: Path, block_size: int, num_tokens: int, depth: int, counts
+):
+    expected = serve_all(tiny_llama, None, 4000, depth, block_size=block_size)
+    counts.clear()
+    log = serve_all(tiny_llama, tiny_llama, num_tokens, depth, block_size=block_size)
+    assert (log.total("num_preemptions") > 0) == (num_tokens == 360)
+    assert log.total("prefix_cache_hits") > 0
+    assert all(log.token_ids(i) == expected.token_ids(i) for i in expected.outputs)
+    num_drafts, num_kept = (sum(column) for column in zip(*counts, strict=True))
+    assert num_kept == num_drafts > 7 * 40 // 2
+
+
+class Recorder:
+    """Every draft, with the tokens that it follows and the logits that it was chosen from."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drafted: list[tuple[list[int], int, torch.Tensor]] = []
+        self.logits: list[torch.Tensor] = []
+        for name in ("follow", "_choose", "propose"):
+            method, spy = getattr(DraftModelProposer, name), getattr(self, name)
+            monkeypatch.setattr(
+                DraftModelProposer, name, lambda *args, m=method, s=spy: s(m, *args)
+            )
+
+    def follow(self, method, *args) -> None:
+        self.logits.clear()
+        method(*args)
+
+    def _choose(self, method, proposer, hidden) -> torch.Tensor:
+        self.logits.append(proposer.model.compute_logits(hidden).clone())
+        return method(proposer, hidden)
+
+    def propose(self, method, proposer, slots, *args) -> tuple[torch.Tensor, torch.Tensor]:
+        drafts, counts = method(proposer, slots, *args)
+        for row, slot in enumerate(slots.tolist()):
+            newest = int(proposer.states.num_computed[slot])
+            for step in range(int(counts[row])):
+                index = np.flatnonzero(proposer.limits > step).tolist().index(row)
+                before = proposer.states.token_ids[slot, : newest + 1 + step].tolist()
+                self.drafted.append((before, int(drafts[row, step]), self.logits[step][index]))
+        return drafts, counts
+
+    def check(self, folder: Path) -> None:
+        """They are the likeliest tokens by the logits of transformers."""
+        for before, token, logits in self.drafted:
+            expected = logits_of(folder, before)[-1]
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+            assert token == int(expected.argmax())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_logits_are_those_of_transformers(
+    tiny_llama: Path, draft, depth: int, counts, monkeypatch: pytest.MonkeyPatch
+):
+    """Chunks, shared beginnings, rows that pause in drafting or want fewer than others, and drafts
+    that are the engine's.
+    """
+    folder, block_size = draft
+    recorder, draw = Recorder(monkeypatch), random.Random(0)
+    monkeypatch.setattr(Lookahead, "num_drafts", lambda *_: draw.choice([0, 0, 1, 3, 5]))
+    log = serve_all(tiny_llama, folder, 8000, depth, GRAMMAR, block_size=block_size)
+    assert log.total("prefix_cache_hits") > 0 and log.total("num_preemptions") == 0
+    assert len(recorder.drafted) > 300
+    recorder.check(folder)
+
+
+def test_nothing_is_drafted_past_the_draft_s_context(
+    tiny_llama: Path, draft, counts, monkeypatch: pytest.MonkeyPatch
+):
+    folder, block_size = draft
+    recorder = Recorder(monkeypatch)
+    expected = serve_all(tiny_llama, None, 4000, 1)
+    config = {"method": "draft_model", "model": str(folder), "max_model_len": 50}
+    log = serve_all(tiny_llama, None, 8000, 1, speculative_config=config, block_size=block_size)
+    assert all(log.token_ids(i) == expected.token_ids(i) for i in expected.outputs)
+    assert 46 <= max(len(before) for before, _, _ in recorder.drafted) <= 50
+    recorder.check(folder)
+
+
+def test_an_output_is_complete_for_the_prompt_that_continues_it(
+    tiny_llama: Path, draft, counts, monkeypatch: pytest.MonkeyPatch
+):
+    """Though nothing was drafted for it."""
+    folder, block_size = draft
+    config = {"method": "draft_model", "model": str(folder)}
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    recorder = Recorder(monkeypatch)
+    llm = LLM(str(tiny_llama), block_size=block_size, speculative_config=config)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lookahead, "num_drafts", lambda *_: 0)
+        (first,) = llm.generate([5, 6, 7], params)
+    assert not recorder.drafted
+    tokens = [5, 6, 7, *first.outputs[0].token_ids, 8]
+    (second,) = llm.generate(tokens, params)
+    llm.close()
+    assert second.outputs[0].num_cached_tokens > 30 and recorder.drafted
+    recorder.check(folder)
+
+
+def test_rows_that_want_no_drafts_cost_no_pass(
+    tiny_llama: Path, draft, monkeypatch: pytest.MonkeyPatch
+):
+    folder, block_size = draft
+    passes: list[int] = []
+    run = DraftModelProposer._catch_up
+    monkeypatch.setattr(
+        DraftModelProposer,
+        "_catch_up",
+        lambda self, *args: (passes.append(len(args[1])), run(self, *args))[1],
+    )
+    driver = Driver(speculative(tiny_llama, folder, block_size=block_size))
+    slots = [driver.add([5, 6, 7]), driver.add([8, 9])]
+    driver.generate(slots, 20)
+    assert passes == [2]
+
+
+def test_programs_run_the_draft_on_a_cpu(tiny_llama: Path, draft, counts, monkeypatch):
+    if native.library() is None:
+        pytest.skip("servd was installed without a compiler")
+    folder, block_size = draft
+    forwards: list[int] = []
+    run = DraftModelProposer._run
+    monkeypatch.setattr(
+        DraftModelProposer,
+        "_run",
+        lambda self, *args: (forwards.append(len(args[0])), run(self, *args))[1],
+    )
+    log = serve_all(tiny_llama, folder, 8000, 1, block_size=block_size)
+    num_outputs = sum(len(log.token_ids(i)) for i in log.outputs)
+    assert (len(forwards) < num_outputs / 4) == (block_size == 16)
+
+
+def speculative(folder: Path, draft: Path, **options: Any):
+    config = {"method": "draft_model", "model": str(draft)}
+    return config_for(folder, speculative_config=config, **options)
+
+
+def test_another_vocabulary_is_refused(tiny_llama: Path, tmp_path: Path):
+    folder = make_checkpoint(tmp_path, "gpt2", GPT2)
+    with pytest.raises(ConfigError, match="has 199 tokens .* and the model 512: name a draft"):
+        Driver(speculative(tiny_llama, folder))
