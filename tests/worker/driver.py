@@ -5,7 +5,8 @@ scheduler.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -133,10 +134,10 @@ class Driver:
         self,
         chunks: dict[int, int],
         bitmask: GrammarBitmask | None = None,
-        max_new_drafts: int = 0,
+        max_new_drafts: Mapping[int, int] = MappingProxyType({}),
     ) -> ModelRunnerOutput:
         """Compute so many tokens of each slot, in this order; a slot with none left to know samples
-        and verifies its drafts, and may get new ones.
+        and verifies its drafts, and may get so many new ones.
         """
         scheduled: list[ScheduledRequest] = []
         for slot, num_tokens in chunks.items():
@@ -144,7 +145,7 @@ class Driver:
             assert end <= len(self.tokens[slot])
             samples = end == len(self.tokens[slot])
             num_drafts = len(self.drafts[slot]) if samples else 0
-            most = max_new_drafts if samples else 0
+            most = max_new_drafts.get(slot, 0) if samples else 0
             end += num_drafts
             missing = max(-(-(end + most) // self.block_size) - len(self.blocks[slot]), 0)
             new_blocks = [self.free_blocks.pop() for _ in range(missing)]

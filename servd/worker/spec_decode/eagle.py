@@ -188,7 +188,7 @@ class EagleProposer(Proposer):
         self.features[slots] = features[tokens]
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """A chain of likeliest tokens."""
+        """A chain of likeliest tokens, up to `max_model_len`."""
         newest = self.states.num_computed[slots]
         # A row has blocks for no more; positions from the newest token's on are computed again.
         last = newest + self.states.num_drafts[slots] - 1
@@ -199,7 +199,8 @@ class EagleProposer(Proposer):
             attention = decode_attention(self.states, slots, positions)
             features = self._run(drafts[-1], features, positions, attention)
             drafts.append(self.head.top(features))
-        return torch.stack(drafts, dim=1), torch.full_like(slots, num_drafts)
+        room = (self.config.max_model_len or self.states.max_model_len) - 1 - newest
+        return torch.stack(drafts, dim=1), room.clamp(0, num_drafts)
 
     def _run(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, attention: AttentionBatch

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from servd.errors import ConfigError
 from servd.hf import read_json, read_spec
+from servd.worker.ops import native
 from tests.parity.families import CASES, make_checkpoint, reference
 from tests.worker.driver import Driver, config_for
+from tests.worker.recorded import use_recorded_runner
 from tests.worker.spec_decode import checkpoints
 from tests.worker.spec_decode.checkpoints import HEAD_DIM, draw, write
 from tests.worker.spec_decode.drafting import drafts_of, make_echo
@@ -156,6 +158,49 @@ def test_drafts_are_those_of_a_plain_implementation(
     assert_drafts(target, method, getattr(checkpoints, method)(target, tmp_path), **options)
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_drafts_beside_decode_steps_that_are_graphs(
+    target: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+):
+    use_recorded_runner(monkeypatch)
+    assert_drafts(target, method, getattr(checkpoints, method)(target, tmp_path))
+
+
+def test_decode_steps_remain_programs(target: Path, tmp_path: Path):
+    if native.library() is None:
+        pytest.skip("no CPU kernels here")
+    config = {"method": "eagle3"} | checkpoints.eagle3(target, tmp_path)
+    driver = Driver(config_for(target, speculative_config=config, block_size=16))
+    slot = driver.add([7, 8, 9])
+    driver.generate([slot], 3)
+    programs = driver.worker.runner.programs
+    assert programs is not None and len(programs.programs) == 1
+
+
+def test_a_row_with_few_drafts_beside_one_with_many(target: Path, tmp_path: Path):
+    """It has no block for more, and what its block table has there may be another row's."""
+    config = {"method": "eagle"} | checkpoints.eagle(target, tmp_path)
+    driver = Driver(config_for(target, speculative_config=config))
+    nobodys = 0  # what a block table has where it was never filled
+    driver.free_blocks.remove(nobodys)
+    few, many = driver.add([7, 8]), driver.add([7, 8, 9, 10, 11])
+    driver.step({few: 2, many: 5}, max_new_drafts={few: 1, many: 5})
+    assert list(map(len, (driver.drafts[few], driver.drafts[many]))) == [1, 5]
+    (cache,) = driver.worker.runner.proposer.kv_caches
+    assert not cache[:, nobodys].any() and cache[:, driver.blocks[few]].any()
+
+
+def test_nothing_is_drafted_past_max_model_len(target: Path, tmp_path: Path):
+    config = {"method": "eagle", "max_model_len": 6} | checkpoints.eagle(target, tmp_path)
+    driver = Driver(config_for(target, speculative_config=config))
+    slot = driver.add([7, 8])
+    driver.step({slot: 2}, max_new_drafts={slot: 5})
+    assert len(driver.tokens[slot] + driver.drafts[slot]) == 6
+    full = driver.add([7] * 6)
+    driver.step({full: 6}, max_new_drafts={full: 5})
+    assert driver.drafts[full] == []
+
+
 def test_a_head_of_eagle_with_all_of_its_own(target: Path, tmp_path: Path):
     config = checkpoints.eagle(target, tmp_path)
     size, vocab_size = read_spec(target).hidden_size, read_spec(target).vocab_size
@@ -226,7 +271,7 @@ def test_drafts_of_an_echo_are_all_kept(tmp_path: Path):
     driver = Driver(config_for(target, speculative_config=config))
     slot = driver.add([7, 8, 9])
     for num_sampled in (1, 1 + NUM_DRAFTS, 1 + NUM_DRAFTS):
-        output = driver.step({slot: driver.left(slot)}, max_new_drafts=NUM_DRAFTS)
+        output = driver.step({slot: driver.left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
         assert output.sampled_token_ids == [[9] * num_sampled]
 
 
