@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from hypothesis import given
@@ -36,8 +37,7 @@ def test_drafts_are_those_of_a_plain_search(rows, shortest, more):
     for slot, tokens in enumerate(rows):
         # The newest token is not computed yet.
         states.add(NewRequest(slot, tokens, len(tokens), len(tokens) - 1, [], SamplingParams()))
-    unused = cast("Any", None)
-    target = Target(unused, unused, unused, states, unused, unused, unused)
+    target = cast("Target", SimpleNamespace(states=states))
     config = SpeculativeConfig(
         method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=shortest + more
     )

@@ -47,6 +47,7 @@ def serve_all(
 ) -> Log:
     """All kinds of requests, so many at a time."""
     requests = [make_request(i) for i in range(len(SAMPLINGS))]
+    requests.append(EngineCoreRequest("cannot enter", [10**6], SamplingParams(max_tokens=9)))
     drafts = {"speculative_config": speculative} if speculative else {}
     return serve(
         folder, requests, depth, num_blocks, aborts=False,

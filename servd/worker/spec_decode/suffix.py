@@ -1,0 +1,157 @@
+"""suffix: what followed the last tokens elsewhere in the request, or in the outputs of others
+(https://arxiv.org/abs/2411.04975).
+
+In place of suffix trees each text has chains through the places with the same three tokens, as in
+LZ77: the newest place of a chain is looked up, and each knows the one before.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from servd.errors import ConfigError
+from servd.messages import NewRequest
+from servd.speculative import SpeculativeConfig
+from servd.worker.spec_decode import Proposer, Target
+
+SHORTEST = 3  # tokens of a match
+TOKEN_BITS = 20
+KEY_MASK = (1 << SHORTEST * TOKEN_BITS) - 1
+END = (1 << TOKEN_BITS) - 1  # between two outputs; no token
+MAX_PLACES = 64  # looked at for a draft, of each text
+MAX_CACHED_TOKENS = 2**19  # of the outputs of others: at most 60 MB
+
+
+class Text:
+    """Tokens, and where else the three before each place occur."""
+
+    def __init__(self) -> None:
+        self.token_ids = array("i")
+        self.num_outputs = 0  # of others, each with END behind it
+        self._before = array("i")  # for each place, the one before it in its chain; -1: none
+        self._newest: dict[int, int] = {}  # three tokens -> the index of what followed them last
+        self._key = END
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens at the end."""
+        newest, key = self._newest, self._key
+        for place, token_id in enumerate(token_ids, len(self.token_ids) + 1):
+            key = (key << TOKEN_BITS | token_id) & KEY_MASK
+            self._before.append(newest.get(key, -1))
+            newest[key] = place
+        self.token_ids.extend(token_ids)
+        self._key = key
+
+    def find(self, last: Sequence[int]) -> tuple[int, list[int]]:
+        """How many of the last tokens of a sequence occur here with more after them, at most, and
+        the indices of what followed, the newest first.
+        """
+        key = 0
+        for token_id in last[-SHORTEST:]:
+            key = key << TOKEN_BITS | token_id
+        place, found = self._newest.get(key, -1), []
+        for _ in range(MAX_PLACES):
+            if place < 0:
+                break
+            if place < len(self.token_ids) and self.token_ids[place] != END:
+                found.append((self._match(last, place), place))
+            place = self._before[place - 1]
+        longest = max((length for length, _ in found), default=0)
+        return longest, [place for length, place in found if length == longest]
+
+    def _match(self, last: Sequence[int], place: int) -> int:
+        most = min(len(last), place)
+        for length in range(SHORTEST, most):
+            if self.token_ids[place - length - 1] != last[-length - 1]:
+                return length
+        return most
+
+    def follow(self, places: list[int], num_tokens: int, min_chance: float) -> Sequence[int]:
+        """What most often follows at these places, token after token, as long as its share of them
+        is not below a chance.
+        """
+        runs = [self.token_ids[place : place + num_tokens] for place in places]
+        for i in range(num_tokens):
+            counts = Counter(run[i] for run in runs if i < len(run))
+            del counts[END]  # counts as a place where nothing follows
+            token_id, count = max(counts.items(), key=itemgetter(1), default=(END, 0))
+            if count == 0 or count < min_chance * len(places):
+                return runs[0][:i]
+            runs = [run for run in runs if i < len(run) and run[i] == token_id]
+        return runs[0] if runs else []
+
+
+class SuffixProposer(Proposer):
+    """No model: it reads the rows of token ids on the host.
+
+    Raises:
+        ConfigError: they are on another device, for which the host would have to wait.
+    """
+
+    def __init__(self, config: SpeculativeConfig, target: Target) -> None:
+        super().__init__(config, target)
+        if self.states.token_ids.device.type != "cpu":
+            raise ConfigError(
+                "speculative method suffix is for --device cpu: it would wait for each step of a "
+                "GPU; use method ngram there"
+            )
+        self._rows: dict[int, tuple[Text, int]] = {}  # slot -> text, tokens of its prompt
+        self._outputs = [Text(), Text()]  # of others; the second one is full, and forgotten next
+
+    def add(self, request: NewRequest) -> None:
+        """Its prompt is searched too."""
+        text = Text()
+        text.extend(request.token_ids)
+        self._rows[request.slot] = text, request.num_prompt_tokens
+
+    def remove(self, slot: int) -> None:
+        """Its output is kept for others; the oldest ones make room."""
+        if slot not in self._rows:
+            return
+        text, prompt_len = self._read(slot), self._rows.pop(slot)[1]
+        max_outputs = self.config.suffix_decoding_max_cached_requests
+        output = text.token_ids[prompt_len:][: MAX_CACHED_TOKENS // 2 - 1]
+        if not output or not max_outputs:
+            return
+        newest = self._outputs[0]
+        is_full = len(newest.token_ids) + len(output) >= MAX_CACHED_TOKENS // 2
+        if is_full or 2 * newest.num_outputs >= max_outputs:
+            self._outputs = [Text(), newest]
+            newest = self._outputs[0]
+        newest.extend([*output, END])
+        newest.num_outputs += 1
+
+    def _read(self, slot: int) -> Text:
+        """The text of a row, with what was sampled last."""
+        text, known = self._rows[slot][0], int(self.states.num_computed[slot]) + 1
+        text.extend(self.states.token_ids[slot, len(text.token_ids) : known].tolist())
+        return text
+
+    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """What follows the longest match; that of the request itself if others have no longer."""
+        drafts = [self._draft(slot, num_drafts) for slot in slots.tolist()]
+        token_ids = torch.zeros(len(drafts), num_drafts, dtype=torch.int64)
+        for row, draft in zip(token_ids, drafts, strict=True):
+            row[: len(draft)] = torch.tensor(draft, dtype=torch.int64)
+        return token_ids, torch.tensor([len(draft) for draft in drafts])
+
+    def _draft(self, slot: int, num_drafts: int) -> Sequence[int]:
+        if slot not in self._rows:
+            return []  # its request could not enter
+        config, own = self.config, self._read(slot)
+        last = own.token_ids[-config.suffix_decoding_max_tree_depth :]
+        found = [(*text.find(last), text) for text in (own, *self._outputs)]
+        length, places, text = max(found, key=lambda each: each[0])
+        if length < SHORTEST:
+            return []
+        most = min(num_drafts, int(length * config.suffix_decoding_max_spec_factor))
+        return text.follow(places, most, config.suffix_decoding_min_token_prob)
+
+
+Proposer = SuffixProposer  # the name that every file of this package has

@@ -1,0 +1,131 @@
+"""suffix against a search in plain Python, over the request and others' outputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servd.errors import ConfigError
+from servd.messages import NewRequest
+from servd.params import SamplingParams
+from servd.speculative import SpeculativeConfig
+from servd.worker.request_states import RequestStates
+from servd.worker.spec_decode import Target, suffix
+
+NUM_DRAFTS = 6
+DEPTH = 8
+
+
+def make_proposer(device: str = "cpu", **options: Any) -> suffix.SuffixProposer:
+    states = RequestStates(2, 64, 4, torch.device(device), 100)
+    keys = {f"suffix_decoding_{key}": value for key, value in options.items()}
+    config = SpeculativeConfig(method="suffix", **keys)
+    return suffix.SuffixProposer(config, cast("Target", SimpleNamespace(states=states)))
+
+
+def enter(proposer: suffix.SuffixProposer, prompt: list[int], output: list[int]) -> None:
+    """A request in slot 0, whose output came one by one; its last token is not computed yet."""
+    states = proposer.states
+    request = NewRequest(0, prompt, len(prompt), 0, [], SamplingParams())
+    states.add(request)
+    proposer.add(request)
+    states.num_computed[0] = len(prompt) - 1
+    for token_id in output:
+        states.num_computed[0] += 1
+        states.token_ids[0, states.num_computed[0]] = token_id
+        proposer.propose(torch.tensor([0]), 64, 1)
+
+
+def drafts_of(proposer: suffix.SuffixProposer) -> list[int]:
+    token_ids, counts = proposer.propose(torch.tensor([0]), 64, NUM_DRAFTS)
+    return token_ids[0, : int(counts[0])].tolist()
+
+
+def search(own: list[int], others: list[list[int]], factor: float, chance: float) -> list[int]:
+    """The most frequent continuation of the longest match, which is the request's if it has one."""
+    found = [longest_match([own], own), longest_match(others, own)]
+    length, runs = max(found, key=lambda each: each[0])
+    num_runs, drafts = len(runs), []
+    while length >= suffix.SHORTEST and len(drafts) < min(NUM_DRAFTS, int(length * factor)):
+        token_id, count = max(
+            Counter(run[0] for run in runs if run).items(), key=lambda each: each[1], default=(0, 0)
+        )
+        if not count or count < chance * num_runs:
+            break
+        drafts.append(token_id)
+        runs = [run[1:] for run in runs if run[:1] == [token_id]]
+    return drafts
+
+
+def longest_match(texts: list[list[int]], own: list[int]) -> tuple[int, list[list[int]]]:
+    """How many of the last tokens occur, and what followed, the newest first."""
+    for length in range(min(DEPTH, len(own)), 0, -1):
+        runs = [
+            text[at:]
+            for text in reversed(texts)
+            for at in range(len(text) - 1, length - 1, -1)
+            if text[at - length : at] == own[-length:]
+        ]
+        if runs:
+            return length, runs
+    return 0, []
+
+
+texts = st.lists(st.integers(0, 1), min_size=1, max_size=25)
+
+
+@given(
+    others=st.lists(texts, max_size=4),
+    prompt=texts,
+    output=texts,
+    factor=st.sampled_from([0.5, 1.0, 4.0]),
+    chance=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
+)
+def test_drafts_are_those_of_a_plain_search(others, prompt, output, factor, chance):
+    proposer = make_proposer(max_tree_depth=DEPTH, max_spec_factor=factor, min_token_prob=chance)
+    for other in others:
+        enter(proposer, [99], other)
+        proposer.remove(0)
+    enter(proposer, prompt, output)
+    assert drafts_of(proposer) == search(prompt + output, others, factor, chance)
+
+
+def test_others_outputs_are_forgotten_in_time():
+    """The newest are known, and at most as many as were asked for."""
+    proposer = make_proposer(max_cached_requests=6)
+    for first in range(0, 40, 4):
+        enter(proposer, [99], [first, first + 1, first + 2, first + 3])
+        proposer.remove(0)
+    known = []
+    for first in range(0, 40, 4):
+        enter(proposer, [98], [first, first + 1, first + 2])
+        known += [first] if drafts_of(proposer) == [first + 3] else []
+    assert known == list(range(40))[-4 * len(known) :: 4] and 3 <= len(known) <= 6
+
+
+def test_others_outputs_have_bounded_size(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_CACHED_TOKENS", 64)
+    proposer = make_proposer()
+    for i in range(40):
+        enter(proposer, [99], [i] * (i + 1))
+        proposer.remove(0)
+        assert sum(len(text.token_ids) for text in proposer._outputs) <= 64
+
+
+def test_none_are_kept_on_request():
+    proposer = make_proposer(max_cached_requests=0)
+    enter(proposer, [99], [1, 2, 3, 4])
+    proposer.remove(0)
+    enter(proposer, [98], [1, 2, 3])
+    assert drafts_of(proposer) == []
+
+
+def test_a_gpu_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match="use method ngram"):
+        make_proposer("meta")
