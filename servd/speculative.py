@@ -6,6 +6,7 @@ import difflib
 import json
 import typing
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -77,6 +78,20 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         force_setattr(self, "num_speculative_tokens", self.num_speculative_tokens or depth)
         self._fill_in_lookup()
         self._check_synthetic()
+
+    @property
+    def acceptance_chances(self) -> list[float] | None:
+        """Of synthetic acceptance, by position: that a draft is kept if those before it are."""
+        if (rates := self.synthetic_acceptance_rates) is not None:
+            return [rate / before if before else 0.0 for before, rate in pairwise([1.0, *rates])]
+        if (length := self.synthetic_acceptance_length) is None:
+            return None
+        low, high = 0.0, 1.0  # the same chance everywhere: 1 + a + a**2 + ... is the length
+        for _ in range(50):
+            middle = (low + high) / 2
+            is_less = sum(middle**i for i in range(self.num_speculative_tokens + 1)) < length
+            low, high = (middle, high) if is_less else (low, middle)
+        return [high] * self.num_speculative_tokens
 
     def _fill_in_lookup(self) -> None:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max

@@ -125,6 +125,8 @@ class ModelRunner(ABC):
         self.max_num_tokens = config.scheduler.max_num_batched_tokens
         speculative = config.model.speculative_config
         self.max_drafts = speculative.num_speculative_tokens if speculative else 0
+        chances = speculative.acceptance_chances if speculative else None
+        self.acceptance_chances = None if chances is None else torch.tensor(chances, device=device)
         self.max_num_samples = max_num_samples(
             self.max_num_seqs, self.max_num_tokens, self.max_drafts
         )
@@ -286,7 +288,7 @@ class ModelRunner(ABC):
             batch.sample_host_slots,
             batch.sample_positions,
             self._unpack(bitmask, batch) if bitmask else None,
-            SpecDecodeMetadata.of(batch),
+            SpecDecodeMetadata.of(batch, self.acceptance_chances),
         )
         self.states.write(batch.sample_slots, batch.sample_positions, sampled.token_ids)
         if sampled.num_kept is not None:

@@ -153,6 +153,8 @@ class Sampler:
             token_ids = self._choose_in_turn(logits, step, bitmask, drafts)
         else:
             token_ids = self._choose(logits, step, bitmask)
+        if drafts is not None:
+            token_ids = drafts.settle(token_ids)
         logprobs = None
         if asked is not None and raw_logits is not None:
             logprobs = self.logprobs.gather(raw_logits, token_ids, asked, len(host_slots))

@@ -20,6 +20,7 @@ from torch import Tensor
 from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
 from servd.worker.sample.rows import Int64Array
+from servd.worker.sample.uniform import uniform
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,16 @@ class SpecDecodeMetadata:
 
     num_drafts: Int64Array  # [n], on the host
     draft_ids: Tensor  # [m] int64: the draft in the place of each sampled token; -1: none is there
+    is_synthetic: bool = False  # those drafts are kept, whatever is sampled
 
     @classmethod
-    def of(cls, batch: InputBatch) -> SpecDecodeMetadata | None:
-        """None for a step without drafts."""
+    def of(cls, batch: InputBatch, chances: Tensor | None) -> SpecDecodeMetadata | None:
+        """None for a step without drafts.
+
+        Args:
+            batch: of the step.
+            chances: [k], for benchmarks: that a draft is kept if those before it are.
+        """
         num_drafts = batch.num_drafts[batch.sample_rows]
         if not num_drafts.any():
             return None
@@ -44,7 +51,10 @@ class SpecDecodeMetadata:
         offsets[np.cumsum(counts) - 1] = 2**62
         is_there = upload(offsets, slots.device) < states.num_drafts[slots]
         found = states.token_ids[slots, batch.sample_positions].long()
-        return cls(num_drafts, found.masked_fill_(~is_there, -1))
+        if chances is not None:
+            numbers = upload(offsets.clip(max=len(chances) - 1), slots.device)
+            is_there &= uniform(slots, batch.sample_positions) < chances[numbers]
+        return cls(num_drafts, found.masked_fill_(~is_there, -1), chances is not None)
 
     @cached_property
     def grid(self) -> Int64Array:
@@ -62,6 +72,12 @@ class SpecDecodeMetadata:
         for offset in range(self.grid.shape[1]):
             rows = np.flatnonzero(self.num_drafts >= offset)
             yield rows, self.grid[rows, offset]
+
+    def settle(self, token_ids: Tensor) -> Tensor:
+        """The tokens [m] in the places of those that were sampled."""
+        return (
+            token_ids.where(self.draft_ids < 0, self.draft_ids) if self.is_synthetic else token_ids
+        )
 
     def count_kept(self, token_ids: Tensor) -> Tensor:
         """[n] int64: how many drafts of each row were kept, by the sampled tokens [m]."""

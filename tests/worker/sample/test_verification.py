@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servd.params import ReasoningTags, SamplingParams
+from servd.speculative import SpeculativeConfig
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.sample.verification import SpecDecodeMetadata
 from tests.worker.sample.reference import distribution
@@ -178,3 +181,39 @@ def test_drawn_frequencies_around_a_draft_fit_the_exact_distribution(case, rank)
         chi_square = ((counts[exact > 0] - expected) ** 2 / expected).sum()
         freedom = len(expected) - 1
         assert len(drawn) > 100 and chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
+
+
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    [
+        ({"synthetic_acceptance_rates": [0.9, 0.5, 0.5, 0.0]}, [0.9, 0.5, 0.5, 0.0]),
+        ({"synthetic_acceptance_length": 3.0}, [0.741, 0.549, 0.407, 0.302]),  # sum: 2
+        ({"synthetic_acceptance_length": 1.0}, [0.0] * 4),
+        ({"synthetic_acceptance_length": 5.0}, [1.0] * 4),
+    ],
+)
+def test_synthetic_acceptance_keeps_drafts_at_the_given_rates(keys, rates):
+    config = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=4, rejection_sample_method="synthetic", **keys
+    )
+    num_rows, num_drafts = 4000, 4
+    slots = torch.arange(num_rows).repeat_interleave(num_drafts + 1)
+    positions = torch.arange(1, num_drafts + 2).repeat(num_rows)
+    drafts = torch.randint(50, 100, (num_rows, num_drafts + 2))
+    batch: Any = SimpleNamespace(
+        num_drafts=np.full(num_rows, num_drafts),
+        sample_rows=np.arange(num_rows),
+        sample_slots=slots,
+        sample_positions=positions,
+        states=SimpleNamespace(num_drafts=torch.full((num_rows,), num_drafts), token_ids=drafts),
+    )
+    metadata = SpecDecodeMetadata.of(batch, torch.tensor(config.acceptance_chances))
+    assert metadata is not None
+    sampled = torch.randint(0, 50, (len(slots),))  # never what was drafted
+    token_ids = metadata.settle(sampled).view(num_rows, -1)
+    num_kept = metadata.count_kept(token_ids.flatten())
+    for number, rate in enumerate(rates):
+        assert (num_kept > number).float().mean().item() == pytest.approx(rate, abs=0.03)
+    for row, kept in enumerate(num_kept.tolist()):  # the drafts, then what the model says
+        assert token_ids[row, :kept].tolist() == drafts[row, 1 : kept + 1].tolist()
+        assert token_ids[row, kept] < 50
