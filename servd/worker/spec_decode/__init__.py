@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from servd import plugins
 from servd.config import Config
-from servd.hf import ModelSpec
+from servd.hf import ModelSpec, download_weights
 from servd.messages import ModelRunnerOutput, NewRequest
 from servd.speculative import SpeculativeConfig
 from servd.worker import model_loader
-from servd.worker.attention import Backend
+from servd.worker.attention import Backend, make_backend
 from servd.worker.device import upload
 from servd.worker.input_batch import Decode, Forward, InputBatch
 from servd.worker.model_loader import Loadable, Model
@@ -44,6 +44,26 @@ class Target:
     backend: Backend[Any]
     # Decode passes of another model, of so many rows at most, as fast as this device can.
     make_decoder: Callable[[Forward, int], Decode]
+
+    def find_draft(self) -> str:
+        """The folder of the draft's checkpoint, which is downloaded if it has to be."""
+        model = self.config.model
+        draft = model.speculative_config
+        assert draft is not None and draft.model is not None
+        return str(download_weights(draft.model, draft.revision, model.download_dir))
+
+    def make_backend(self, draft: ModelSpec, sliding_window: int | None) -> Backend[Any]:
+        """What computes the attention of a draft, with block tables that are the target's."""
+        spec = replace(
+            self.backend.spec,
+            num_heads=self.parallel.share(draft.num_heads),
+            num_kv_heads=self.parallel.share(draft.num_kv_heads),
+            head_dim=draft.head_dim,
+            sliding_window=sliding_window,
+            # How many drafts were kept is only known on the device.
+            exact_seq_lens=self.backend.spec.device.type == "cpu",
+        )
+        return make_backend(self.config.parallel.attention_backend, spec)[1]
 
     def load(
         self, make: Callable[[], Draft], folder: str, rename: Callable[[str], str] = str

@@ -8,18 +8,16 @@ reads none of them, and computes them again when the row comes there.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from servd.errors import ConfigError
-from servd.hf import download_weights, read_spec
+from servd.hf import read_spec
 from servd.messages import NewRequest
 from servd.speculative import SpeculativeConfig
 from servd.worker import kv_cache, model_loader
-from servd.worker.attention import AttentionBatch, make_backend
+from servd.worker.attention import AttentionBatch
 from servd.worker.device import upload
 from servd.worker.input_batch import AttentionRows, InputBatch
 from servd.worker.layers.attention import ForwardContext
@@ -44,33 +42,21 @@ class DraftModelProposer(Proposer):
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
         options, parallel = target.config, target.parallel
-        assert config.model is not None and options.scheduler.max_num_seqs is not None
+        assert options.scheduler.max_num_seqs is not None
         assert options.scheduler.max_num_batched_tokens is not None
-        spec = read_spec(
-            download_weights(config.model, config.revision, options.model.download_dir)
-        )
+        spec = read_spec(target.find_draft())
         if spec.vocab_size != target.spec.vocab_size:
             raise ConfigError(
                 f"--speculative-config: the draft {config.model} has {spec.vocab_size} tokens in "
                 f"its vocabulary and the model {target.spec.vocab_size}: name a draft of the same "
                 "family"
             )
-        attention = target.backend.spec
-        dtype, device = attention.dtype, attention.device
+        dtype, device = target.backend.spec.dtype, target.backend.spec.device
         self.spec = spec
         self.model = target.load(
             lambda: model_loader.build_model(spec, dtype, device, parallel), spec.folder
         )
-        attention = replace(
-            attention,
-            num_heads=parallel.share(spec.num_heads),
-            num_kv_heads=parallel.share(spec.num_kv_heads),
-            head_dim=spec.head_dim,
-            sliding_window=self.model.sliding_window,
-            # How many drafts were kept is only known on the device.
-            exact_seq_lens=device.type == "cpu",
-        )
-        _, self.backend = make_backend(options.parallel.attention_backend, attention)
+        self.backend = target.make_backend(spec, self.model.sliding_window)
         self.ops = ops.for_device(device)
         self.max_model_len = min(
             config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings

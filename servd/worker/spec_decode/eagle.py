@@ -7,17 +7,16 @@ The draft is a chain of likeliest tokens, as in vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from servd.errors import ConfigError
-from servd.hf import ModelSpec, download_weights, read_spec
+from servd.hf import ModelSpec, read_spec
 from servd.speculative import SpeculativeConfig
 from servd.worker import kv_cache
-from servd.worker.attention import AttentionBatch, make_backend
+from servd.worker.attention import AttentionBatch
 from servd.worker.input_batch import InputBatch, decode_attention
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
@@ -125,32 +124,26 @@ def embedding_of(target: Target) -> Callable[[Tensor], Tensor]:
 class EagleProposer(Proposer):
     """Runs the head over all tokens of a step, with the target's features, then on by itself, token
     by token. It writes keys and values of positions whose tokens may turn out to be others; but
-    these are computed again before any later token reads them.
+    these are computed again before any later token reads them. Only those of the last token of a
+    block in the prefix cache may have been made with the next token of another request: drafts
+    after it may be worse.
     """
 
     head_class: ClassVar[type[EagleHead]] = EagleHead
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
-        assert config.model is not None
-        folder = str(download_weights(config.model, config.revision))
+        folder = target.find_draft()
         self.spec = read_spec(folder)
         names = {rename(name) for name in tensor_shapes(folder)}
         self.check(names)
         self.head = target.load(lambda: self.head_class(self.spec, names, target), folder, rename)
-        attention = replace(
-            target.backend.spec,
-            num_heads=target.parallel.share(self.spec.num_heads),
-            num_kv_heads=target.parallel.share(self.spec.num_kv_heads),
-            head_dim=self.spec.head_dim,
-            sliding_window=None,
-        )
-        _, self.backend = make_backend(target.config.parallel.attention_backend, attention)
+        self.backend = target.make_backend(self.spec, sliding_window=None)
         # Of the newest token of each slot, which the target has not computed yet.
         self.features = torch.zeros(
             (target.states.max_num_seqs + 1, self.spec.hidden_size),
-            dtype=attention.dtype,
-            device=attention.device,
+            dtype=self.backend.spec.dtype,
+            device=self.backend.spec.device,
         )
 
     def check(self, names: Set[str]) -> None:

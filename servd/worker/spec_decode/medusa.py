@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from servd.errors import ConfigError
-from servd.hf import download_weights
 from servd.speculative import SpeculativeConfig
 from servd.worker.input_batch import InputBatch
 from servd.worker.layers.activation import Activation
@@ -103,8 +102,7 @@ class MedusaProposer(Proposer):
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
-        assert config.model is not None
-        folder = str(download_weights(config.model, config.revision))
+        folder = target.find_draft()
         shapes = {rename(name): shape for name, shape in tensor_shapes(folder).items()}
         size, first = target.spec.hidden_size, shapes.get("heads.0.layers.0.weight")
         if first != (size, size):
