@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from servd import hf, ipc, log, plugins
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.child import Child
@@ -89,13 +91,52 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
         config = config.replace(model=config.model.model or hf.DEMO_MODEL)
         model = config.model
         assert model.model is not None
-        spec = hf.read_spec(hf.find_model(model.model, model.revision, model.download_dir))
+        folder = hf.find_model(model.model, model.revision, model.download_dir)
+        if (drafted := of_speculators(config, folder)) is not None:
+            return find_and_resolve(drafted)
+        spec = hf.read_spec(folder)
     supported = plugins.names("servd.worker.models")
     if executor.needs_weights and spec.model_type not in supported:
         raise UnsupportedModel(
             f"model_type {spec.model_type!r} is not supported; servd has: {', '.join(supported)}"
         )
+    if executor.needs_weights:
+        config = find_draft(config)
     return resolve(config, spec, look_at_machine()), spec
+
+
+def of_speculators(config: Config, folder: Path) -> Config | None:
+    """The model that a draft in *speculators* format names as its own, drafted for by it, where
+    such a draft is given as the model.
+    """
+    draft = hf.read_json(folder / "config.json")
+    speculators = draft.get("speculators_config") or {}
+    target = (speculators.get("verifier") or {}).get("name_or_path")
+    if config.model.speculative_config or not target:
+        return None
+    methods = speculators.get("proposal_methods") or [{}]
+    keys = {"model": config.model.model, "method": draft.get("speculators_model_type")}
+    keys |= {"num_speculative_tokens": methods[0].get("speculative_tokens")}
+    made = Config.load({"speculative_config": keys}).model.speculative_config
+    logger.info("model: %s, drafted for by %s", target, config.model.model)
+    return config.replace(model=target, speculative_config=made)
+
+
+def find_draft(config: Config) -> Config:
+    """Find the metadata of the draft, if that is a model; in *speculators* format they name the
+    method.
+
+    Raises:
+        ModelNotFound: there is no such draft.
+    """
+    speculative = config.model.speculative_config
+    if speculative is None or speculative.model is None:
+        return config
+    folder = hf.find_model(speculative.model, speculative.revision, config.model.download_dir)
+    method = hf.read_json(folder / "config.json").get("speculators_model_type")
+    if method and speculative.method == "draft_model":
+        speculative = msgspec.structs.replace(speculative, method=method)
+    return config.replace(speculative_config=speculative)
 
 
 def start_engine(config: Config, spec: hf.ModelSpec, ipc_dir: str, started_at: float) -> Child:

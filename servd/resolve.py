@@ -102,9 +102,13 @@ def _check_plugins(config: Config) -> None:
                 there_are = ", ".join(known)
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
     if speculative := config.model.speculative_config:
-        plugins.check(
-            "--speculative-config: method", "servd.worker.spec_decode", speculative.method
-        )
+        flag, size = "--speculative-config:", speculative.draft_tensor_parallel_size
+        plugins.check(f"{flag} method", "servd.worker.spec_decode", speculative.method)
+        if size not in (None, config.parallel.tensor_parallel_size):
+            raise ConfigError(
+                f"{flag} draft_tensor_parallel_size {size}: the draft has the devices of the "
+                f"model, which are {config.parallel.tensor_parallel_size}; leave it out"
+            )
 
 
 def _model_names(model: str) -> list[str]:

@@ -46,9 +46,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     quantization: str | None = None
     max_model_len: Positive | None = None  # nothing is drafted past it
     draft_tensor_parallel_size: Positive | None = None
-    # greedy: the likeliest token. probabilistic: drawn, with the random number that the target will
-    # draw with in this place.
-    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    draft_sample_method: Literal["greedy"] = "greedy"  # the likeliest tokens
 
     # ngram
     prompt_lookup_min: Positive = 0
@@ -73,6 +71,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         method = self.method or named or "draft_model"
         if method in NEEDS_MODEL and not self.model:
             raise ValueError(f'method {method} needs "model": the folder or id of its draft')
+        if name == "[ngram]":
+            force_setattr(self, "model", None)
         depth = self.suffix_decoding_max_tree_depth if method == "suffix" else 5
         force_setattr(self, "method", method)
         force_setattr(self, "num_speculative_tokens", self.num_speculative_tokens or depth)

@@ -88,7 +88,7 @@ def test_strings_are_converted_to_the_type_of_the_option():
         ({"speculative_config": {"metod": "ngram"}}, ['"metod"; did you mean "method"?']),
         (
             {"speculative_config": {"model": "d", "draft_sample_method": "best"}},
-            ["draft_sample_method best: must be one of: greedy, probabilistic"],
+            ["draft_sample_method best: must be one of: greedy"],
         ),
         (
             {"speculative_config": {"model": "d", "fly_window_size": 6}},

@@ -1,0 +1,57 @@
+"""Drafts that are models: found before any process starts, with what their folders say of them."""
+
+import json
+
+import pytest
+
+from servd.config import Config
+from servd.errors import ConfigError, ModelNotFound
+from servd.hf import DEMO_FOLDER
+from servd.launch import find_and_resolve
+
+
+def make_draft(folder, target, **config):
+    """The config.json of a draft in *speculators* format."""
+    verifier = {"name_or_path": str(target)}
+    methods = [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    form = {"proposal_methods": methods, "verifier": verifier}
+    folder.mkdir()
+    text = json.dumps({"speculators_config": form, "speculators_model_type": "eagle3"} | config)
+    (folder / "config.json").write_text(text)
+    return str(folder)
+
+
+def resolved(**options):
+    return find_and_resolve(Config.load(options | {"device": "cpu"}))
+
+
+def test_a_draft_in_place_of_the_model_names_model_method_and_depth(tmp_path):
+    draft = make_draft(tmp_path / "draft", DEMO_FOLDER)
+    config, spec = resolved(model=draft)
+    assert config.model.model == spec.folder == str(DEMO_FOLDER)
+    made = config.model.speculative_config
+    assert (made.method, made.model, made.num_speculative_tokens) == ("eagle3", draft, 3)
+
+
+def test_the_folder_of_a_draft_says_its_method_unless_that_is_given(tmp_path):
+    draft = make_draft(tmp_path / "draft", DEMO_FOLDER)
+    assert resolved(spec_model=draft)[0].model.speculative_config.method == "eagle3"
+    config, _ = resolved(spec_model=draft, spec_method="eagle")
+    assert config.model.speculative_config.method == "eagle"
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "text"),
+    [
+        ({"model": "./nowhere"}, ModelNotFound, "there is no folder ./nowhere"),
+        ({"method": "ngrm"}, ConfigError, "there are: .*ngram"),
+        (
+            {"method": "ngram", "draft_tensor_parallel_size": 2},
+            ConfigError,
+            "the devices of the model, which are 1; leave it out",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(keys, error, text):
+    with pytest.raises(error, match=text):
+        resolved(speculative_config=keys)
