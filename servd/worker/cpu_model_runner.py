@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from servd.sizes import format_bytes
 from servd.worker.device import available_memory, keep_freed_memory
-from servd.worker.input_batch import AttentionRows, Decode, Forward, InputBatch
+from servd.worker.input_batch import Decode, Forward, InputBatch
 from servd.worker.model_runner import ModelRunner
 from servd.worker.ops import native
 from servd.worker.program_runner import ProgramRunner
@@ -62,15 +61,8 @@ class CPUModelRunner(ModelRunner):
 
     def make_decoder(self, forward: Forward, max_num_rows: int) -> Decode:
         """By programs."""
-        run, states = self.make_programs(forward, max_num_rows) or forward, self.states
-
-        def decode(slots: Tensor, positions: Tensor) -> Tensor:
-            ones = np.ones(len(slots), dtype=np.int64)
-            rows = AttentionRows(ones, positions.numpy() + 1, torch.arange(len(slots)))
-            input_ids = states.token_ids[slots, positions].long()
-            return run(input_ids, positions, rows.gather(states, slots, positions))
-
-        return decode
+        programs = self.make_programs(forward, max_num_rows)
+        return super().make_decoder(programs or forward, max_num_rows)
 
     def forward(self, batch: InputBatch) -> Tensor:
         """Decode steps by programs, others call by call."""
