@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -31,10 +31,6 @@ from servd.hf import FAKE_SPEC, ModelSpec
 from servd.messages import (
     EngineReady,
     FromEngine,
-    GrammarBitmask,
-    ModelRunnerOutput,
-    NewRequest,
-    SchedulerOutput,
     ToEngine,
 )
 from servd.resolve import Machine, resolve
@@ -49,25 +45,16 @@ class ScriptedExecutor(FakeExecutor):
 
     script: list[int] = []
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.num_prompt_tokens: dict[int, int] = {}  # by slot
-
-    def _row(self, request: NewRequest) -> Row:
-        self.num_prompt_tokens[request.slot] = request.num_prompt_tokens
-        return super()._row(request)
-
-    def _sample(
-        self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None
-    ) -> ModelRunnerOutput:
-        end = self.spec.eos_token_ids[0]
-        output = super()._sample(scheduled, bitmask)
-        for item, sampled in zip(scheduled.scheduled, output.sampled_token_ids, strict=True):
-            if sampled:
-                token_ids = self.rows[item.slot].token_ids
-                rest = self.script[len(token_ids) - 1 - self.num_prompt_tokens[item.slot] :]
-                token_ids[-1] = sampled[0] = rest[0] if rest else end
-        return output
+    def _verify(self, row: Row, index: int, masks: Mapping[tuple[int, int], bytes]) -> list[int]:
+        """As far as drafts are what the script says, and one token more."""
+        begin = len(row.token_ids) - row.num_prompt_tokens
+        rest = [*self.script[begin:], self.spec.eos_token_ids[0]]
+        num_kept = 0
+        for draft, token_id in zip(row.drafts, rest[:-1], strict=False):
+            if draft != token_id:
+                break
+            num_kept += 1
+        return rest[: num_kept + 1]
 
 
 class InProcessEngine:
