@@ -22,8 +22,7 @@ TOKENS_PER_STEP = 64
 LEAST_SHARE = 1 / 500  # whatever noise says
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0
 MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
-# What seems not to pay is tried with one draft of each request now and then: costs and chances
-# change. At worst such a step takes twice as long.
+# What seems not to pay is tried now and then, with few drafts: costs and chances change.
 PROBE_STEPS, PROBE_GAIN = 100, 0.5
 
 
@@ -87,6 +86,8 @@ class Lookahead:
 
     def begin_step(self, num_requests: int) -> None:
         """A step of so many requests is put together."""
+        if not self.max_drafts:
+            return
         num_requests = max(num_requests, 1)
         self.least_gain = MARGIN * num_requests * self.cost.share(num_requests)
         self.num_steps += 1

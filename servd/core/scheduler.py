@@ -197,7 +197,7 @@ class Scheduler:
                 drafts = self._forced_drafts(request, forced_tokens[request.slot])
                 num_drafts = len(drafts)
             elif request.num_drafts:
-                num_drafts = min(request.num_drafts, self._max_drafts(request))
+                num_drafts = request.num_drafts
             if num_drafts:
                 num_drafts = max(min(num_drafts, room - num_tokens, drafts_left), 0)
             while (
@@ -262,6 +262,7 @@ class Scheduler:
         self.kv_cache.adopt(request, cached)
         request.slot = self._free_slots.pop()
         request.status = RequestStatus.RUNNING
+        request.num_drafts = 0  # a preempted one's are gone, whatever was harvested since
         insort(self.running, request, key=by_order)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
@@ -323,7 +324,6 @@ class Scheduler:
         again.
         """
         self._release(request)
-        request.num_drafts = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         request.marks.append(Mark("preempted", now_ns(), step))

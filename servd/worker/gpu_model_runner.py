@@ -146,7 +146,12 @@ class GPUModelRunner(ModelRunner):
             for slot in range(num_rows)
         ]
         scheduled = [
-            ScheduledRequest(slot=slot, num_tokens=num_tokens, num_drafts=num_drafts)
+            ScheduledRequest(
+                slot=slot,
+                num_tokens=num_tokens,
+                num_drafts=num_drafts,
+                max_new_drafts=num_drafts,
+            )
             for slot in range(num_rows)
         ]
         self.execute_model(SchedulerOutput(step=0, new_requests=new_requests, scheduled=scheduled))

@@ -55,6 +55,7 @@ class RequestStates:
         token_ids = upload(token_ids.astype(np.int32), self.token_ids.device)
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.num_computed[slot] = request.num_computed_tokens
+        self.num_drafts[slot] = 0
         self.block_tables.clear(slot)
         if request.block_ids:
             self.block_tables.append(slot, request.block_ids)
