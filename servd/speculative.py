@@ -55,7 +55,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # suffix
     suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] = 24
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0)] = 10000
-    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0)] = 1.0
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0, le=64)] = 1.0
     suffix_decoding_min_token_prob: Share = 0.1
 
     # synthetic, for benchmarks: drafts are kept by chance, at given rates, whatever they are.

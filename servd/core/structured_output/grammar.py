@@ -78,26 +78,29 @@ class Grammar:
         self._origin = _call(_compile, output, vocabulary)
         _check(self._origin)
         compiled = time.thread_time()
-        self.first_mask = _call(self._origin.compute_bitmask)
+        # The library adds a word where the last one is full.
+        self._mask_size = 4 * -(-vocabulary.vocab_size // 32)  # bytes
+        self.first_mask = _call(self._origin.compute_bitmask)[: self._mask_size]
         _check(self._origin, dead_end=NO_OUTPUT)
         self.seconds = compiled - start
         self.mask_seconds = time.thread_time() - compiled
 
     def matcher(self) -> Matcher:
         """A follower of one output, at its beginning."""
-        return Matcher(self._origin.deep_copy(), self.first_mask)
+        return Matcher(self._origin.deep_copy(), self._mask_size, self.first_mask)
 
 
 class Matcher:
     """Follows one output."""
 
-    def __init__(self, matcher: LLMatcher, first_mask: bytes | None) -> None:
+    def __init__(self, matcher: LLMatcher, mask_size: int, first_mask: bytes | None) -> None:
         self._matcher = matcher
+        self._mask_size = mask_size
         self._first_mask: bytes | None = first_mask  # None after the first token
 
     def copy(self) -> Matcher:
         """Another follower, at the same place."""
-        return Matcher(self._matcher.deep_copy(), self._first_mask)
+        return Matcher(self._matcher.deep_copy(), self._mask_size, self._first_mask)
 
     @property
     def is_complete(self) -> bool:
@@ -115,7 +118,7 @@ class Matcher:
             return self._first_mask
         bitmask = _call(self._matcher.compute_bitmask)
         _check(self._matcher)
-        return bitmask
+        return bitmask[: self._mask_size]
 
     def forced_tokens(self) -> list[int]:
         """The tokens that come next, as far as masks will allow no others.

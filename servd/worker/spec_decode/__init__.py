@@ -18,6 +18,7 @@ from torch import Tensor
 
 from servd import plugins
 from servd.config import Config
+from servd.errors import ConfigError
 from servd.hf import ModelSpec, download_weights
 from servd.messages import ModelRunnerOutput, NewRequest
 from servd.speculative import SpeculativeConfig
@@ -185,4 +186,12 @@ class Drafts:
 def load(target: Target) -> Proposer | None:
     """The proposer of the file that is named as the method, if there is one."""
     config = target.config.model.speculative_config
-    return config and plugins.load(__name__, config.method, "Proposer")(config, target)
+    if config is None:
+        return None
+    found = plugins.load(__name__, config.method, "Proposer")
+    if not (isinstance(found, type) and issubclass(found, Proposer)):
+        raise ConfigError(
+            f"--speculative-config: method {config.method} is no class that extends "
+            "servd.worker.spec_decode.Proposer"
+        )
+    return found(config, target)

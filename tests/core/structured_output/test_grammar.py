@@ -44,6 +44,18 @@ def test_json_object():
     assert all(type(json.loads(text)) is dict for text in outputs("json_object"))
 
 
+@pytest.mark.parametrize("vocab_size", [257, 287, 288, 289])
+def test_masks_are_as_long_as_the_vocabulary(vocab_size):
+    """Also where it fills its last word, as most models' do."""
+    words = ByteVocabulary(256)
+    words.tokens = [*words.tokens, *(f"w{i}".encode() for i in range(vocab_size - 257))]
+    vocabulary = LLTokenizer(TokenizerWrapper(words))
+    matcher = Grammar(StructuredOutput("regex", "[a-z]{3}"), vocabulary).matcher()
+    for token_id in b"abc":
+        assert len(matcher.bitmask()) == 4 * -(-vocab_size // 32)
+        matcher.accept(token_id)
+
+
 @pytest.mark.parametrize("regex", [r"[a-c]{2,5}-\d+", r"^(yes|no)\n?$", r"é[^\x00-\x7f]{1,3}"])
 def test_regex_matches_the_whole_output(regex):
     assert all(re.fullmatch(regex, text) for text in outputs("regex", regex))
