@@ -9,7 +9,6 @@ reads none of them, and computes them again when the row comes there.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from servd.errors import ConfigError
@@ -25,7 +24,6 @@ from servd.worker.sample import ops
 from servd.worker.spec_decode import Proposer, Target
 
 MAX_DECODE_TOKENS = 8  # of a row in a pass where each token is a row of the attention
-MAX_LEFT = 64  # tokens that are computed when a request leaves
 
 
 class DraftModelProposer(Proposer):
@@ -61,12 +59,13 @@ class DraftModelProposer(Proposer):
         self.max_model_len = min(
             config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings
         )
-        self.max_num_tokens = options.scheduler.max_num_batched_tokens
-        self.max_num_rows = max(
-            (config.num_speculative_tokens + 2) * options.scheduler.max_num_seqs, MAX_LEFT
-        )
-        # Tokens of each slot that the target has computed and the draft has not.
-        self.behind = np.zeros(options.scheduler.max_num_seqs, dtype=np.int64)
+        max_num_seqs = options.scheduler.max_num_seqs
+        # A step of the target, and the newest token of each row.
+        self.max_num_tokens = options.scheduler.max_num_batched_tokens + max_num_seqs
+        self.max_num_rows = (config.num_speculative_tokens + 1) * max_num_seqs
+        # Tokens of each slot that the target has computed and the draft has not, at most: the host
+        # counts drafts that were not kept. -1: the draft has computed the newest token as well.
+        self.behind = np.zeros(max_num_seqs, dtype=np.int64)
 
     @property
     def bytes_per_block(self) -> int:
@@ -82,68 +81,65 @@ class DraftModelProposer(Proposer):
         """What the prefix cache has of the target, it has of the draft."""
         self.behind[request.slot] = 0
 
-    def remove(self, slot: int) -> None:
-        """Others may find its blocks in the prefix cache."""
-        behind, self.behind[slot] = int(self.behind[slot]), 0
-        if 0 < behind <= MAX_LEFT:
-            slots = self.states.num_computed.new_full((behind,), slot)
-            positions = self.states.num_computed[slots] + torch.arange(-behind, 0).to(slots)
-            self.decode(slots, positions)
-
     def follow(self, batch: InputBatch, hidden: Tensor) -> None:
         """Compute the tokens of the step, those before that were left, and the newest one of rows
-        that want drafts.
+        that want drafts: these draft when nothing of them is left.
         """
-        room = self.max_model_len - batch.seq_lens
+        slots, room = batch.host_slots, self.max_model_len - batch.seq_lens
         limits = np.minimum(batch.max_new_drafts, room).clip(0)  # [num_rows]
-        num_tokens = self.behind[batch.host_slots] + batch.query_lens
-        runs = (limits > 0) | ((batch.query_lens > 1) & (room >= 0))
-        runs &= np.cumsum(np.where(runs, num_tokens, 0)) <= self.max_num_tokens
-        limits[~runs] = 0
-        self.behind[batch.host_slots] = np.where(runs, 0, num_tokens)
+        wants = limits > 0
+        missing = np.minimum(self.behind[slots] + batch.query_lens, batch.seq_lens) + wants
+        runs = wants | ((batch.query_lens > 1) & (room >= 0))
+        # The shortest first, so that a long one, which comes in pieces, keeps no other waiting.
+        order, lens = np.argsort(missing), np.where(runs, missing, 0)
+        left = self.max_num_tokens - np.cumsum(lens[order]) + lens[order]
+        lens[order] = np.minimum(lens[order], left.clip(0))
+        self.behind[slots] = missing - wants - lens
+        limits[lens < missing] = 0
         self.limits = limits[batch.max_new_drafts > 0]
-        if runs.any():
-            hidden = self._catch_up(batch, np.flatnonzero(runs), num_tokens, limits > 0)
+        if lens.any():
+            hidden = self._catch_up(batch, lens, missing - wants, np.flatnonzero(limits))
             if len(hidden):
                 self.first = self._choose(hidden)
 
     def _catch_up(
-        self, batch: InputBatch, rows: np.ndarray, num_tokens: np.ndarray, wants: np.ndarray
+        self, batch: InputBatch, lens: np.ndarray, behind: np.ndarray, drafting: np.ndarray
     ) -> Tensor:
-        """Compute the last tokens of rows of a step.
+        """Compute tokens of rows of a step, none past the `seq_lens` and newest token that a row
+        has blocks for.
 
         Args:
             batch: the step.
-            rows: [n] int64: indices in it.
-            num_tokens: [num_rows] int64: of each row up to its last token in the step.
-            wants: [num_rows] bool: rows whose newest token is computed too.
+            lens: [num_rows] int64: how many of each row.
+            behind: [num_rows] int64: how far before the newest token they begin; in a row that
+                turns out to be shorter, at its first token.
+            drafting: [n] int64: rows whose newest token is among them.
 
         Returns:
-            hidden states of the newest tokens, [wants.sum(), hidden].
+            hidden states of the newest tokens, [n, hidden].
         """
-        states, lens = self.states, num_tokens[rows]
-        wanted, ends = np.flatnonzero(wants), np.cumsum(lens)
-        # From the last tokens of the rows in the step, whose positions the device knows.
-        last = np.repeat((np.cumsum(batch.query_lens) - 1)[rows], lens)
-        offsets = np.arange(ends[-1]) - np.repeat(ends - 1, lens)
-        parts = last, offsets, batch.host_slots[wanted]
+        rows, ends = np.flatnonzero(lens), np.cumsum(lens)
+        firsts = ends - lens
+        parts = (
+            np.repeat(batch.host_slots, lens), np.repeat(behind, lens),
+            np.arange(ends[-1]) - np.repeat(firsts, lens), firsts[drafting], ends[rows] - 1,
+        )  # fmt: skip
         packed = upload(np.concatenate(parts), batch.tokens.device)
-        last_d, offsets_d, wanted_d = packed.split([len(part) for part in parts])
-        slots, positions = batch.tokens[:, last_d]
-        newest = states.num_computed[wanted_d]
-        slots, positions = torch.cat((slots, wanted_d)), torch.cat((positions + offsets_d, newest))
+        slots, back, offsets, firsts_d, ends_d = packed.split([len(part) for part in parts])
+        newest = self.states.num_computed[slots]
+        positions = (newest - back).clamp_(min=0) + offsets
         if len(slots) <= self.max_num_rows and lens.max() <= MAX_DECODE_TOKENS:
-            return self.decode(slots, positions)[ends[-1] :]
-        lens = np.concatenate((lens, np.ones_like(wanted)))
-        ends = np.cumsum(lens) - 1
-        bounds = np.concatenate((batch.seq_lens[rows], batch.seq_lens[wanted] + 1))
-        if positions.device.type == "cpu":
-            bounds = positions.numpy()[ends] + 1
-        attention = AttentionRows(lens, bounds, upload(ends, positions.device)).gather(
-            states, slots, positions
-        )
-        input_ids = states.token_ids[slots, positions].long()
-        return self._run(input_ids, positions, attention)[len(slots) - len(wanted) :]
+            hidden = self.decode(slots, positions)
+        else:
+            bounds = batch.seq_lens[rows] + 1
+            if positions.device.type == "cpu":
+                bounds = positions.numpy()[ends[rows] - 1] + 1
+            attention = AttentionRows(lens[rows], bounds, ends_d).gather(
+                self.states, slots, positions
+            )
+            input_ids = self.states.token_ids[slots, positions].long()
+            hidden = self._run(input_ids, positions, attention)
+        return hidden[firsts_d + newest[firsts_d] - positions[firsts_d]]
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens, one after the other."""

@@ -12,7 +12,6 @@ import torch
 
 from servd.core.lookahead import Lookahead
 from servd.errors import ConfigError
-from servd.llm import LLM
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams, StructuredOutput
 from servd.worker.ops import native
@@ -152,23 +151,56 @@ def test_nothing_is_drafted_past_the_draft_s_context(
     recorder.check(folder)
 
 
-def test_an_output_is_complete_for_the_prompt_that_continues_it(
-    tiny_llama: Path, draft, counts, monkeypatch: pytest.MonkeyPatch
+def test_requests_outlive_the_learned_positions_of_the_draft(
+    tiny_llama: Path, tmp_path: Path, counts, monkeypatch: pytest.MonkeyPatch
 ):
-    """Though nothing was drafted for it."""
-    folder, block_size = draft
-    config = {"method": "draft_model", "model": str(folder)}
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    """Prompts and outputs cross its end."""
+    folder = make_checkpoint(tmp_path, "gpt2", DRAFTS["gpt2"][0] | {"n_positions": 32})
     recorder = Recorder(monkeypatch)
-    llm = LLM(str(tiny_llama), block_size=block_size, speculative_config=config)
-    with monkeypatch.context() as patch:
-        patch.setattr(Lookahead, "num_drafts", lambda *_: 0)
-        (first,) = llm.generate([5, 6, 7], params)
-    assert not recorder.drafted
-    tokens = [5, 6, 7, *first.outputs[0].token_ids, 8]
-    (second,) = llm.generate(tokens, params)
-    llm.close()
-    assert second.outputs[0].num_cached_tokens > 30 and recorder.drafted
+    expected = serve_all(tiny_llama, None, 4000, 1)
+    log = serve_all(tiny_llama, folder, 8000, 2)
+    assert all(log.token_ids(i) == expected.token_ids(i) for i in expected.outputs)
+    assert 22 <= max(len(before) for before, _, _ in recorder.drafted) <= 32
+    recorder.check(folder)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rejected_drafts_of_short_rows_that_pause(
+    tiny_llama: Path, draft, seed: int, counts, monkeypatch: pytest.MonkeyPatch
+):
+    """At depth 2, with too few tokens in a step for all that rows lack: the host takes rows for
+    longer than they are.
+    """
+    folder, block_size = draft
+    recorder, draw = Recorder(monkeypatch), random.Random(seed)
+    monkeypatch.setattr(Lookahead, "num_drafts", lambda *_: draw.choice([0, 0, 0, 5]))
+    requests = [
+        EngineCoreRequest(str(i), [7 + i], SamplingParams(temperature=0.0, max_tokens=30))
+        for i in range(7)
+    ]
+    config = {"method": "draft_model", "model": str(folder)}
+    serve(
+        tiny_llama, requests, 2, 1000, aborts=False, load_format="auto", block_size=block_size,
+        max_num_batched_tokens=8, speculative_config=config,
+    )  # fmt: skip
+    assert len(recorder.drafted) > 20
+    recorder.check(folder)
+
+
+def test_a_row_far_behind_catches_up_and_blocks_no_other(
+    tiny_llama: Path, draft, monkeypatch: pytest.MonkeyPatch
+):
+    folder, block_size = draft
+    recorder = Recorder(monkeypatch)
+    options = {"block_size": block_size, "max_num_batched_tokens": 32}
+    driver = Driver(speculative(tiny_llama, folder, **options))
+    far, near = driver.add([5, 6, 7]), driver.add([8, 9])
+    driver.generate([far], 60)
+    found: list[tuple[int, int]] = []
+    for _ in range(3):
+        driver.step({slot: driver.left(slot) for slot in (far, near)}, None, {far: 2, near: 2})
+        found.append((len(driver.drafts[far]), len(driver.drafts[near])))
+    assert found == [(0, 2), (2, 2), (2, 2)]
     recorder.check(folder)
 
 
@@ -181,7 +213,7 @@ def test_rows_that_want_no_drafts_cost_no_pass(
     monkeypatch.setattr(
         DraftModelProposer,
         "_catch_up",
-        lambda self, *args: (passes.append(len(args[1])), run(self, *args))[1],
+        lambda self, *args: (passes.append(np.count_nonzero(args[1])), run(self, *args))[1],
     )
     driver = Driver(speculative(tiny_llama, folder, block_size=block_size))
     slots = [driver.add([5, 6, 7]), driver.add([8, 9])]
