@@ -205,16 +205,18 @@ def test_tokenizer_may_be_named_by_its_id_on_the_hub(
     assert httpx.post(f"{server.url}/tokenize", json={"prompt": "hello"}).json()["count"] > 0
 
 
-def test_message_that_the_engine_cannot_read_ends_the_tree(start):
+def test_message_that_the_engine_cannot_read_is_dropped(start):
     server = start("--executor", "fake")
     outbox = Outbox(f"ipc://{socket_folder(server)}/engine")
     outbox.send(EngineReady(worker=None, max_model_len=1, block_size=1))  # type: ignore[arg-type]
     try:
-        assert server.process.wait(5) == 1
+        answer = httpx.post(
+            f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=30
+        )
+        assert answer.status_code == 200 and server.process.poll() is None
+        server.wait_for_line("a message of an API server cannot be read")
     finally:
         outbox.close()
-    server.reader.join(5)
-    assert any("input thread failed" in line for line in server.lines)
 
 
 def test_killed_engine_leaves_no_socket_of_its_workers(start, tiny_llama: Path, monkeypatch):
