@@ -7,8 +7,9 @@ from __future__ import annotations
 import _ctypes
 import os
 import re
-import runpy
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -307,10 +308,16 @@ def test_a_library_of_other_sources_is_not_used(
     native.library.cache_clear()
 
 
-def test_setup_names_the_state_of_the_sources(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("setuptools.setup", lambda **options: None)
-    monkeypatch.chdir(ROOT)
-    assert runpy.run_path("setup.py")["STATE"] == native.state()
+def test_setup_names_the_state_of_the_sources():
+    """In a process of its own: setuptools wants to be imported before whoever needs distutils."""
+    lines = (
+        "import runpy, setuptools",
+        "setuptools.setup = lambda **options: None",
+        "print(runpy.run_path('setup.py')['STATE'])",
+    )
+    command = [sys.executable, "-c", "\n".join(lines)]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == native.state()
 
 
 def test_an_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch):
