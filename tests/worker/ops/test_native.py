@@ -272,7 +272,6 @@ def test_a_program_ends_at_a_bad_index():
     ("kernel", "arguments"),
     [
         ("matmul", lambda x: (0, x, 2**40, 1, x, None, None, x, 1)),  # before its loop
-        ("narrow", lambda x: (x, x, torch.ones(3, dtype=torch.int64), x, 3, 2**50, x)),  # within it
     ],
 )
 def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(
