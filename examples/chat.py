@@ -2,29 +2,20 @@
 
 import sys
 
-from openai import APIConnectionError, OpenAI
+from openai import OpenAI
 
-
-def main(url: str) -> None:
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
-    model = client.models.list().data[0].id
-    answer = client.chat.completions.create(
-        model=model,
-        messages=[
-            {"role": "system", "content": "Answer briefly."},
-            {"role": "user", "content": "On which port does servd listen?"},
-        ],
-        max_tokens=64,
-        temperature=0,
-    )
-    print(answer.choices[0].message.content)
-    if answer.usage is not None:
-        print(f"{answer.usage.prompt_tokens} + {answer.usage.completion_tokens} tokens")
-
-
-if __name__ == "__main__":
-    url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
-    try:
-        main(url)
-    except APIConnectionError:
-        sys.exit(f"no server answers at {url}: start one with `servd serve`")
+url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
+client = OpenAI(base_url=f"{url}/v1", api_key="none")
+model = client.models.list().data[0].id
+answer = client.chat.completions.create(
+    model=model,
+    messages=[
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": "On which port does servd listen?"},
+    ],
+    max_tokens=64,
+    temperature=0,
+)
+print(answer.choices[0].message.content)
+if answer.usage is not None:
+    print(f"{answer.usage.prompt_tokens} + {answer.usage.completion_tokens} tokens")

@@ -4,7 +4,7 @@
 
 import sys
 
-from openai import APIConnectionError, OpenAI
+from openai import OpenAI
 from pydantic import BaseModel
 
 
@@ -16,28 +16,20 @@ class Person(BaseModel):
     city: str
 
 
-def main(url: str) -> None:
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
-    answer = client.chat.completions.parse(
-        model=client.models.list().data[0].id,
-        messages=[
-            {
-                "role": "user",
-                "content": "JSON for Anna, 31, from Oslo. Use name, age and city.",
-            }
-        ],
-        response_format=Person,
-        max_tokens=64,
-        temperature=0,
-    )
-    person = answer.choices[0].message.parsed
-    assert person is not None
-    print(f"{person.name} is {person.age} and lives in {person.city}")
-
-
-if __name__ == "__main__":
-    url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
-    try:
-        main(url)
-    except APIConnectionError:
-        sys.exit(f"no server answers at {url}: start one with `servd serve`")
+url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
+client = OpenAI(base_url=f"{url}/v1", api_key="none")
+answer = client.chat.completions.parse(
+    model=client.models.list().data[0].id,
+    messages=[
+        {
+            "role": "user",
+            "content": "JSON for Anna, 31, from Oslo. Use name, age and city.",
+        }
+    ],
+    response_format=Person,
+    max_tokens=64,
+    temperature=0,
+)
+person = answer.choices[0].message.parsed
+assert person is not None
+print(f"{person.name} is {person.age} and lives in {person.city}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from servd.api.protocol.errors import ErrorBody, ErrorDetail
@@ -41,6 +43,12 @@ class Connections:
         self.config = config
         self.on_refused = on_refused
         self.idle: dict[HttpProtocol, None] = {}  # without an open request; idle for longest first
+
+
+def settings(app: Any, connections: Connections, **options: Any) -> uvicorn.Config:
+    """What uvicorn needs to serve an application over HttpProtocol."""
+    protocol: Any = partial(HttpProtocol, connections)
+    return uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None, **options)
 
 
 class HttpProtocol(HttpToolsProtocol):

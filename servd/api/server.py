@@ -22,7 +22,7 @@ import uvloop
 from servd import log
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
-from servd.api.http_protocol import Connections, HttpProtocol
+from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
 from servd.api.middleware import count_refusal
 from servd.api.output_processor import OutputProcessor
@@ -172,17 +172,14 @@ async def serve(start: Start) -> int:
     async_llm.start()
     app = create_app(config, async_llm)
     connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
-    settings = uvicorn.Config(
+    options = settings(
         app,
-        http=partial(HttpProtocol, connections),  # type: ignore[arg-type]
-        ws="none",
-        lifespan="off",
-        log_config=None,
+        connections,
         access_log=config.observability.log_level == "debug",
         server_header=False,
         timeout_graceful_shutdown=int(config.server.shutdown_timeout + FORCED_EXIT) + 1,
     )
-    server = Server(settings, async_llm, start, app.state.context.responses.values())
+    server = Server(options, async_llm, start, app.state.context.responses.values())
     await server.serve(sockets=[listener])
     async_llm.close()
     client.close()

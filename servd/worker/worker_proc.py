@@ -13,25 +13,12 @@ from typing import Any
 
 import msgspec
 
-from servd import log
+from servd import log, messages
 from servd.child import read_start
 from servd.errors import ConfigError
 from servd.ipc import Inbox, Outbox
-from servd.messages import (
-    AllocateKVCache,
-    FromWorker,
-    LoadModel,
-    SampleTokens,
-    SchedulerOutput,
-    Shutdown,
-    StartWorker,
-    ToWorker,
-    WorkerFailed,
-    WorkerProgress,
-    WorkerReady,
-)
 
-Answer = Callable[[], FromWorker]
+Answer = Callable[[], messages.FromWorker]
 """Makes a message; may wait for the device first."""
 
 
@@ -42,14 +29,14 @@ class WorkerProc:
     in flight the device never waits for a message.
     """
 
-    def __init__(self, start: StartWorker, worker_class: Callable[..., Any]) -> None:
+    def __init__(self, start: messages.StartWorker, worker_class: Callable[..., Any]) -> None:
         self.start = start
         self.worker_class = worker_class
         self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: no more
 
     def run(self) -> int:
         """Obey until Shutdown, or until something fails; returns the exit code."""
-        inbox: Inbox[ToWorker] = Inbox(self.start.inbox, ToWorker)
+        inbox: Inbox[messages.ToWorker] = Inbox(self.start.inbox, messages.ToWorker)
         sender = threading.Thread(target=self.send_answers, name="answers")
         sender.start()
         try:
@@ -57,7 +44,7 @@ class WorkerProc:
             self.worker = self.worker_class(
                 start.config, start.spec, start.rank, self.progress, start.distributed_init
             )
-            while not isinstance(message := inbox.recv(), Shutdown):
+            while not isinstance(message := inbox.recv(), messages.Shutdown):
                 assert message is not None
                 self.obey(message)
             self.worker.shutdown()
@@ -71,19 +58,19 @@ class WorkerProc:
             sender.join()
             inbox.close()
 
-    def obey(self, message: ToWorker) -> None:
+    def obey(self, message: messages.ToWorker) -> None:
         """Do what one message asks; the answer, if any, follows when it is there."""
         match message:
-            case SchedulerOutput():
+            case messages.SchedulerOutput():
                 self.worker.execute_model(message)
-            case SampleTokens(bitmask):
+            case messages.SampleTokens(bitmask):
                 pending = self.worker.sample_tokens(bitmask)
                 if self.start.rank == 0:
                     self.answers.put(pending.result)
-            case LoadModel():
-                self.ready: WorkerReady = self.worker.load_model()
+            case messages.LoadModel():
+                self.ready: messages.WorkerReady = self.worker.load_model()
                 self.answers.put(lambda: self.ready)
-            case AllocateKVCache(num_blocks):
+            case messages.AllocateKVCache(num_blocks):
                 self.worker.allocate_kv_cache(num_blocks)
                 ready = msgspec.structs.replace(self.ready, num_blocks=num_blocks)
                 self.answers.put(lambda: ready)
@@ -91,7 +78,7 @@ class WorkerProc:
     def progress(self, phase: str, fraction: float) -> None:
         """Report start-up progress; one worker speaks for all."""
         if self.start.rank == 0:
-            self.answers.put(lambda: WorkerProgress(phase, fraction))
+            self.answers.put(lambda: messages.WorkerProgress(phase, fraction))
 
     def send_answers(self) -> None:
         """Second thread: owns the outbox; ends after a failure, and the executor sends Shutdown."""
@@ -105,16 +92,16 @@ class WorkerProc:
             outbox.close()
 
 
-def describe(error: Exception) -> WorkerFailed:
+def describe(error: Exception) -> messages.WorkerFailed:
     """The last message of a worker: for a user's mistake its text, otherwise the traceback."""
     if isinstance(error, ConfigError):
-        return WorkerFailed(str(error), is_config_error=True)
-    return WorkerFailed("".join(traceback.format_exception(error)))
+        return messages.WorkerFailed(str(error), is_config_error=True)
+    return messages.WorkerFailed("".join(traceback.format_exception(error)))
 
 
 def main(worker_class: Callable[..., Any]) -> None:
     """Run a worker of this class, as the start message on stdin says."""
-    start = read_start(StartWorker)
+    start = read_start(messages.StartWorker)
     log.setup(f"worker-{start.rank}", start.config.observability.log_level)
     sys.exit(WorkerProc(start, worker_class).run())
 

@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ import uvicorn
 
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
-from servd.api.http_protocol import Connections, HttpProtocol
+from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
@@ -212,14 +211,7 @@ async def listening(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        settings = uvicorn.Config(
-            app,
-            http=partial(HttpProtocol, connections),  # type: ignore[arg-type]
-            ws="none",
-            lifespan="off",
-            log_config=None,
-        )
-        server = uvicorn.Server(settings)
+        server = uvicorn.Server(settings(app, connections))
         task = asyncio.create_task(server.serve([listener]))
         while not server.started:
             await asyncio.sleep(0.005)

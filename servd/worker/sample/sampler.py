@@ -173,7 +173,7 @@ class Sampler:
         shift = Shift(bitmask=bitmask)
         for _, processor, rows in active:
             processor.apply(logits, rows, shift)
-        token_ids = self.ops.shift(logits, shift.biased, shift.bitmask, shift.penalized)
+        token_ids = self.ops.shift(logits, shift)
         if used & RANDOM:
             self._draw(logits, token_ids, step.subset(RANDOM))
         if is_kept is not None:

@@ -21,6 +21,7 @@ from servd.worker.device import upload
 from servd.worker.input_batch import AttentionRows, InputBatch
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.sample import ops
+from servd.worker.sample.shift import Shift
 from servd.worker.spec_decode import Proposer, Target
 
 MAX_DECODE_TOKENS = 8  # of a row in a pass where each token is a row of the attention
@@ -161,7 +162,7 @@ class DraftModelProposer(Proposer):
 
     def _choose(self, hidden: Tensor) -> Tensor:
         """The likeliest next tokens, [n] int64, after [n, hidden]."""
-        return self.ops.shift(self.model.compute_logits(hidden).float())
+        return self.ops.shift(self.model.compute_logits(hidden).float(), Shift())
 
 
 Proposer = DraftModelProposer  # the name that every file of this package has

@@ -22,7 +22,7 @@ from servd.errors import ConfigError
 from servd.worker.ops import native
 from servd.worker.ops.native import PackedMatrix
 from servd.worker.sample.ops import native as sampling
-from servd.worker.sample.shift import Penalized
+from servd.worker.sample.shift import Penalized, Shift
 from tests.worker.cpu_kernels import forced
 
 # [out, in]: whole panels and not, one piece and more, nothing to add up.
@@ -221,13 +221,12 @@ def score(token_ids: list[int]) -> None:
 def penalize(slots: list[int]) -> None:
     counts, factors = torch.zeros(4, 50, dtype=torch.int32), torch.ones(4, 3)
     rows = torch.arange(len(slots))
-    sampling.shift(
-        torch.zeros(2, 50), None, None, Penalized(rows, torch.tensor(slots), counts, factors)
-    )
+    penalized = Penalized(rows, torch.tensor(slots), counts, factors)
+    sampling.shift(torch.zeros(2, 50), Shift(penalized=penalized))
 
 
 def mask(*shape: int) -> None:
-    sampling.shift(torch.zeros(2, 50), None, torch.full(shape, -1, dtype=torch.int32))
+    sampling.shift(torch.zeros(2, 50), Shift(bitmask=torch.full(shape, -1, dtype=torch.int32)))
 
 
 @pytest.mark.usefixtures("kernels")

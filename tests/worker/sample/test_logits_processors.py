@@ -71,7 +71,7 @@ def test_it_changes_the_rows_that_use_it_and_no_other(name):
     changed = logits.clone()
     shift = Shift()
     processor.apply(changed, rows, shift)
-    reference.shift(changed, shift.biased, shift.bitmask, shift.penalized)
+    reference.shift(changed, shift)
     assert torch.equal(changed[[0, 2]], logits[[0, 2]])
     assert not torch.equal(changed[1], logits[1])
 

@@ -15,7 +15,7 @@ import torch
 
 from servd.worker.sample import ops
 from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE, WEIGHT_ONE
-from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized
+from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized, Shift
 
 MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 SHAPES = [(1, 7), (3, 100), (2, 5000)]  # the last one is more than one block of a kernel
@@ -120,7 +120,7 @@ def test_shift_equals_float64(
         penalized = Penalized(
             index, torch.from_numpy(slots).to(device), counts, torch.from_numpy(factors).to(device)
         )
-    best = module.shift(logits, biased, bitmask, penalized)
+    best = module.shift(logits, Shift(biased, bitmask, penalized))
     np.testing.assert_allclose(logits.cpu().numpy(), exact, rtol=1e-5, atol=1e-5)
     assert best.tolist() == logits.argmax(-1).tolist()
 
@@ -137,7 +137,7 @@ def test_the_best_token_is_the_first_nan_or_the_first_maximum(
         [1.0, inf, nan, nan],
         [1.0, inf, inf, 7.0],
     ]
-    assert module.shift(torch.tensor(rows, device=device)).tolist() == [1, 0, 2, 0, 2, 1]
+    assert module.shift(torch.tensor(rows, device=device), Shift()).tolist() == [1, 0, 2, 0, 2, 1]
 
 
 # ---- weights ----

@@ -54,7 +54,7 @@ def apply(
     if rows.uses.any():
         shift = Shift()
         processor.apply(logits, rows.subset(1), shift)
-        reference.shift(logits, shift.biased, shift.bitmask, shift.penalized)
+        reference.shift(logits, shift)
     return logits
 
 

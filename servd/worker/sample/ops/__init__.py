@@ -12,7 +12,7 @@ from torch import Tensor
 
 from servd.worker.ops import native as kernels
 from servd.worker.sample.ops import native, reference
-from servd.worker.sample.shift import Biased, Penalized
+from servd.worker.sample.shift import Shift
 
 
 class SamplingOps(Protocol):
@@ -25,15 +25,8 @@ class SamplingOps(Protocol):
     valid token is drawn from them.
     """
 
-    def shift(
-        self,
-        logits: Tensor,
-        biased: Biased | None = None,
-        bitmask: Tensor | None = None,
-        penalized: Penalized | None = None,
-    ) -> Tensor:
-        """Add biases, forbid what the bitmask [n, ceil(vocab / 32)] int32 does not allow, penalize;
-        in place.
+    def shift(self, logits: Tensor, changes: Shift) -> Tensor:
+        """Add biases, forbid what the bitmask does not allow, penalize; in place.
 
         Returns:
             [n] int64, the most probable token of each row: the first one that is NaN, or else the

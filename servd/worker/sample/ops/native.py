@@ -7,19 +7,15 @@ from torch import Tensor
 
 from servd.worker.ops.native import call
 from servd.worker.sample.ops.reference import add_biases
-from servd.worker.sample.shift import Biased, Penalized
+from servd.worker.sample.shift import Shift
 
 
-def shift(
-    logits: Tensor,
-    biased: Biased | None = None,
-    bitmask: Tensor | None = None,
-    penalized: Penalized | None = None,
-) -> Tensor:
+def shift(logits: Tensor, changes: Shift) -> Tensor:
     """See `SamplingOps.shift`."""
-    if biased is not None:
-        add_biases(logits, biased)
+    if changes.biased is not None:
+        add_biases(logits, changes.biased)
     best = torch.empty(len(logits), dtype=torch.int64)
+    bitmask, penalized = changes.bitmask, changes.penalized
     masked = (None, 0, 0) if bitmask is None else (bitmask.contiguous(), *bitmask.shape)
     penalties = (None, 0, None, None)
     if penalized is not None:

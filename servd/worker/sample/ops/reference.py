@@ -9,7 +9,7 @@ from torch import Tensor
 
 from servd.worker.sample.bitmask import apply_bitmask
 from servd.worker.sample.fixed_point import WEIGHT_ONE
-from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized
+from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized, Shift
 from servd.worker.sample.uniform import uniform
 
 MAX_SORTED = 256  # a top-k up to this size is found faster by torch.topk than by counting digits
@@ -17,18 +17,13 @@ MAX_SORTED = 256  # a top-k up to this size is found faster by torch.topk than b
 DIGITS = ((20, 11), (10, 10), (0, 10))
 
 
-def shift(
-    logits: Tensor,
-    biased: Biased | None = None,
-    bitmask: Tensor | None = None,
-    penalized: Penalized | None = None,
-) -> Tensor:
+def shift(logits: Tensor, changes: Shift) -> Tensor:
     """See `SamplingOps.shift`."""
-    if biased is not None:
-        add_biases(logits, biased)
-    if bitmask is not None:
-        apply_bitmask(logits, bitmask)
-    if penalized is not None:
+    if changes.biased is not None:
+        add_biases(logits, changes.biased)
+    if changes.bitmask is not None:
+        apply_bitmask(logits, changes.bitmask)
+    if (penalized := changes.penalized) is not None:
         logits[penalized.rows] = _penalize(logits[penalized.rows], penalized)
     return logits.argmax(dim=-1)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized
+from servd.worker.sample.shift import IN_PROMPT, Shift
 
 BLOCK = 4096
 ENTRIES = 256
@@ -63,23 +63,16 @@ def shift_kernel(
     tl.store(best_ptr + row * tl.num_programs(1) + block, tl.max(best, axis=0))
 
 
-def shift(
-    logits: Tensor,
-    biased: Biased | None = None,
-    bitmask: Tensor | None = None,
-    penalized: Penalized | None = None,
-) -> Tensor:
+def shift(logits: Tensor, changes: Shift) -> Tensor:
     """See `SamplingOps.shift`."""
     num_rows, vocab = logits.shape
+    biased, bitmask, penalized = changes.biased, changes.bitmask, changes.penalized
     starts = token_ids = biases = slots = counts = factors = None
     if biased is not None:
         starts, token_ids, biases = biased.starts, biased.token_ids, biased.biases
     if penalized is not None:
-        slots, counts, factors = (
-            penalized.slot_of_each(num_rows),
-            penalized.counts,
-            penalized.factors,
-        )
+        slots = penalized.slot_of_each(num_rows)
+        counts, factors = penalized.counts, penalized.factors
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
     words = 0 if bitmask is None else bitmask.shape[1]
     shift_kernel[best.shape](
