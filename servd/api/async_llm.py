@@ -152,6 +152,8 @@ class AsyncLLM:
     def close(self) -> None:
         """Stop receiving and end what is open. The channel stays the caller's."""
         self.fail("the server has stopped")
+        for request_id in [*self._running]:
+            self._end(request_id)
         if self._reading_on is not None:
             self._reading_on.remove_reader(self.client.fileno())
             self._reading_on = None

@@ -275,7 +275,8 @@ def all_of(client: int, engine: EngineCore) -> AbortRequests:
         if request.client == client
     ]
     if ids:
-        logger.warning("an API server is gone: %d requests aborted", len(ids))
+        # A crash is its launcher's to report; told to end at once, its own aborts may come later.
+        logger.info("an API server has ended: %d requests aborted", len(ids))
     return AbortRequests(ids)
 
 

@@ -195,6 +195,15 @@ async def test_closing_the_stream_aborts_only_what_runs(llm):
     assert llm.client.aborted() == ["r_1"]
 
 
+async def test_closing_aborts_what_runs_though_nobody_takes_its_end(llm):
+    reading = asyncio.ensure_future(anext(llm.generate([prepare(llm)])))
+    await settle()
+    llm.close()
+    assert llm.client.aborted() == ["r"]
+    with pytest.raises(EngineDead):
+        await reading
+
+
 async def test_a_stream_that_is_never_read_sends_nothing(llm):
     stream = llm.generate([prepare(llm)])
     await stream.aclose()

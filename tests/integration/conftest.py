@@ -66,8 +66,9 @@ class Server:
     def wait_ready(self) -> None:
         self.wait_for_line(r" ready ")
         if "--uds" not in self.process.args and "--headless" not in self.process.args:
-            deadline = time.monotonic() + 10
-            while httpx.get(f"{self.url}/health").status_code != 200:
+            # The API servers may still import, while the fake engine is ready.
+            deadline = time.monotonic() + 60
+            while httpx.get(f"{self.url}/health", timeout=60).status_code != 200:
                 assert time.monotonic() < deadline, self.lines
                 time.sleep(0.02)
 
