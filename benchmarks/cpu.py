@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 import servd
-from servd.cli.bench import _server
+from servd.cli import _client, _server
 from servd.errors import ServdError
 from servd.hf import local_folder, weight_files
 
@@ -146,8 +146,8 @@ def server(model: str, port: int) -> Facts:
     """Start, memory and rest of a server."""
     serve = f"{model} --served-model-name model --dtype float32 --kv-cache-memory 512MiB"
     started = _bench("startup", "--repeats", "3", "--port", str(port), "--serve", serve)
-    command = f"{sys.executable} -m servd serve {serve} --port {port}"
-    with _server.running(command, f"http://127.0.0.1:{port}", 300):
+    command = [sys.executable, "-m", "servd", "serve", *serve.split(), "--port", str(port)]
+    with _server.running(command, _client.Client(f"http://127.0.0.1:{port}"), 300):
         [root] = [
             process for process in psutil.Process().children() if "servd" in process.cmdline()
         ]

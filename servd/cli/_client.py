@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import http.client
 import json
+import math
 import os
-import urllib.error
-import urllib.request
+import socket
+import time
 from collections.abc import Iterator
-from typing import Any
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from servd.errors import ServdError
 
 SAMPLING = ("temperature", "max_tokens", "seed")
+RETRIES = 5  # of requests that the server has no room for
+LONGEST_WAIT = 60.0  # seconds between them
+REOPEN = (ConnectionError, http.client.ImproperConnectionState)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,60 +45,142 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
 
 
-def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given."""
-    values = {name: getattr(arguments, name) for name in SAMPLING}
-    return {name: value for name, value in values.items() if value is not None}
+def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:
+    """A client, and the model and the sampling parameters to put in its requests.
+
+    Raises:
+        ServdError: the server does not answer, or does not list its models.
+    """
+    client = Client(arguments.url, arguments.api_key)
+    body = {name: getattr(arguments, name) for name in SAMPLING}
+    given = {name: value for name, value in body.items() if value is not None}
+    return client, {"model": arguments.model or client.first_model(), **given}
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    request_id: str | None
+    body: Any  # parsed if it is JSON
 
 
 class Client:
-    """Speaks to one server.
+    """Speaks to one server, over one connection; not for several threads.
 
     Args:
         url: of the server, with or without /v1.
         api_key: sent as bearer token, if given.
-        model: None: the first that the server lists.
+        uds: a Unix socket to connect to instead of the host of the URL.
 
     Raises:
-        ServdError: the server does not answer or answers with an error.
+        ServdError: it is no URL.
     """
 
-    def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, uds: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.api_key = api_key
-        self.model: str = model or self.request("/v1/models")["data"][0]["id"]
-
-    def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Open a route; POST if there is a body."""
-        headers = {"content-type": "application/json"}
-        if self.api_key:
-            headers["authorization"] = f"Bearer {self.api_key}"
-        data = json.dumps(body).encode() if body else None
-        request = urllib.request.Request(self.url + path, data, headers)
+        self.headers = {"content-type": "application/json"}
+        if api_key:
+            self.headers["authorization"] = f"Bearer {api_key}"
         try:
-            return urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
-            remedy = "; give it with --api-key or $SERVD_API_KEY" if error.code == 401 else ""
-            raise ServdError(f"{self.url}{path}: {message_of(error)}{remedy}") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
-            reason = getattr(error, "reason", error)
-            raise ServdError(
-                f"no server answers at {self.url} ({reason}); start one with `servd serve`"
-            ) from None
+            parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
+            is_tls = parts.scheme == "https"
+            kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
+            self.connection = UnixConnection(uds) if uds else kind(parts.netloc)
+        except (ValueError, http.client.InvalidURL) as error:
+            raise ServdError(f"{url}: {error}") from None
+        self.prefix = parts.path
 
-    def request(self, path: str) -> Any:
-        """The JSON reply of a GET."""
-        with self.open(path) as reply:
-            return json.load(reply)
+    def send(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        """The answer's head; its body can be read until the next request.
+
+        Raises:
+            OSError, HTTPException: no answer. A connection that was used before gets a second
+                chance: the server may have closed it meanwhile, or an answer was not read to its
+                end.
+        """
+        data = None if body is None else json.dumps(body)
+        was_open = self.connection.sock is not None
+        try:
+            self.connection.request(method, self.prefix + path, data, self.headers)
+            return self.connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            self.connection.close()  # the next request opens it again
+            if was_open and isinstance(error, REOPEN):
+                return self.send(method, path, body)
+            raise
+
+    def ask(self, method: str, path: str, body: Any = None) -> Answer:
+        """The whole answer, with retries while the server is too busy.
+
+        Raises:
+            OSError, HTTPException: no answer.
+        """
+        attempts_left = RETRIES
+        while True:
+            reply = self.send(method, path, body)
+            data = reply.read()
+            seconds = seconds_of(reply.headers.get("retry-after"))
+            if seconds is None or not attempts_left:
+                break
+            attempts_left -= 1
+            time.sleep(seconds)
+        try:
+            content = json.loads(data)
+        except ValueError:
+            content = data.decode("utf8", "replace")
+        return Answer(reply.status, reply.headers.get("x-request-id"), content)
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers and has its model."""
+        try:
+            return self.send("GET", "/health").status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            self.connection.close()
+
+    def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        """Like `send`, for a user.
+
+        Raises:
+            ServdError: the server does not answer or refuses.
+        """
+        try:
+            reply = self.send(method, path, body)
+            if reply.status == 200:
+                return reply
+            answer = reply.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServdError(
+                f"no server answers at {self.url} ({error}); start one with `servd serve`"
+            ) from None
+        try:
+            message = json.loads(answer)["error"]["message"]  # the server's own words
+        except (ValueError, KeyError, TypeError):
+            message = f"{reply.status} {reply.reason}"
+        remedy = "; give it with --api-key or $SERVD_API_KEY" if reply.status == 401 else ""
+        raise ServdError(f"{self.url}{path}: {message}{remedy}")
+
+    def first_model(self) -> str:
+        """The first model that the server lists.
+
+        Raises:
+            ServdError: see `open`.
+        """
+        try:
+            return json.load(self.open("GET", "/v1/models"))["data"][0]["id"]
+        finally:
+            self.connection.close()
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a streamed answer.
 
         Raises:
-            ServdError: the request is refused, or the stream reports an error.
+            ServdError: see `open`, or the stream reports an error.
         """
-        with self.open(path, {"model": self.model, **body, "stream": True}) as reply:
-            for line in reply:
+        try:
+            for line in self.open("POST", path, {**body, "stream": True}):
                 data = line.strip().removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
@@ -101,10 +188,32 @@ class Client:
                 if "error" in chunk:
                     raise ServdError(chunk["error"]["message"])
                 yield chunk
+        finally:
+            self.connection.close()  # what is left of the answer, if anything, is not wanted
 
 
-def message_of(error: urllib.error.HTTPError) -> str:
-    """The server's own words, if it has any."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return json.load(error)["error"]["message"]
-    return f"{error.code} {error.reason}"
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost")
+        self.path = path
+
+    def connect(self) -> None:
+        """Open the socket."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self.path)
+
+
+def seconds_of(retry_after: str | None) -> float | None:
+    """How long to wait, by a Retry-After header in seconds or as a date; None: it has neither."""
+    if retry_after is None:
+        return None
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(seconds, 0.0), LONGEST_WAIT) if math.isfinite(seconds) else None

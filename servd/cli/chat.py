@@ -32,11 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives input() line editing and history
 
-    client = _client.Client(arguments.url, arguments.api_key, arguments.model)
-    conversation = Conversation(client, arguments.system, _client.sampling(arguments))
+    client, options = _client.connect(arguments)
+    conversation = Conversation(client, arguments.system, options)
     prompt = ""
     if sys.stdin.isatty():
-        print(f"{client.model} at {client.url}; /help lists the commands")
+        print(f"{options['model']} at {client.url}; /help lists the commands")
         prompt = "> "
     while True:
         try:
@@ -82,11 +82,10 @@ class Conversation:
         """Send a message and print the answer as it comes; Ctrl-C keeps what has come."""
         self.messages.append({"role": "user", "content": text})
         started, answer = time.monotonic(), ""
-        options = {**self.options, "stream_options": {"include_usage": True}}
-        body = {"messages": self.messages, **options}
+        body = {"messages": self.messages, "stream_options": {"include_usage": True}}
         usage: dict[str, Any] | None = None
         try:
-            for chunk in self.client.stream("/v1/chat/completions", body):
+            for chunk in self.client.stream("/v1/chat/completions", body | self.options):
                 usage = chunk.get("usage") or usage
                 for choice in chunk["choices"]:
                     delta = choice["delta"]

@@ -16,9 +16,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the continuation as it comes."""
-    client = _client.Client(arguments.url, arguments.api_key, arguments.model)
-    body = {"prompt": arguments.prompt, **_client.sampling(arguments)}
-    for chunk in client.stream("/v1/completions", body):
+    client, options = _client.connect(arguments)
+    for chunk in client.stream("/v1/completions", {"prompt": arguments.prompt, **options}):
         for choice in chunk["choices"]:
             sys.stdout.write(choice["text"])
             sys.stdout.flush()

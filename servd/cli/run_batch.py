@@ -8,23 +8,20 @@ import json
 import math
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
 
 from tqdm import tqdm
 
 from servd import ipc
-from servd.cli import _options
+from servd.cli import _options, _server
+from servd.cli._client import Client
 from servd.errors import ConfigError
 
 ROUTES = (
@@ -35,9 +32,7 @@ ROUTES = (
     "/v1/score",
     "/v1/rerank",
 )
-RETRIES = 5  # of requests that the server has no room for
-LONGEST_WAIT = 60.0  # seconds between them
-STOP_TIMEOUT = 20.0  # seconds that the own server gets to end
+Connect = Callable[[], Client]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,103 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
     # Before a server is started in vain.
     batch = Batch(Path(arguments.source), Path(arguments.results))
     if arguments.url is not None:
-        keys = options.get("api_key") or [None]
-        num_failed = batch.run(Target(arguments.url, keys[0]), arguments.concurrency)
+        connect = partial(Client, arguments.url, key_of(options))
+        num_failed = batch.run(connect, arguments.concurrency)
     else:
-        with own_server(options) as target:
-            num_failed = batch.run(target, arguments.concurrency)
+        with own_server(options) as connect:
+            num_failed = batch.run(connect, arguments.concurrency)
     if num_failed:
         print(f"servd: {num_failed} requests failed; {arguments.results} says why", file=sys.stderr)
     return int(num_failed > 0)
-
-
-class Target(NamedTuple):
-    """Where requests go: a URL, or the Unix socket of our own server."""
-
-    url: str
-    api_key: str | None = None
-    uds: str | None = None
-
-    def connect(self) -> http.client.HTTPConnection:
-        """A new connection."""
-        if self.uds is not None:
-            return UnixConnection(self.uds)
-        parts = urlsplit(self.url)
-        is_tls = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
-        return kind(parts.netloc)
-
-    def ask(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None
-    ) -> Answer:
-        """One request and its whole answer, with retries while the server is too busy.
-
-        Raises:
-            OSError, HTTPException: no answer. A connection that was used before gets a second
-                chance: the server may have closed it meanwhile.
-        """
-        headers = {"content-type": "application/json"}
-        if self.api_key:
-            headers["authorization"] = f"Bearer {self.api_key}"
-        prefix = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
-        attempts_left = RETRIES
-        while True:
-            is_old = connection.sock is not None
-            try:
-                data = body if body is None else json.dumps(body)
-                connection.request(method, prefix + path, data, headers)
-                reply = connection.getresponse()
-            except ConnectionError:
-                if not is_old:
-                    raise
-                connection.close()  # the next request opens it again
-                continue
-            data = reply.read()
-            seconds = seconds_of(reply.headers.get("retry-after"))
-            if seconds is None or not attempts_left:
-                break
-            attempts_left -= 1
-            time.sleep(seconds)
-        try:
-            content = json.loads(data)
-        except ValueError:
-            content = data.decode("utf8", "replace")
-        return Answer(reply.status, reply.headers.get("x-request-id"), content)
-
-
-def seconds_of(retry_after: str | None) -> float | None:
-    """How long to wait, by a Retry-After header in seconds or as a date; None: it has neither."""
-    if retry_after is None:
-        return None
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
-        except ValueError:
-            return None
-    return min(max(seconds, 0.0), LONGEST_WAIT) if math.isfinite(seconds) else None
-
-
-class Answer(NamedTuple):
-    """What came back."""
-
-    status: int
-    request_id: str | None
-    body: Any
-
-
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost")
-        self.path = path
-
-    def connect(self) -> None:
-        """Open the socket."""
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(self.path)
 
 
 class Batch:
@@ -199,16 +105,15 @@ class Batch:
         self.waiting = iter(self.lines)
         self.lock = threading.Lock()
 
-    def run(self, target: Target, concurrency: int) -> int:
+    def run(self, connect: Connect, concurrency: int) -> int:
         """Have a server answer all lines; returns how many failed.
 
         Raises:
             ConfigError: the output file cannot be written any further.
         """
-        self.target = target
         self.bar = tqdm(total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True)
         threads = [
-            threading.Thread(target=self.work, daemon=True)
+            threading.Thread(target=self.work, args=[connect()], daemon=True)
             for _ in range(min(concurrency, len(self.lines)))
         ]
         try:
@@ -226,15 +131,14 @@ class Batch:
         self.output.close()
         return self.num_failed
 
-    def work(self) -> None:
+    def work(self, client: Client) -> None:
         """Take lines until there are none."""
-        connection = self.target.connect()
         while True:
             with self.lock:
                 number, line = next(self.waiting, (0, ""))
             if not number:
-                return connection.close()
-            result = self.answer(connection, number, line)
+                return client.connection.close()
+            result = self.answer(client, number, line)
             with self.lock:
                 try:
                     if result is not None:
@@ -245,9 +149,7 @@ class Batch:
                     return
                 self.bar.update()
 
-    def answer(
-        self, connection: http.client.HTTPConnection, number: int, line: str
-    ) -> dict[str, Any] | None:
+    def answer(self, client: Client, number: int, line: str) -> dict[str, Any] | None:
         """The output line of an input line; None if it is done already."""
         custom_id: Any = f"line {number}"
         answer, error = None, None
@@ -258,11 +160,10 @@ class Batch:
                 self.count(self.done[custom_id])
                 return None
             check(request)
-            answer = self.target.ask(connection, "POST", request["url"], request["body"])
+            answer = client.ask("POST", request["url"], request["body"])
         except (ValueError, KeyError, TypeError) as problem:
             error = {"code": "invalid_request", "message": f"line {number}: {describe(problem)}"}
         except (OSError, http.client.HTTPException) as problem:
-            connection.close()  # the next request opens it again
             error = {"code": "connection", "message": f"{type(problem).__name__}: {problem}"}
         self.count(answer and answer.status)
         response = answer and {
@@ -346,46 +247,29 @@ def keep_finished(results: Path) -> dict[Any, int]:
 
 
 @contextmanager
-def own_server(options: dict[str, Any]) -> Iterator[Target]:
+def own_server(options: dict[str, Any]) -> Iterator[Connect]:
     """Run `servd serve` on a private socket until the block ends.
 
     Raises:
-        ConfigError: it ended before it was ready; its log says why.
+        ServdError: it ended before it was ready; its log says why.
     """
     folder = ipc.private_dir()
-    config, uds = folder / "config.json", str(folder / "http")
-    config.write_text(json.dumps({**options, "uds": uds}), encoding="utf8")
+    config, uds = folder / "config.json", folder / "http"
+    config.write_text(json.dumps({**options, "uds": str(uds)}), encoding="utf8")
     for signum in (signal.SIGTERM, signal.SIGHUP):  # or the server would outlive this process
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
-    process = subprocess.Popen([sys.executable, "-m", "servd", "serve", "--config", str(config)])
-    keys = options.get("api_key") or [None]
-    target = Target("", keys[0], uds)
+    command = [sys.executable, "-m", "servd", "serve", "--config", str(config)]
+    connect = partial(Client, "http://localhost", key_of(options), str(uds))
     try:
-        while not is_ready(target):
-            if process.poll() is not None:
-                raise ConfigError("run-batch: the server did not start")
-            time.sleep(0.1)
-        yield target
+        with _server.running(command, connect(), timeout=math.inf):
+            yield connect
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:  # the processes that it has started end with it
-            process.kill()
-            process.wait()
-        for file in (config, Path(uds)):
+        for file in (config, uds):
             file.unlink(missing_ok=True)
         folder.rmdir()
 
 
-def is_ready(target: Target) -> bool:
-    """Whether the server answers and has its model."""
-    connection = target.connect()
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
+def key_of(options: dict[str, Any]) -> str | None:
+    """The first API key, if any."""
+    return next(iter(options.get("api_key", [])), None)

@@ -12,8 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from servd.cli import main, run_batch
-from servd.cli.run_batch import Batch, Target, seconds_of
+from servd.cli import _client, main, run_batch
+from servd.cli._client import Client, seconds_of
+from servd.cli.run_batch import Batch
 from servd.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"
@@ -44,6 +45,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def no_server() -> Client:
+    return Client("http://127.0.0.1:1")
+
+
 def line(custom_id: str) -> str:
     return json.dumps({"custom_id": custom_id, "url": COMPLETIONS, "body": {"prompt": custom_id}})
 
@@ -51,10 +56,11 @@ def line(custom_id: str) -> str:
 def test_dropped_connections_are_reopened(tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(line, "abcd")), encoding="utf8")
     try:
-        assert Batch(source, results).run(Target(f"http://127.0.0.1:{server.server_port}"), 1) == 0
+        assert Batch(source, results).run(lambda: Client(url), 1) == 0
     finally:
         server.shutdown()
         server.server_close()
@@ -65,7 +71,7 @@ def test_dropped_connections_are_reopened(tmp_path):
 def test_an_unreachable_server_is_reported_per_line(tmp_path):
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(line("a"), encoding="utf8")
-    assert Batch(source, results).run(Target("http://127.0.0.1:1"), 1) == 1
+    assert Batch(source, results).run(no_server, 1) == 1
     assert json.loads(results.read_text(encoding="utf8"))["error"]["code"] == "connection"
 
 
@@ -77,17 +83,16 @@ def test_a_refusal_that_is_kept_counts_as_a_failure_again(tmp_path):
         for name, code in (("a", 200), ("b", 400), ("c", 404), ("of another batch", 400))
     ]
     results.write_text("\n".join(kept), encoding="utf8")
-    no_server = Target("http://127.0.0.1:1")
     assert Batch(source, results).run(no_server, concurrency=1) == 2
     assert results.read_text(encoding="utf8").splitlines() == kept
 
 
 def test_retry_after_is_read_as_seconds_or_a_date(monkeypatch):
-    monkeypatch.setattr(run_batch.time, "time", lambda: 1_000_000_000.0)
+    monkeypatch.setattr(_client.time, "time", lambda: 1_000_000_000.0)
     assert seconds_of("2") == 2 and seconds_of("0.5") == 0.5 and seconds_of("-1") == 0
     assert seconds_of("Sun, 09 Sep 2001 01:46:50 GMT") == 10
     assert seconds_of("Sun, 09 Sep 2001 01:46:30 GMT") == 0
-    assert seconds_of("86400") == run_batch.LONGEST_WAIT
+    assert seconds_of("86400") == _client.LONGEST_WAIT
     assert seconds_of(None) is seconds_of("soon") is seconds_of("nan") is None
 
 

@@ -93,7 +93,7 @@ async def test_failures_are_counted_apart(slow_server: str):
 
 async def test_a_server_that_refuses_to_list_its_models_counts_as_running(slow_server: str):
     with pytest.raises(ServdError, match="/v1/models: 404"):
-        await asyncio.to_thread(_client.Client, slow_server, None, None)
+        await asyncio.to_thread(_client.Client(slow_server).first_model)
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_before_the_measurement(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 from typing import Any
 
-from servd.cli import _client
-from servd.cli.bench import _data, _load, _report, _server
+from servd.cli import _client, _server
+from servd.cli.bench import _data, _load, _report
 
 # Figure, path in the summary, and whether more is better.
 FIGURES = (
@@ -50,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     rounds: dict[str, list[dict[int, dict[str, Any]]]] = {"a": [], "b": []}
     for _ in range(arguments.rounds):
         for name, (command, url) in servers.items():
-            with _server.running(command, url, arguments.timeout) as seconds:
+            client = _client.Client(url)
+            with _server.running(shlex.split(command), client, arguments.timeout) as seconds:
                 print(f"{name} ready after {seconds:.1f} s: {command}")
                 rounds[name].append(asyncio.run(_measure(url, prompts, arguments.concurrency)))
     levels = arguments.concurrency
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _measure(
     url: str, prompts: list[_data.Prompt], concurrencies: list[int]
 ) -> dict[int, dict[str, Any]]:
-    model = _client.Client(url, None, None).model
+    model = _client.Client(url).first_model()
     await _load.run(_load.Load(url, model), prompts[:1], show_progress=False)
     results: dict[int, dict[str, Any]] = {}
     for concurrency in concurrencies:

@@ -59,7 +59,7 @@ async def _measure(
 ) -> tuple[list[_load.Record], float]:
     load = _load.Load(
         url=url,
-        model=arguments.model or _client.Client(url, arguments.api_key, None).model,
+        model=arguments.model or _client.Client(url, arguments.api_key).first_model(),
         concurrency=arguments.concurrency,
         request_rate=arguments.request_rate,
         api_key=arguments.api_key,

@@ -10,8 +10,8 @@ import time
 
 from tqdm import tqdm
 
-from servd.cli import _client
-from servd.cli.bench import _data, _load, _report, _server
+from servd.cli import _client, _server
+from servd.cli.bench import _data, _load, _report
 from servd.errors import ServdError
 
 
@@ -32,23 +32,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
-    command = shlex.join(
-        [
-            sys.executable,
-            "-m",
-            "servd",
-            "serve",
-            *shlex.split(arguments.serve),
-            "--port",
-            str(arguments.port),
-        ]
-    )
+    options = [*shlex.split(arguments.serve), "--port", str(arguments.port)]
+    command = [sys.executable, "-m", "servd", "serve", *options]
     url = f"http://127.0.0.1:{arguments.port}"
     ready: list[float] = []
     first_token: list[float] = []
     for _ in tqdm(range(arguments.repeats), desc="starts"):
         started = time.perf_counter()
-        with _server.running(command, url, arguments.timeout) as seconds:
+        with _server.running(command, _client.Client(url), arguments.timeout) as seconds:
             ready.append(seconds)
             record = asyncio.run(_one_token(url))
             if record.error is not None:
@@ -60,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _one_token(url: str) -> _load.Record:
-    load = _load.Load(url, _client.Client(url, None, None).model)
+    load = _load.Load(url, _client.Client(url).first_model())
     prompt = _data.Prompt(list(_data.TOKEN_IDS[:8]), 1)
     records, _ = await _load.run(load, [prompt], show_progress=False)
     return records[0]

@@ -8,10 +8,9 @@ import shlex
 import signal
 import subprocess
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from servd.cli._client import Client
 from servd.errors import ServdError
 
 POLL_INTERVAL = 0.05  # seconds
@@ -19,36 +18,33 @@ STOP_TIMEOUT = 20.0  # seconds
 
 
 @contextlib.contextmanager
-def running(command: str, url: str, timeout: float) -> Iterator[float]:
-    """Run `command` until the block ends; yields the seconds until `url`/health answered 200.
+def running(command: Sequence[str], client: Client, timeout: float) -> Iterator[float]:
+    """Run a server until the block ends; yields the seconds until it was ready.
+
+    Args:
+        command: starts the server.
+        client: of that server.
+        timeout: seconds in which it has to be ready.
 
     Raises:
-        ServdError: the command ended, or did not answer within `timeout` seconds.
+        ServdError: the command ended, or the server was not ready in time.
     """
     started = time.perf_counter()
     # A session of its own, so that whatever the command starts can be stopped with it.
-    process = subprocess.Popen(
-        shlex.split(command), start_new_session=True, stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
-        while not _is_healthy(url):
+        while not client.is_healthy():
             if process.poll() is not None:
                 code = process.returncode
-                raise ServdError(f"{command!r} ended with code {code} before it was ready")
+                raise ServdError(
+                    f"the server did not start: {shlex.join(command)} ended with code {code}"
+                )
             if time.perf_counter() - started > timeout:
-                raise ServdError(f"{command!r} was not ready within {timeout:.0f} s")
+                raise ServdError(f"{shlex.join(command)} was not ready within {timeout:.0f} s")
             time.sleep(POLL_INTERVAL)
         yield time.perf_counter() - started
     finally:
         _stop(process)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
-            return reply.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
