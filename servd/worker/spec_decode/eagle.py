@@ -9,22 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from servd.errors import ConfigError
 from servd.hf import ModelSpec, read_spec
+from servd.messages import NewRequest
 from servd.speculative import SpeculativeConfig
 from servd.worker import kv_cache
 from servd.worker.attention import AttentionBatch
-from servd.worker.input_batch import InputBatch, decode_attention
+from servd.worker.device import upload
+from servd.worker.input_batch import AttentionRows, InputBatch, decode_attention
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.rotary import Rotary
 from servd.worker.model_loader import tensor_shapes
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
-from servd.worker.spec_decode import Proposer, Target, last_kept
+from servd.worker.spec_decode import Proposer, Target
+
+MOST_BEHIND = 64  # tokens of a row that it may catch up with
 
 
 def rename(name: str) -> str:
@@ -62,6 +67,7 @@ class EagleHead(nn.Module):
     def __init__(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
         super().__init__()
         parallel = target.parallel
+        self.num_read = target.spec.hidden_size
         self.make_layers(spec, names, target)
         self.rotary = Rotary(spec)
         self.embed: Callable[[Tensor], Tensor] = embedding_of(target)
@@ -84,9 +90,15 @@ class EagleHead(nn.Module):
         )
         self.layers[0].input_layernorm = Unnormed()
 
-    def features(self, batch: InputBatch, hidden: Tensor) -> Tensor:
-        """The features of a step, of its hidden states; [num_tokens, hidden] each."""
+    def read(self, hidden: Tensor) -> Tensor:
+        """What `features` needs of a step, of its hidden states [num_tokens, hidden]; `num_read`
+        numbers for each token.
+        """
         return hidden
+
+    def features(self, read: Tensor) -> Tensor:
+        """[n, num_read] -> [n, hidden]."""
+        return read
 
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
@@ -122,11 +134,15 @@ def embedding_of(target: Target) -> Callable[[Tensor], Tensor]:
 
 
 class EagleProposer(Proposer):
-    """Runs the head over all tokens of a step, with the target's features, then on by itself, token
-    by token. It writes keys and values of positions whose tokens may turn out to be others; but
-    these are computed again before any later token reads them. Only those of the last token of a
-    block in the prefix cache may have been made with the next token of another request: drafts
-    after it may be worse.
+    """Runs the head over tokens with the target's features, then on by itself, token by token. It
+    writes keys and values of positions whose tokens may turn out to be others; but these are
+    computed again before any later token reads them.
+
+    A row that wants no drafts only keeps the features of its last tokens, to catch up when it wants
+    some. Older tokens are skipped: the head's cache goes on without them, so that the places of a
+    row in its blocks are its positions less `skipped`. Long prompts are followed at once. Blocks
+    that the prefix cache lends may have keys and values of skipped tokens, or made with the next
+    token of another request: drafts after them may be worse.
     """
 
     head_class: ClassVar[type[EagleHead]] = EagleHead
@@ -139,12 +155,15 @@ class EagleProposer(Proposer):
         self.check(names)
         self.head = target.load(lambda: self.head_class(self.spec, names, target), folder, rename)
         self.backend = target.make_backend(self.spec, sliding_window=None)
-        # Of the newest token of each slot, which the target has not computed yet.
-        self.features = torch.zeros(
-            (target.states.max_num_seqs + 1, self.spec.hidden_size),
+        num_slots = self.states.max_num_seqs + 1
+        # Of tokens that the target has computed and the head has not: [slot, position % kept].
+        self.kept = torch.zeros(
+            (num_slots, MOST_BEHIND, self.head.num_read),
             dtype=self.backend.spec.dtype,
             device=self.backend.spec.device,
         )
+        # How many of each slot, and how many it never will.
+        self.behind, self.skipped = np.zeros((2, num_slots), dtype=np.int64)
 
     def check(self, names: Set[str]) -> None:
         """See that the head is for the target.
@@ -171,25 +190,81 @@ class EagleProposer(Proposer):
         """For the same blocks as the target's."""
         self.kv_caches = kv_cache.allocate(self.backend, self.spec, num_blocks)
 
+    def add(self, request: NewRequest) -> None:
+        """What the prefix cache has of the target, it has of the head."""
+        self.behind[request.slot] = self.skipped[request.slot] = 0
+
     def follow(self, batch: InputBatch, hidden: Tensor) -> None:
-        """The token after each of the step's is known, or drafted."""
-        slots, positions = batch.tokens
+        """Catch up with rows that want drafts, or whose tokens are drafts or too many to be kept;
+        keep what the others will need for it.
+        """
+        read = self.head.read(hidden)
+        wants = batch.max_new_drafts > 0
+        runs = wants | (batch.num_drafts > 0) | (batch.query_lens > MOST_BEHIND)  # [num_rows]
+        if runs.any():
+            self._catch_up(batch, read, np.flatnonzero(runs), wants[runs])
+        behind = self.behind[batch.host_slots] + batch.query_lens
+        self.behind[batch.host_slots] = np.where(runs, 0, behind)
+        if not runs.all():
+            tokens = upload(np.flatnonzero(np.repeat(~runs, batch.query_lens)), read.device)
+            slots, positions = batch.tokens[:, tokens]
+            self.kept[slots, positions % MOST_BEHIND] = read[tokens]
+
+    def _catch_up(
+        self, batch: InputBatch, read: Tensor, rows: np.ndarray, wants: np.ndarray
+    ) -> None:
+        """Run the head over what rows of a step have not followed yet, with drafts of the step that
+        were not kept.
+
+        Args:
+            batch: the step.
+            read: of its tokens, [num_tokens, num_read].
+            rows: [n] int64.
+            wants: [n] bool: which of them draft; their features are kept for `propose`.
+        """
+        host_slots = batch.host_slots[rows]
+        behind = np.minimum(self.behind[host_slots], MOST_BEHIND)
+        self.skipped[host_slots] += self.behind[host_slots] - behind
+        lens = behind + batch.query_lens[rows]
+        ends = np.cumsum(lens)
+        parts = (
+            np.repeat(np.arange(len(rows)), lens),
+            np.arange(ends[-1]) - np.repeat(ends - lens, lens),
+            (np.cumsum(batch.query_lens) - batch.query_lens)[rows], ends - lens, ends - 1,
+            np.flatnonzero(wants), behind, self.skipped[host_slots],
+        )  # fmt: skip
+        packed = upload(np.concatenate(parts), read.device)
+        row, offsets, step_firsts, firsts, lasts, drafting, behind_d, skipped = packed.split(
+            [len(part) for part in parts]
+        )
+        row_slots, computed = batch.tokens[:, step_firsts]  # [n] each
+        start = computed - behind_d
+        slots, positions = row_slots[row], start[row] + offsets
+        in_step = offsets - behind_d[row]
+        features = read[step_firsts[row] + in_step.clamp(min=0)]
+        if behind.any():
+            kept = self.kept[slots, positions % MOST_BEHIND]
+            features = torch.where(in_step.unsqueeze(1) < 0, kept, features)
+        places, bounds = positions - skipped[row], batch.seq_lens[rows]
+        if places.device.type == "cpu":
+            bounds = places.numpy()[ends - 1] + 1
+        attention = AttentionRows(lens, bounds, lasts).gather(self.states, slots, places)
         next_ids = self.states.token_ids[slots, positions + 1].long()
-        features = self.head.features(batch, hidden)
-        features = self._run(next_ids, features, positions, batch.attention)
-        slots, tokens = last_kept(batch)
-        self.features[slots] = features[tokens]
+        made = self._run(next_ids, self.head.features(features), positions, attention)
+        num_right = self.states.num_computed[row_slots] - start
+        self.features = made[(firsts + num_right - 1)[drafting]]
+        self.num_skipped = skipped[drafting]
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
         """A chain of likeliest tokens, up to `max_model_len`."""
         newest = self.states.num_computed[slots]
         # A row has blocks for no more; positions from the newest token's on are computed again.
         last = newest + self.states.num_drafts[slots] - 1
-        features = self.features[slots]
+        features = self.features
         drafts = [self.head.top(features)]
         for depth in range(num_drafts - 1):
             positions = torch.minimum(newest + depth, last)
-            attention = decode_attention(self.states, slots, positions)
+            attention = decode_attention(self.states, slots, positions - self.num_skipped)
             features = self._run(drafts[-1], features, positions, attention)
             drafts.append(self.head.top(features))
         room = (self.config.max_model_len or self.states.max_model_len) - 1 - newest

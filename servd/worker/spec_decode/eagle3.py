@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
-from servd.worker.input_batch import InputBatch
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from servd.worker.layers.norm import RMSNorm
@@ -113,6 +112,7 @@ class Eagle3Head(EagleHead):
             layers = aux_layers(spec, target)
             aux_size = len(layers) * target.spec.hidden_size
             self.aux = AuxHiddenStates(target, layers)
+            self.num_read = aux_size
             self.fc = ReplicatedLinear(aux_size, size, parallel, bias="fc.bias" in names)
             if "input_norm.weight" in names:
                 self.input_norm = RMSNorm(aux_size, eps, parallel)
@@ -131,11 +131,15 @@ class Eagle3Head(EagleHead):
             self.d2t = Weight((config["draft_vocab_size"],), parallel)
             self.d2t.data = torch.zeros(self.d2t.shape, dtype=torch.int64)
 
-    def features(self, batch: InputBatch, hidden: Tensor) -> Tensor:
-        """[num_tokens, target's hidden] -> [num_tokens, hidden]."""
+    def read(self, hidden: Tensor) -> Tensor:
+        """Several layers' hidden states, side by side."""
+        return hidden if self.aux is None else self.aux.of_step(len(hidden))
+
+    def features(self, read: Tensor) -> Tensor:
+        """See `EagleHead`."""
         if self.aux is None:
-            return hidden
-        x = self.aux.of_step(len(hidden))
+            return read
+        x = read
         if hasattr(self, "input_norm"):
             x = self.input_norm(x)
         if self.fc_norm:

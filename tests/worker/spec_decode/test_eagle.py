@@ -16,6 +16,7 @@ from torch import Tensor
 from servd.errors import ConfigError
 from servd.hf import read_json, read_spec
 from servd.worker.ops import native
+from servd.worker.spec_decode import eagle
 from tests.parity.families import CASES, make_checkpoint, reference
 from tests.worker.driver import Driver, config_for
 from tests.worker.recorded import use_recorded_runner
@@ -56,7 +57,7 @@ class PlainHead:
         """[n, heads, head_dim]."""
         half = HEAD_DIM // 2
         frequencies = self.config["rope_theta"] ** (-torch.arange(half) / half)
-        angles = (torch.arange(len(x))[:, None] * frequencies)[:, None]
+        angles = (self.positions[:, None] * frequencies)[:, None]
         turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
             torch.ones_like(angles), angles
         )
@@ -89,10 +90,13 @@ class PlainHead:
         return int(self.target.get_output_embeddings()(feature).argmax())
 
     @torch.inference_mode()
-    def drafts(self, tokens: list[int], num_drafts: int) -> list[int]:
+    def drafts(self, tokens: list[int], num_drafts: int, skipped: range = range(0)) -> list[int]:
+        """The head never saw the tokens at `skipped` positions."""
         features, tokens = self.features(tokens[:-1]), list(tokens)
         for _ in range(num_drafts):
-            made = self.forward(self.embedding[tokens[1:]], features)
+            self.positions = torch.tensor([i for i in range(len(features)) if i not in skipped])
+            embedded = self.embedding[tokens[1:]]
+            made = self.forward(embedded[self.positions], features[self.positions])
             tokens.append(self.top(made[-1]))
             features = torch.cat((features, made[-1:]))
         return tokens[-num_drafts:]
@@ -188,6 +192,37 @@ def test_a_row_with_few_drafts_beside_one_with_many(target: Path, tmp_path: Path
     assert list(map(len, (driver.drafts[few], driver.drafts[many]))) == [1, 5]
     (cache,) = driver.worker.runner.proposer.kv_caches
     assert not cache[:, nobodys].any() and cache[:, driver.blocks[few]].any()
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_row_without_drafts_is_followed_when_it_wants_some(
+    target: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Of what it missed, the head sees the last tokens."""
+    monkeypatch.setattr(eagle, "MOST_BEHIND", 6)
+    config = {"method": method} | getattr(checkpoints, method)(target, tmp_path)
+    driver = Driver(config_for(target, speculative_config=config))
+    plain = {"eagle": PlainHead, "eagle3": PlainHead3}[method](target, Path(config["model"]))
+    proposer = driver.worker.runner.proposer
+    calls: list[int] = []
+    run = proposer._run
+    monkeypatch.setattr(
+        proposer, "_run", lambda ids, *rest: calls.append(len(ids)) or run(ids, *rest)
+    )
+    prompt, beside = [7, 8, 9, 10, 11, 12, 13, 14], [5, 6]
+    slot = driver.add(prompt)
+    driver.step({slot: len(prompt)})
+    assert calls == [8]  # too many to be kept
+    driver.generate([slot, driver.add(beside)], 10)
+    assert calls == [8]
+    driver.step({slot: driver.left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
+    assert calls == [8, 6 + 1, 1, 1, 1]
+    skipped = range(8, len(driver.tokens[slot]) - 1 - 7)
+    assert len(skipped) == 3
+    for _ in range(3):
+        expected = plain.drafts(driver.tokens[slot], NUM_DRAFTS, skipped)
+        assert driver.drafts[slot] == expected
+        driver.step({slot: driver.left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
 
 
 def test_nothing_is_drafted_past_max_model_len(target: Path, tmp_path: Path):
