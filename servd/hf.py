@@ -176,6 +176,45 @@ def download_weights(
     return _download(model, revision, download_dir, METADATA_FILES + WEIGHT_FILES)
 
 
+def find_headers(model: str, revision: str | None, download_dir: str | None, scratch: str) -> Path:
+    """A folder like that of `download_weights`, in which weight files may be headers and a hole.
+
+    Those of the hub are read by range requests, and put in a new folder in `scratch`.
+
+    Raises:
+        ModelNotFound: there is no such model, or the hub cannot be reached.
+    """
+    folder = find_model(model, revision, download_dir)
+    if local_folder(model) is not None or _has_weights(folder):
+        return folder
+    import huggingface_hub
+
+    hollow = Path(tempfile.mkdtemp(dir=scratch))
+    for file in folder.iterdir():
+        (hollow / file.name).symlink_to(file)
+    try:
+        found = huggingface_hub.get_safetensors_metadata(model, revision=revision)
+    except Exception as error:  # requests', the hub's and those of a checkpoint without any
+        raise ModelNotFound(f"cannot read the weights' headers of {model!r}: {error}") from None
+    for name, metadata in found.files_metadata.items():
+        tensors = {
+            tensor: {"dtype": t.dtype, "shape": t.shape, "data_offsets": t.data_offsets}
+            for tensor, t in metadata.tensors.items()
+        }
+        header = json.dumps(tensors).encode()
+        with (hollow / Path(name).name).open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(file.tell() + max(t["data_offsets"][1] for t in tensors.values()))
+    return hollow
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except ModelNotFound:
+        return False
+
+
 def _download(
     model: str, revision: str | None, download_dir: str | None, patterns: list[str]
 ) -> Path:

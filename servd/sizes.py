@@ -1,9 +1,11 @@
-"""Sizes of memory as options and messages write them: "512M", "2GiB"."""
+"""Sizes of memory: as options and messages write them, "512M" or "2GiB", and a model's."""
 
 from __future__ import annotations
 
 import math
 import re
+
+import msgspec
 
 from servd.errors import ConfigError
 
@@ -32,3 +34,30 @@ def format_bytes(number: int) -> str:
             digits = max(0, 2 - int(math.log10(size)))
             return f"{math.ceil(size * 10**digits) / 10**digits:g}{unit}"
     return f"{number}B"
+
+
+class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What each rank takes of its device, in bytes."""
+
+    weights: int
+    draft_weights: int
+    requests: int  # rows for max_num_seqs of them
+    forward: int  # an estimate of the most that a forward pass takes beside
+    sampling: int  # the same of sampling
+    kv_per_block: int
+
+    @property
+    def step(self) -> int:
+        """The most that a step takes beside."""
+        return max(self.forward, self.sampling)
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What fits a device."""
+
+    device: str
+    dtype: str
+    sizes: MemorySizes
+    free: int  # bytes for all of it
+    num_blocks: int  # of the KV cache
+    shortage: str  # why not one request fits, and what to change; "" if it does

@@ -41,6 +41,7 @@ OTHER_FLAGS = {
     "--threads", "--work",  # tools.demo_model.train
     "--parts",  # benchmarks.gpu
     "--methods", "--depths", "--batches",  # servd bench spec
+    "--lengths",  # servd plan
 }  # fmt: skip
 
 

@@ -22,6 +22,11 @@ KV_CACHE_SHARE = 0.4  # share of the available memory; a CPU's memory is not the
 MAX_KV_CACHE_BYTES = 4 << 30
 
 
+def kv_cache_share(available: int, num_ranks: int) -> int:
+    """Bytes for the cache of each rank, of those that their host has left."""
+    return min(int(max(available, 0) * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // num_ranks
+
+
 class CPUModelRunner(ModelRunner):
     """Steps on a CPU. Memory of the cache is committed by the system when it is first written."""
 
@@ -35,9 +40,7 @@ class CPUModelRunner(ModelRunner):
 
     def kv_cache_memory(self) -> int:
         """A share of what is available, divided over the ranks of this host."""
-        return (
-            min(int(available_memory() * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // self.parallel.size
-        )
+        return kv_cache_share(available_memory(), self.parallel.size)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Programs know its addresses."""

@@ -192,13 +192,15 @@ class ModelRunner(ABC):
         )  # fmt: skip
         self.followers = [*self.readers, *([self.proposer] if self.proposer else [])]
 
-    def count_blocks(self) -> int:
-        """KV-cache blocks that fit.
+    def count_blocks(self, room: int | None = None) -> int:
+        """KV-cache blocks that fit, in `room` bytes where --kv-cache-memory does not say how many.
 
         Raises:
             NotEnoughMemory: too few for one request.
         """
-        memory = self.config.cache.kv_cache_memory or self.kv_cache_memory()
+        memory = self.config.cache.kv_cache_memory
+        if memory is None:
+            memory = self.kv_cache_memory() if room is None else room
         needed = kv_cache.blocks_per_request(self.config) * self.bytes_per_block
         remedies = self.more_memory(needed - memory) or [
             f"raise --kv-cache-memory to {format_bytes(needed)}"

@@ -11,6 +11,7 @@ import torch
 from servd.config import Config
 from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
+from servd.worker import dry_run
 from servd.worker.compile import compile_layers
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.device import name_of, set_num_threads
@@ -70,11 +71,14 @@ class Worker:
         seconds = time.monotonic() - start
         log.info("weights loaded in %.2f s, attention %s", seconds, self.runner.backend_name)
         self.progress("measuring memory", 0.0)
+        num_blocks = self.runner.count_blocks()
+        if self.parallel.rank == 0:
+            dry_run.compare(self.runner)
         return WorkerReady(
             device=name_of(self.device),
             dtype=str(self.runner.dtype).removeprefix("torch."),
             attention_backend=self.runner.backend_name,
-            num_blocks=self.runner.count_blocks(),
+            num_blocks=num_blocks,
             weights_bytes=self.runner.weights_bytes,
             kv_bytes_per_block=self.runner.bytes_per_block,
         )

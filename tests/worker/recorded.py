@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from servd.worker.attention import AttentionBatch, torch_sdpa
+from servd.worker.attention import native as _native  # noqa: F401 - keeps the library it imports
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.gpu_model_runner import GPUModelRunner
 from tests.parity.families import LLAMA

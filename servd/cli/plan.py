@@ -1,0 +1,163 @@
+"""Say what a model takes of this machine's memory and what fits, without loading its weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+
+import msgspec
+
+from servd import hf, launch, plugins
+from servd.cli import _options
+from servd.config import Config
+from servd.errors import ConfigError
+from servd.sizes import MemoryPlan, format_bytes
+
+WORKER = "servd.worker"
+LENGTHS = (256, 1024, 4096, 16384, 65536)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `servd serve`, which the plan is for."""
+    parser.usage = "%(prog)s [MODEL] [OPTION ...]"
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", metavar="N", default=[],
+        help="tokens of a request, prompt and answer, of which to say how many fit at once",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    _options.add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan; 1 if not one request fits."""
+    config = Config.load(_options.load_options(arguments))
+    config, spec = launch.find_and_resolve(config)
+    if not spec.folder:
+        raise ConfigError("--executor fake has no weights to plan for")
+    with tempfile.TemporaryDirectory() as scratch:
+        config, spec = with_headers(config, spec, scratch)
+        plan = plugins.load(WORKER, "dry_run", "plan")(config, spec)
+    report = Report(config, spec, plan)
+    lengths = arguments.lengths or sorted(
+        {*(n for n in LENGTHS if n < report.max_model_len), report.max_model_len}
+    )
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report.facts(lengths))).decode())
+        print()
+    else:
+        print(report.text(lengths))
+    return 0 if plan.num_blocks else 1
+
+
+def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:
+    """Both with folders of weight files, or of their headers, which are put in `scratch`."""
+    model = config.model
+    if model.load_format != "dummy":
+        assert model.model is not None
+        folder = hf.find_headers(model.model, model.revision, model.download_dir, scratch)
+        spec = msgspec.structs.replace(spec, folder=str(folder))
+    if (draft := model.speculative_config) is not None and draft.model is not None:
+        folder = hf.find_headers(draft.model, draft.revision, model.download_dir, scratch)
+        draft = msgspec.structs.replace(draft, model=str(folder))
+        config = config.replace(speculative_config=draft)
+    return config, spec
+
+
+class Report:
+    """A plan in words.
+
+    Args:
+        config: resolved.
+        spec: the model's.
+        plan: for each rank.
+    """
+
+    def __init__(self, config: Config, spec: hf.ModelSpec, plan: MemoryPlan) -> None:
+        max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
+        assert max_model_len is not None and max_num_seqs is not None
+        self.config, self.spec, self.plan = config, spec, plan
+        self.block_size = config.cache.block_size
+        self.num_tokens = plan.num_blocks * self.block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = min(max_model_len, self.num_tokens) or max_model_len
+        sizes = plan.sizes
+        beside = sizes.weights + sizes.draft_weights + sizes.requests + sizes.step
+        self.for_kv_cache = plan.free - beside  # at most
+
+    def fit(self, length: int) -> int:
+        """How many requests of so many tokens the KV cache holds."""
+        return self.plan.num_blocks // self._blocks(length)
+
+    def _blocks(self, length: int) -> int:
+        return -(-length // self.block_size)
+
+    def advice(self) -> list[str]:
+        """What to lower, or could be raised."""
+        sizes, length, seqs = self.plan.sizes, self.max_model_len, self.max_num_seqs
+        if self.for_kv_cache < 0:
+            lacking = format_bytes(-self.for_kv_cache)
+            smaller = "" if self.config.model.quantization else ", or try --quantization int8"
+            return [f"{lacking} more memory, or a higher --tensor-parallel-size{smaller}"]
+        if self.plan.shortage:
+            return [self.plan.shortage]
+        each = self._blocks(length) * sizes.kv_per_block
+        if self.fit(length) < seqs:
+            shorter = self.plan.num_blocks // seqs * self.block_size
+            lower = [f"lower --max-num-seqs to {self.fit(length)}"]
+            lower += [f"--max-model-len to {shorter}"] if shorter else []
+            found = [f"for all to run at their longest, {' or '.join(lower)}"]
+            if each * seqs <= self.for_kv_cache:
+                found[0] += f", or raise --kv-cache-memory to {format_bytes(each * seqs)}"
+            return found
+        # What one more request, or one more block of each, takes beside the cache.
+        budget = self.config.scheduler.max_num_batched_tokens or 1
+        row = (sizes.requests + sizes.sampling) // seqs + sizes.forward // budget
+        found, beside = [], self.for_kv_cache + (sizes.requests + sizes.sampling)
+        if (more := beside // (each + row)) > seqs:
+            cache = format_bytes(more * each)
+            found.append(f"--max-num-seqs could be {more}, with --kv-cache-memory {cache}")
+        block = sizes.kv_per_block + sizes.requests // (seqs * self._blocks(length))
+        longer = min(
+            self.for_kv_cache // (seqs * block) * self.block_size,
+            self.spec.max_position_embeddings,
+        )
+        if longer > length:
+            cache = format_bytes(self._blocks(longer) * seqs * sizes.kv_per_block)
+            found.append(f"--max-model-len could be {longer}, with --kv-cache-memory {cache}")
+        return found
+
+    def facts(self, lengths: list[int]) -> dict[str, object]:
+        """All of it, for programs; sizes in bytes."""
+        return {
+            "model": self.config.model.model,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "block_size": self.block_size,
+            "kv_bytes_per_token": self.plan.sizes.kv_per_block // self.block_size,
+            **msgspec.to_builtins(self.plan),
+            "requests": {length: self.fit(length) for length in lengths},
+            "advice": self.advice(),
+        }
+
+    def text(self, lengths: list[int]) -> str:
+        """For a person."""
+        plan, sizes, size = self.plan, self.plan.sizes, self.config.parallel.tensor_parallel_size
+        budget = self.config.scheduler.max_num_batched_tokens
+        per_token = format_bytes(sizes.kv_per_block // self.block_size)
+        rows = [
+            ("weights", sizes.weights, plan.dtype),
+            ("weights of the draft", sizes.draft_weights, ""),
+            ("requests", sizes.requests, f"--max-num-seqs {self.max_num_seqs}"),
+            ("largest step", sizes.step, f"about, --max-num-batched-tokens {budget}"),
+            (
+                "KV cache", plan.num_blocks * sizes.kv_per_block,
+                f"{self.num_tokens} tokens of {per_token}",
+            ),
+        ]  # fmt: skip
+        where = f"{plan.device} ({size} ranks, each)" if size > 1 else plan.device
+        lines = [f"{self.config.model.model} on {where}, {format_bytes(plan.free)} free", ""]
+        lines += [f"  {name:<22}{format_bytes(n):>9}   {note}" for name, n, note in rows if n]
+        lines += ["", "  tokens of a request    that fit at once"]
+        lines += [f"  {length:>19}    {self.fit(length):>16}" for length in lengths]
+        return "\n".join([*lines, "", *self.advice()]).rstrip()

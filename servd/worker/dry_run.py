@@ -1,0 +1,170 @@
+"""Load a model without its memory: what the engine will take, from config.json and headers alone.
+
+The runner's own `load_model` runs, on tensors that have a shape and no storage: whatever it
+converts, packs or quantizes, a draft too, is counted as it will be, and a checkpoint that cannot be
+loaded is refused in the same words.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from servd.config import Config
+from servd.errors import NotEnoughMemory
+from servd.hf import ModelSpec
+from servd.sizes import MemoryPlan, MemorySizes, format_bytes
+from servd.worker import model_loader
+from servd.worker.cpu_model_runner import CPUModelRunner, kv_cache_share
+from servd.worker.device import available_memory, name_of
+from servd.worker.gpu_model_runner import GPUModelRunner
+from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
+from servd.worker.memory import CudaMeter, MemoryUse
+from servd.worker.model_runner import ModelRunner
+from servd.worker.ops import native
+from servd.worker.parallel import Parallel
+
+log = logging.getLogger("servd.worker")
+
+
+class Weightless(TorchFunctionMode):
+    """Within it, new tensors have no storage, and say that they are on `device`."""
+
+    # These import a thousand modules for tensors without storage, elsewhere they are the same.
+    same: ClassVar[dict[Any, Callable[[Tensor], Tensor]]] = {
+        torch.zeros_like: lambda x: torch.empty(x.shape, dtype=x.dtype),
+        Tensor.abs: lambda x: x,
+    }
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called in place of every function of torch, and of `native.call`."""
+        kwargs = kwargs or {}
+        if func is native.call:
+            return None
+        if func == Tensor.device.__get__:
+            return self.device
+        if func in (torch.empty, torch.zeros):
+            kwargs = kwargs | {"device": "meta"}
+        elif func in self.same and args[0].is_meta:
+            with self:  # a mode does not see the functions that it calls
+                return self.same[func](*args)
+        return func(*args, **kwargs)
+
+
+def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
+    """What the engine would take, and what fits beside it, with what is free now.
+
+    Raises:
+        ConfigError: the model cannot be loaded here.
+    """
+    on_cuda = config.parallel.device == "cuda"
+    if on_cuda:  # caches of other backends are as large, and need not be asked what they can do
+        config = config.replace(attention_backend="torch_sdpa")
+    device = torch.device(config.parallel.device)
+    runner = load(GPUModelRunner if on_cuda else CPUModelRunner, config, spec, device)
+    sizes, num_ranks = _sizes(runner), config.parallel.tensor_parallel_size
+    kept = sizes.weights + sizes.draft_weights + sizes.requests
+    if isinstance(runner, GPUModelRunner):
+        meter = CudaMeter(runner.device)
+        use = runner.memory_use = MemoryUse(
+            total=meter.total,
+            outside=meter.taken() - meter.held(),
+            persistent=kept,
+            per_request=sizes.requests // runner.max_num_seqs,
+            forward=sizes.forward,
+            sampling=sizes.sampling,
+            graphs=0,
+            utilization=config.cache.gpu_memory_utilization,
+            max_num_seqs=runner.max_num_seqs,
+        )
+        free, room = int(use.total * use.utilization) - use.outside, use.available
+    else:
+        free = available_memory() // num_ranks
+        room = kv_cache_share((free - kept) * num_ranks, num_ranks)
+    num_blocks, shortage = 0, ""
+    try:
+        num_blocks = runner.count_blocks(room)
+    except NotEnoughMemory as error:
+        shortage = str(error)
+    return MemoryPlan(
+        device=name_of(runner.device),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        sizes=sizes,
+        free=free,
+        num_blocks=num_blocks,
+        shortage=shortage,
+    )
+
+
+def compare(runner: ModelRunner) -> None:
+    """Log what a loaded runner takes beside what was to be expected."""
+    config = runner.config.replace(attention_backend=runner.backend_name)
+    try:
+        planned = _sizes(load(type(runner), config, runner.spec, runner.device))
+    except Exception as error:  # of what only reports, a server must not fail
+        log.warning("no plan to compare memory with: %r", error)
+        return
+    pairs = {
+        "weights": (planned.weights, runner.weights_bytes),
+        "KV cache per block": (planned.kv_per_block, runner.bytes_per_block),
+    }
+    if isinstance(runner, GPUModelRunner) and (use := runner.memory_use):
+        kept = planned.weights + planned.draft_weights + planned.requests
+        pairs["weights and requests"] = (kept, use.persistent)
+        pairs["largest step"] = (planned.step, max(use.forward, use.sampling))
+    log.info(
+        "planned: %s",
+        ", ".join(
+            f"{name} {format_bytes(before)}" + (f", took {format_bytes(now)}" * (now != before))
+            for name, (before, now) in pairs.items()
+        ),
+    )
+
+
+def load(
+    runner_class: type[ModelRunner], config: Config, spec: ModelSpec, device: torch.device
+) -> ModelRunner:
+    """The first rank's runner, loaded without its weights.
+
+    Raises:
+        ConfigError: the model cannot be loaded here.
+    """
+    with Weightless(device):
+        runner = runner_class(
+            config, spec, device, Parallel(0, config.parallel.tensor_parallel_size)
+        )
+        runner.load_model(lambda _: None)
+    return runner
+
+
+def _sizes(runner: ModelRunner) -> MemorySizes:
+    proposer, states, spec = runner.proposer, runner.states, runner.spec
+    owners = [vars(owner) for owner in (states, states.block_tables, proposer) if owner]
+    kept = [value for owner in owners for value in owner.values()]
+    drafts: list[Any] = [value for value in kept if isinstance(value, nn.Module)]
+    modules = [*runner.model.named_modules()]
+    outputs = [sum(m.local_features) for _, m in modules if isinstance(m, ColumnParallelLinear)]
+    rows = [m.weight.part_shapes[0] for _, m in modules if isinstance(m, RowParallelLinear)]
+    inputs = [runner.parallel.share(shape[1]) for shape in rows]
+    # The stream, its norm, and two on the way; what a layer computes, and what is made of it.
+    width = 4 * spec.hidden_size + max(outputs, default=0) + max(inputs, default=0)
+    return MemorySizes(
+        weights=runner.weights_bytes,
+        draft_weights=sum(map(model_loader.count_bytes, drafts)),
+        requests=sum(x.nbytes for x in kept if isinstance(x, Tensor)),
+        forward=runner.max_num_tokens * width * runner.compute_dtype.itemsize,
+        # Logits, what they are shifted to, and the weights of the draw.
+        sampling=3 * runner.max_num_samples * spec.vocab_size * 4,
+        kv_per_block=runner.bytes_per_block,
+    )

@@ -1,0 +1,118 @@
+"""`servd plan`: numbers for people and programs, and advice that holds when it is followed."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from servd import cli, hf
+from servd.hf import DEMO_FOLDER
+from servd.sizes import parse_bytes
+
+SMALL = ["--max-model-len", "1024", "--max-num-seqs", "4"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["plan", *args, "--json"])
+    assert isinstance(end.value.code, int)
+    return end.value.code, json.loads(capsys.readouterr().out)
+
+
+def following(advice: str, what: str) -> list[str]:
+    """The flags of a piece of advice, e.g. "lower --max-num-seqs to 3"."""
+    found = re.findall(rf"(--{what}) (?:to |could be )?([\w.]+)", advice)
+    assert found, advice
+    return [part for pair in found for part in pair]
+
+
+def test_the_table_has_what_the_json_has(capsys):
+    code, facts = plan(capsys, "demo", *SMALL, "--lengths", "100", "1024")
+    assert code == 0 and facts["max_model_len"] == 1024 and facts["max_num_seqs"] == 4
+    blocks = facts["num_blocks"]
+    assert facts["requests"] == {"100": blocks // 7, "1024": blocks // 64}
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "demo", *SMALL, "--lengths", "100"])
+    rows = capsys.readouterr().out.split("\n")
+    assert any(row.split() == ["100", str(blocks // 7)] for row in rows)
+
+
+def test_a_cache_for_fewer_than_all_requests(capsys):
+    code, facts = plan(capsys, "demo", *SMALL, "--kv-cache-memory", "6MiB")
+    (advice,) = facts["advice"]
+    assert code == 0 and facts["requests"]["1024"] == 2
+    cache = following(advice, "kv-cache-memory")
+    for change in (
+        following(advice, "max-num-seqs") + ["--kv-cache-memory", "6MiB"],
+        following(advice, "max-model-len") + ["--kv-cache-memory", "6MiB"],
+        cache,
+    ):
+        _, better = plan(capsys, "demo", *SMALL, *change)
+        assert better["requests"][str(better["max_model_len"])] >= better["max_num_seqs"]
+    less = str(parse_bytes(cache[1]) * 9 // 10)
+    _, worse = plan(capsys, "demo", *SMALL, "--kv-cache-memory", less)
+    assert worse["requests"]["1024"] < 4
+
+
+def test_what_could_be_raised(capsys, monkeypatch):
+    monkeypatch.setattr("servd.worker.dry_run.available_memory", lambda: 200 << 20)
+    _, facts = plan(capsys, "demo", *SMALL)
+    assert facts["free"] == 200 << 20 and len(facts["advice"]) == 2
+    for advice, option in zip(facts["advice"], ("max-num-seqs", "max-model-len"), strict=True):
+        change = following(advice, option) + following(advice, "kv-cache-memory")
+        _, more = plan(capsys, "demo", *SMALL, *change)
+        assert more[option.replace("-", "_")] > facts[option.replace("-", "_")]
+        assert more["requests"][str(more["max_model_len"])] >= more["max_num_seqs"]
+        sizes = more["sizes"]
+        step = max(sizes["forward"], sizes["sampling"])
+        taken = sizes["weights"] + sizes["requests"] + step
+        assert taken + more["num_blocks"] * sizes["kv_per_block"] <= 200 << 20
+
+
+def test_not_one_request_fits(capsys):
+    code, facts = plan(capsys, "demo", *SMALL, "--kv-cache-memory", "1MiB")
+    assert code == 1 and facts["num_blocks"] == 0
+    assert "lower --max-model-len to 400" in facts["shortage"] == facts["advice"][0]
+
+
+def test_weights_larger_than_memory(capsys, monkeypatch):
+    monkeypatch.setattr("servd.worker.dry_run.available_memory", lambda: 4 << 20)
+    code, facts = plan(capsys, "demo", *SMALL)
+    assert code == 1
+    assert re.match(r"[\d.]+MiB more memory.*--quantization int8", facts["advice"][0])
+
+
+def test_weights_of_the_hub_are_not_downloaded(tmp_path, capsys, monkeypatch):
+    """Only headers are asked for, and the plan is that of the whole checkpoint."""
+    import huggingface_hub
+
+    metadata = tmp_path / "snapshot"
+    metadata.mkdir()
+    for file in DEMO_FOLDER.iterdir():
+        if file.suffix == ".json":
+            (metadata / file.name).write_bytes(file.read_bytes())
+    headers = {}
+    for file in DEMO_FOLDER.glob("*.safetensors"):
+        with file.open("rb") as data:
+            header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
+        headers[file.name] = SimpleNamespace(
+            tensors={
+                name: SimpleNamespace(**tensor)
+                for name, tensor in header.items()
+                if name != "__metadata__"
+            }
+        )
+    monkeypatch.setattr(hf, "_download", lambda *_: metadata)
+    monkeypatch.setattr(
+        huggingface_hub,
+        "get_safetensors_metadata",
+        lambda *_, **__: SimpleNamespace(files_metadata=headers),
+    )
+    _, there = plan(capsys, "some/model", *SMALL)
+    _, here = plan(capsys, "demo", *SMALL)
+    assert there["sizes"] == here["sizes"]
+    assert not list(metadata.glob("*.safetensors"))

@@ -1,0 +1,120 @@
+"""The plan of memory: a dry run says what the engine then allocates."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from servd import plugins
+from servd.errors import ModelNotFound, UnsupportedModel
+from servd.hf import read_spec
+from servd.worker import dry_run
+from servd.worker.cpu_model_runner import CPUModelRunner
+from servd.worker.layers.weight import Weight
+from servd.worker.worker import Worker
+from tests.parity.families import CASES, make_checkpoint
+from tests.worker.driver import config_for
+from tests.worker.spec_decode import checkpoints
+
+FAMILIES = [(family, variant, {}) for family, variants in CASES.items() for variant in variants]
+FAMILIES += [
+    (family, next(iter(CASES[family])), options)
+    for family in CASES
+    for options in ({"quantization": "int8"}, {"dtype": "bfloat16"})
+]
+METHODS = plugins.names("servd.worker.spec_decode")
+CPU = torch.device("cpu")
+
+
+def planned_and_loaded(
+    folder: Path, **options: Any
+) -> tuple[dry_run.MemorySizes, CPUModelRunner, int]:
+    """The plan of a checkpoint, and its runner with a KV cache of 5 blocks."""
+    config, spec = config_for(folder, **options), read_spec(folder)
+    sizes = dry_run.plan(config, spec).sizes
+    worker = Worker(config, spec, 0, lambda *_: None)
+    worker.load_model()
+    worker.allocate_kv_cache(5)
+    assert isinstance(worker.runner, CPUModelRunner)
+    drafts = getattr(worker.runner.proposer, "kv_caches", [])
+    cache = [*worker.runner.kv_caches, *drafts]
+    return sizes, worker.runner, sum(tensor.nbytes for tensor in cache)
+
+
+@pytest.mark.parametrize(("family", "variant", "options"), FAMILIES, ids=str)
+def test_weights_and_kv_cache_are_as_planned(
+    tmp_path: Path, family: str, variant: str, options: dict[str, Any]
+):
+    folder = make_checkpoint(tmp_path, family, CASES[family][variant])
+    sizes, runner, cache = planned_and_loaded(folder, **options)
+    assert sizes.weights == runner.weights_bytes == bytes_of(runner.model)
+    assert sizes.kv_per_block * 5 == cache
+
+
+def bytes_of(module: torch.nn.Module) -> int:
+    """What a model's tensors take, those of its packed matrices too."""
+    found = {}
+    for weight in module.parameters():
+        form = getattr(weight, "form", None)
+        for tensor in [weight] if form is None else vars(form).values():
+            if isinstance(tensor, torch.Tensor):
+                found[tensor.data_ptr()] = tensor.nbytes
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_are_counted(tmp_path: Path, method: str):
+    target = make_checkpoint(tmp_path / "target", "llama", CASES["llama"]["untied"])
+    keys = {"method": method, "num_speculative_tokens": 2}
+    if make := getattr(checkpoints, method, None):
+        keys |= make(target, tmp_path / "draft")
+    sizes, runner, cache = planned_and_loaded(target, speculative_config=keys)
+    modules = [m for m in vars(runner.proposer).values() if isinstance(m, torch.nn.Module)]
+    assert sizes.draft_weights == sum(map(bytes_of, modules))
+    assert (sizes.draft_weights > 0) == (make is not None)
+    assert sizes.kv_per_block * 5 == cache
+
+
+def test_nothing_is_allocated(tmp_path: Path):
+    folder = make_checkpoint(tmp_path, "llama", CASES["llama"]["untied"])
+    runner = dry_run.load(CPUModelRunner, config_for(folder), read_spec(folder), CPU)
+    weights = [w for w in runner.model.parameters() if isinstance(w, Weight)]
+    assert weights and all(w.is_meta for w in weights)
+    assert runner.states.token_ids.is_meta
+
+
+def test_what_cannot_be_loaded_is_refused_in_the_same_words(tmp_path: Path):
+    folder = make_checkpoint(tmp_path, "llama", CASES["llama"]["untied"])
+    spec = read_spec(folder)
+    with pytest.raises(UnsupportedModel, match="linear, llama3, yarn"):
+        odd = {**spec.config, "rope_parameters": {"rope_type": "new"}}
+        dry_run.plan(config_for(folder), type(spec)(**{**vars_of(spec), "config": odd}))
+    (folder / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelNotFound, match="cannot be read"):
+        dry_run.plan(config_for(folder), spec)
+
+
+def vars_of(spec: Any) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in spec.__struct_fields__}
+
+
+def test_the_engine_logs_what_differs_from_the_plan(tmp_path: Path, caplog, monkeypatch):
+    folder = make_checkpoint(tmp_path, "llama", CASES["llama"]["untied"])
+    caplog.set_level(logging.INFO, "servd.worker")
+    worker = Worker(config_for(folder), read_spec(folder), 0, lambda *_: None)
+    worker.load_model()
+    (line,) = [m for m in caplog.messages if m.startswith("planned: ")]
+    assert "weights" in line and "took" not in line
+    caplog.clear()
+    worker.runner.weights_bytes += 1 << 20
+    dry_run.compare(worker.runner)
+    (line,) = [m for m in caplog.messages if m.startswith("planned: ")]
+    assert line.count("took") == 1 and "MiB" in line
+    caplog.clear()
+    (folder / "model.safetensors").unlink()
+    dry_run.compare(worker.runner)
+    assert "no plan to compare" in caplog.text
