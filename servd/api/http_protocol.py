@@ -118,7 +118,6 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is whole."""
         self.num_unparsed = self.num_body_bytes = self.num_chunks = 0
-        self._is_in_body = True
         self._stop_read_timer()
         self.shared.idle.pop(self, None)
         if not self.flow.write_paused:  # what was left of the answer before is no longer watched
@@ -130,7 +129,8 @@ class HttpProtocol(HttpToolsProtocol):
                 f"limit (--max-connections): retry later"
             )
         self._is_surplus = False
-        super().on_headers_complete()
+        super().on_headers_complete()  # raises, where the target is none
+        self._is_in_body = True
 
     def on_body(self, body: bytes) -> None:
         """A part of the body came.

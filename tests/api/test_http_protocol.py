@@ -277,3 +277,14 @@ async def test_a_client_that_never_reads_is_cut_off_and_its_request_dropped(serv
             assert received.startswith(b"HTTP/1.1 200") and b"[DONE]" not in received
         answer = await served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("target", ["CONNECT a:80", "GET http://a:b/", "GET \xff"])
+async def test_a_target_that_is_no_path_is_refused(served: Served, connect, target):
+    async with listening(served.app) as url:
+        for first in ([], ["/version"]):  # also on a connection that has had an answer
+            client = await connect(url)
+            assert [await client.ask(path) for path in first] == [200] * len(first)
+            client.writer.write(f"{target} HTTP/1.1\r\nhost: a\r\n\r\n".encode("latin-1"))
+            answer = await asyncio.wait_for(client.reader.read(), 10)
+            assert answer.startswith(b"HTTP/1.1 400 ")
