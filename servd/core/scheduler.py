@@ -373,6 +373,9 @@ class Scheduler:
             if end is not None and num_tokens < end.num_tokens:
                 end = None
             output = request.output_of(result, i, num_tokens, finish_reason)
+            if request.num_output_tokens == num_tokens:
+                request.marks.append(Mark("first_token", now, step.number))
+                output.marks, request.marks = request.marks, []
             self._harvest(request, output, end, now, step.number)
 
     def _count_kept(self, request: Request, scheduled: ScheduledRequest, num_kept: int) -> None:
@@ -399,9 +402,6 @@ class Scheduler:
         elif end is not None and finish_reason is not FinishReason.STOP:
             finish_reason, output.ended_by_grammar = FinishReason.STOP, True
         output.finish_reason = finish_reason
-        if request.num_output_tokens == 1:
-            request.marks.append(Mark("first_token", now, step))
-            output.marks, request.marks = request.marks, []
         if finish_reason is not None:
             is_stop_token = finish_reason is FinishReason.STOP and not output.ended_by_grammar
             if is_stop_token and request.token_ids[-1] not in request.eos_token_ids:

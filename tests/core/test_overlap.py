@@ -296,3 +296,14 @@ def test_a_preempted_request_has_no_drafts_until_it_samples_again(depth):
     assert log.total("num_preemptions") > 0
     rows = [item for step in engine.executor.steps for item in step.scheduled if item.num_drafts]
     assert rows and all(item.num_tokens == item.num_drafts + 1 for item in rows)
+
+
+def test_a_first_output_of_several_tokens_marks_the_first():
+    """The last chunk of a prompt may be one token, with forced ones behind it."""
+    engine = make_engine(max_num_batched_tokens=8)
+    settle = with_grammars(engine)
+    engine.handle(Arrival(0, TEXT[:9], 27, form=FORCED).request("a"))
+    settle()
+    first = Log().run(engine).outputs["a"][0]
+    assert len(first.new_token_ids) > 1
+    assert [mark.stage for mark in first.marks] == ["queued", "scheduled", "first_token"]
