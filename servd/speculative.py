@@ -104,7 +104,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         most = self.num_speculative_tokens
         is_synthetic = self.rejection_sample_method == "synthetic"
-        if is_synthetic != ((rates is None) != (length is None)):
+        if (rates is not None) + (length is not None) != is_synthetic:
             raise ValueError(
                 'rejection_sample_method "synthetic" goes with one of synthetic_acceptance_rates '
                 "and synthetic_acceptance_length, and they go with it"

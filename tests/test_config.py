@@ -110,6 +110,17 @@ def test_strings_are_converted_to_the_type_of_the_option():
             {
                 "speculative_config": {
                     "method": "ngram",
+                    "num_speculative_tokens": 1,
+                    "synthetic_acceptance_rates": [0.5],
+                    "synthetic_acceptance_length": 1.5,
+                }
+            },
+            ["goes with one of synthetic_acceptance_rates and synthetic_acceptance_length"],
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
                     "num_speculative_tokens": 2,
                     "rejection_sample_method": "synthetic",
                     "synthetic_acceptance_rates": [0.5, 0.6],
