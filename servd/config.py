@@ -229,6 +229,9 @@ class ServerConfig(Section, frozen=True):
             "flag. Default: the one in $SERVD_API_KEY."
         ),
     ] = []
+    console: Annotated[
+        bool, about("Show people a page at `/`: talk to the model, look into the server.")
+    ] = True
     chat_template: Annotated[
         str | None, about("Jinja chat template (file or text) to use instead of the model's.")
     ] = None

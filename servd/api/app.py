@@ -13,8 +13,9 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 
 import servd
+from servd.api import console
 from servd.api.async_llm import AsyncLLM
-from servd.api.auth import ApiKeyAuth, owners
+from servd.api.auth import OPEN_PATHS, ApiKeyAuth, owners
 from servd.api.context import Context
 from servd.api.middleware import RequestContext
 from servd.api.protocol.errors import error_reply
@@ -34,7 +35,8 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
     """
     middleware = [Middleware(RequestContext, async_llm.tracer, async_llm.metrics)]
     if config.server.api_key:
-        middleware.append(Middleware(ApiKeyAuth, keys=config.server.api_key))
+        open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
+        middleware.append(Middleware(ApiKeyAuth, config.server.api_key, open_paths))
     app = FastAPI(
         title="servd",
         version=servd.__version__,

@@ -1,16 +1,16 @@
-"""API keys: every route is guarded but liveness."""
+"""API keys: every route is guarded but liveness, the index and the files of the console."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servd.errors import Unauthorized
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # they tell nothing of the model
 ANYONE = ""  # the owner of everything where no key is needed
 
 
@@ -21,13 +21,14 @@ class ApiKeyAuth:
     Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
         self.app = app
+        self.open_paths = open_paths
         self.hashes = [_hash(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self.open_paths:
             owner = self._check(scope["headers"])
             scope["state"].update(owner=owner, client=owner)
         await self.app(scope, receive, send)

@@ -25,7 +25,7 @@ CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-HEAD = (  # of every page here; the title follows
+HEAD = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     f"<style>{STYLE}</style>"

@@ -1,4 +1,4 @@
-"""API keys: every route is guarded but liveness."""
+"""API keys: every route is guarded but liveness and the console, which says nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import openai
 import pytest
 from starlette.routing import Route
 
+from servd.api import console
 from servd.api.auth import OPEN_PATHS
 from servd.api.routes import load_routers
 from servd.messages import EngineCoreRequest
@@ -23,13 +24,13 @@ async def guarded() -> AsyncIterator[Served]:
         yield served
 
 
-async def test_every_route_but_liveness_needs_a_key(guarded: Served):
+async def test_every_route_but_liveness_and_the_console_needs_a_key(guarded: Served):
     paths = {
         "/nothing",
         "//health",
         "/health/",
         "/HEALTH",
-        "/health/..",
+        "/health/%2e%2e",  # httpx would make / of /health/..
         "/v1/models/x",
         "/docs",
         "/openapi.json",
@@ -41,14 +42,15 @@ async def test_every_route_but_liveness_needs_a_key(guarded: Served):
         if isinstance(route, Route)
     }
     assert {"/", "/v1/chat/completions", "/metrics"} <= paths
-    for path in sorted(paths - OPEN_PATHS):
+    open_paths = OPEN_PATHS | console.open_paths()
+    for path in sorted(paths - open_paths):
         for method in ("GET", "POST", "OPTIONS"):
-            answer = await guarded.http.request(method, path)
+            answer = await guarded.http.request(method, f"{guarded.url}{path}")
             assert answer.status_code == 401, path
     assert answer.headers["www-authenticate"] == "Bearer" and answer.headers["x-request-id"]
     assert answer.json()["error"]["type"] == "authentication_error"
     assert answer.json()["error"]["code"] == "invalid_api_key"
-    for path in OPEN_PATHS:
+    for path in open_paths:
         assert (await guarded.http.get(path)).status_code == 200
 
 

@@ -1,0 +1,64 @@
+"""The console: a page for people, made of static files that need nothing from elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+FOLDER = Path(__file__).parent
+MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Nothing inline and nothing from elsewhere; and where a browser knows trusted types, no text
+# becomes markup.
+HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "vary": "Accept",
+    "x-content-type-options": "nosniff",
+}
+
+
+class File(msgspec.Struct, frozen=True):
+    """A file of the page, with the headers that it is sent with."""
+
+    content: bytes
+    headers: dict[str, str]
+
+
+@lru_cache
+def files() -> dict[str, File]:
+    """All files of the page, by their path below `/console/`.
+
+    The page learns from its own head which scripts there are, so that a panel is one new file.
+    """
+    paths = [path for path in sorted(FOLDER.rglob("*")) if path.suffix in MEDIA_TYPES]
+    contents = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
+    scripts = (f'<link rel="modulepreload" href="console/{n}">' for n in contents if ".js" in n)
+    page = contents["index.html"].replace(b"<!-- modulepreload -->", "\n".join(scripts).encode())
+    return {
+        name: File(content, _headers(name, content))
+        for name, content in {**contents, "index.html": page}.items()
+    }
+
+
+def open_paths() -> set[str]:
+    """Where the files are. They are open without an API key, which a browser cannot send before it
+    has the page; they are the same on every server, and what one knows comes from guarded routes.
+    """
+    return {f"/console/{name}" for name in files()}
+
+
+def _headers(name: str, content: bytes) -> dict[str, str]:
+    etag = hashlib.sha256(content).hexdigest()[:32]
+    return {**HEADERS, "content-type": MEDIA_TYPES[Path(name).suffix], "etag": f'"{etag}"'}

@@ -1,0 +1,52 @@
+// The frame: which view is shown, and how the server is.
+import { json } from "./api.js";
+import { h } from "./dom.js";
+
+const VIEWS = { playground: "Playground" };
+const main = document.getElementById("main");
+const status = document.getElementById("status");
+const shown = {}; // view name -> { root, view }
+let current = "";
+
+/** Show the view that the address names: #/requests/ID. */
+async function route() {
+  const [, name, ...rest] = location.hash.split("/");
+  const wanted = name in VIEWS ? name : "playground";
+  for (const link of document.querySelectorAll("nav a")) {
+    const isHere = link.hash === `#/${wanted}`;
+    if (isHere) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${VIEWS[wanted]} · servd`;
+  if (current && current !== wanted) shown[current]?.view.hide?.();
+  current = wanted;
+  if (!shown[wanted]) {
+    const root = h(`section.view.${wanted}`, { "aria-label": VIEWS[wanted] });
+    main.append(root);
+    const { default: view } = await import(`./${wanted}.js`);
+    shown[wanted] = { root, view: view(root) };
+  }
+  for (const [view, { root }] of Object.entries(shown)) root.hidden = view !== current;
+  shown[current]?.view.show?.(decodeURIComponent(rest.join("/")));
+}
+
+/** Say whether the server is ready: often while it loads, seldom afterwards. */
+async function watch() {
+  let pause = 5000;
+  try {
+    const health = await json("health", { also: [503] });
+    const progress = health.progress ? ` ${Math.round(health.progress * 100)} %` : "";
+    const text = { ready: "Ready", loading: `Loading: ${health.phase}${progress}` }[health.status];
+    status.textContent = text ?? health.reason ?? health.status;
+    status.dataset.state = health.status;
+    if (health.status === "loading") pause = 500;
+  } catch (error) {
+    status.textContent = error.message;
+    status.dataset.state = "dead";
+  }
+  setTimeout(watch, pause);
+}
+
+window.addEventListener("hashchange", route);
+route();
+watch();

@@ -1,0 +1,52 @@
+"""GET /: the console for a browser, and for a program where to go on."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.console import files
+from servd.api.context import context_of, json_response
+from servd.api.openapi import describes
+from servd.errors import NotFound
+
+router = APIRouter()
+
+# The same on every server, for it is open without an API key.
+INDEX = {
+    "server": "servd",
+    "models": "/v1/models",
+    "openapi": "/openapi.json",
+    "docs": "/docs",
+    "health": "/health",
+    "metrics": "/metrics",
+}
+
+
+@router.api_route("/", methods=["GET", "HEAD"])
+@describes(dict[str, str], media_types=("application/json", "text/html"))
+async def index(request: Request) -> Response:
+    """A page to talk to the model and to look into the server, for who accepts HTML; others get the
+    paths to go on with.
+    """
+    has_console = context_of(request).config.server.console
+    if has_console and "text/html" in request.headers.get("accept", ""):
+        return _answer(request, "index.html")
+    return json_response(INDEX, headers={"vary": "Accept"})
+
+
+@router.api_route("/console/{file:path}", methods=["GET", "HEAD"])
+@describes(str, media_types=("text/css", "text/html", "text/javascript", "image/svg+xml"))
+async def console_file(request: Request, file: str) -> Response:
+    """A file of the page."""
+    if file not in files() or not context_of(request).config.server.console:
+        raise NotFound(f"there is no route {request.method} /console/{file[:200]}")
+    return _answer(request, file)
+
+
+def _answer(request: Request, name: str) -> Response:
+    found = files()[name]
+    if request.headers.get("if-none-match") == found.headers["etag"]:
+        return Response(status_code=304, headers=found.headers)
+    return Response(found.content, headers=found.headers)

@@ -1,0 +1,96 @@
+"""The console as it is served; tests/console/ has what a browser does with it."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+
+from servd.api.console import FOLDER, files
+from tests.api.harness import MODEL, serve
+
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+SOURCES = sorted(path for path in FOLDER.rglob("*") if path.suffix in (".js", ".css", ".html"))
+WAYS_TO_MARKUP = (
+    r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|Function\("
+)
+
+
+async def test_a_browser_gets_the_page_and_a_program_the_paths(http: httpx.AsyncClient):
+    page = await http.get("/", headers=BROWSER)
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for program in ({}, {"accept": "application/json"}):
+        answer = await http.get("/", headers=program)
+        assert answer.json()["server"] == "servd"
+        for path in ("models", "openapi", "docs", "health", "metrics"):
+            assert (await http.get(answer.json()[path])).status_code == 200
+        assert "Accept" in answer.headers["vary"]
+    assert (await http.head("/", headers=BROWSER)).status_code == 200
+
+
+async def test_the_page_needs_nothing_but_its_own_files(http: httpx.AsyncClient):
+    page = (await http.get("/", headers=BROWSER)).text
+    wanted = re.findall(r'(?:src|href)="([^"#]+)"', page)
+    assert {"console/app.js", "console/style.css", "console/playground.js"} <= set(wanted)
+    for path in wanted:
+        answer = await http.get(f"/{path}")
+        assert answer.status_code == 200, path
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    for path, file in files().items():
+        from_elsewhere = re.sub(rb"http://www.w3.org/2000/svg", b"", file.content)
+        assert b"http://" not in from_elsewhere and b"https://" not in from_elsewhere, path
+    assert sum(len(file.content) for file in files().values()) <= 200_000
+
+
+async def test_the_browser_is_told_to_run_nothing_else(http: httpx.AsyncClient):
+    page = await http.get("/", headers=BROWSER)
+    rules = dict(
+        rule.strip().split(" ", 1) for rule in page.headers["content-security-policy"].split(";")
+    )
+    assert rules.pop("default-src") == "'none'" and rules.pop("script-src") == "'self'"
+    assert "unsafe" not in str(rules) and "*" not in str(rules)
+    assert not re.search(r"<script>|<style>| style=| on\w+=", page.text)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_no_script_makes_markup_of_text_or_keeps_a_key(path):
+    text = path.read_text(encoding="utf8")
+    assert not re.search(WAYS_TO_MARKUP, text)
+    assert not re.search(r"localStorage|sessionStorage|indexedDB|document\.cookie", text)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_page_is_small():
+    assert sum(path.read_text(encoding="utf8").count("\n") for path in SOURCES) <= 1500
+
+
+async def test_a_file_that_the_browser_has_is_not_sent_again(http: httpx.AsyncClient):
+    first = await http.get("/console/app.js")
+    again = await http.get("/console/app.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert first.headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "nothing.js", "../app.py", "%2e%2e/app.py", ""])
+async def test_no_other_file_is_served(http: httpx.AsyncClient, name: str):
+    assert (await http.get(f"/console/{name}")).status_code == 404
+
+
+async def test_the_page_opens_without_a_key_and_says_nothing_of_the_server():
+    async with serve(api_key=["key"]) as served:
+        page = await served.http.get("/", headers=BROWSER)
+        paths = (await served.http.get("/")).text
+        assert page.status_code == 200 and MODEL not in page.text + paths
+        assert (await served.http.get("/console/app.js")).status_code == 200
+        for path in ("/console/", "/console/x.js", "/console/__init__.py", "/v1/models"):
+            assert (await served.http.get(path, headers=BROWSER)).status_code == 401
+
+
+async def test_the_console_can_be_left_out():
+    async with serve(console=False, api_key=["key"]) as served:
+        assert (await served.http.get("/", headers=BROWSER)).json()["server"] == "servd"
+        assert (await served.http.get("/console/app.js")).status_code == 401
+        key = {"x-api-key": "key", **BROWSER}
+        assert (await served.http.get("/console/app.js", headers=key)).status_code == 404
