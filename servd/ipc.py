@@ -104,24 +104,30 @@ class Inbox(Generic[T]):
 
 
 class Outbox:
-    """Sends messages to one inbox, which may start later. Never blocks for long. Belongs to one
+    """Sends messages to one inbox, which may start later. Sending never blocks. Belongs to one
     thread.
 
     Args:
         to: address of the inbox.
-        is_bound: the inbox is there; `send` tells when it no longer is.
+        is_bound: the inbox is there, and `send` tells when it no longer is.
+
+    Raises:
+        ConnectionError: it is no address, or no process listens there (after CONNECT_TIMEOUT).
     """
 
     def __init__(self, to: str, is_bound: bool = False) -> None:
         self.socket = zmq.Context.instance().socket(zmq.PUSH)
-        self._is_bound = is_bound
-        self._is_connected = False  # for certain
-        if is_bound:  # nothing is queued for a process that is gone
-            self.socket.setsockopt(zmq.IMMEDIATE, 1)
-            self.socket.setsockopt(zmq.SNDTIMEO, CONNECT_TIMEOUT)
+        self.socket.setsockopt(zmq.IMMEDIATE, is_bound)  # nothing is queued for a dead process
         self.socket.setsockopt(zmq.LINGER, 500)  # milliseconds to deliver the last words
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.connect(to)
+        try:
+            self.socket.connect(to)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConnectionError(f"{to}: {error}") from None
+        if is_bound and not self.socket.poll(CONNECT_TIMEOUT, zmq.POLLOUT):
+            self.close()
+            raise ConnectionError(f"{to}: nobody is there")
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue one message; order is kept.
@@ -130,10 +136,9 @@ class Outbox:
             ConnectionError: the process of the bound inbox is gone.
         """
         try:
-            self.socket.send(_encoder.encode(message), zmq.NOBLOCK if self._is_connected else 0)
+            self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             raise ConnectionError("nobody receives any more") from None
-        self._is_connected = self._is_bound
 
     def close(self) -> None:
         """Close after at most half a second for what is still queued."""

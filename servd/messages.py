@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from itertools import zip_longest
+from typing import Annotated
 
 import msgspec
 
+from servd.bounds import TokenId
 from servd.config import Config
 from servd.hf import ModelSpec
 from servd.params import PoolingParams, SamplingParams
@@ -70,7 +72,8 @@ class EngineCoreRequest(Message, tag=True):
     """One validated prompt with all its choices: nothing in it can fail in the engine."""
 
     request_id: str
-    prompt_token_ids: list[int]  # at least one; with max_tokens within max_model_len
+    # With max_tokens within max_model_len.
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     params: SamplingParams | PoolingParams
     client: int = 0  # which API server gets the outputs
     eos_token_ids: list[int] = []  # end generation; empty under ignore_eos

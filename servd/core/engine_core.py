@@ -6,6 +6,7 @@ first.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 
 from servd.config import Config
@@ -21,6 +22,8 @@ from servd.messages import (
     ResetPrefixCache,
     ToEngine,
 )
+
+logger = logging.getLogger("servd.engine")
 
 
 class EngineCore:
@@ -62,12 +65,11 @@ class EngineCore:
         match message:
             case EngineCoreRequest():
                 for request in message.choices():
-                    if self.grammars.admit(request):
-                        self.scheduler.add(request)
+                    self._add(request)
             case Compiled(error=error):
                 for request in self.grammars.take(message):
                     if error is None:
-                        self.scheduler.add(request)
+                        self._add(request, has_grammar=True)
                     else:
                         self.scheduler.reject(request, error)
             case AbortRequests(request_ids):
@@ -77,6 +79,15 @@ class EngineCore:
                 self.scheduler.kv_cache.pool.forget_cached()
             case Attach():
                 pass  # outputs carry their client's number; who listens to it is not known here
+
+    def _add(self, request: EngineCoreRequest, has_grammar: bool = False) -> None:
+        """One that should never have been sent fails alone: nobody else may suffer from it."""
+        try:
+            if has_grammar or self.grammars.admit(request):
+                self.scheduler.add(request)
+        except Exception as error:
+            logger.exception("request %s cannot be taken in", request.request_id)
+            self.scheduler.reject(request, f"the engine cannot take it ({type(error).__name__})")
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Schedule and launch a step, harvest the oldest one in flight; return outputs by client.

@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
+from typing import NamedTuple
 
 import msgspec
 
@@ -83,6 +85,13 @@ class ClientGone(msgspec.Struct):
     client: int
 
 
+class Attached(NamedTuple):
+    """A client and the way to it."""
+
+    client: Attach
+    outbox: Outbox
+
+
 class EngineCoreProc:
     """Runs one EngineCore and connects it to its clients."""
 
@@ -92,10 +101,11 @@ class EngineCoreProc:
         self.inputs: queue.SimpleQueue[ToEngine | Compiled | WorkerFailed | ClientGone] = (
             queue.SimpleQueue()
         )
-        # (client or None for all, message); None ends the output thread.
-        self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attach | None] = (
+        # (client or None for all, message), or a new client; None ends the output thread.
+        self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attached | None] = (
             queue.SimpleQueue()
         )
+        self.attaching = ThreadPoolExecutor(thread_name_prefix="attach")
         self.input_thread = threading.Thread(
             target=self.guard, args=[self.receive_inputs], name="input", daemon=True
         )
@@ -123,6 +133,7 @@ class EngineCoreProc:
             self.outputs.put((None, EngineDead(reason)))
             raise
         finally:
+            self.attaching.shutdown()  # whoever attaches just now must hear how it ended
             self.outputs.put(None)
             self.output_thread.join(timeout=1)
             if self.executor is not None:
@@ -207,9 +218,19 @@ class EngineCoreProc:
             return
         assert message is not None
         if isinstance(message, Attach):
-            self.outputs.put(message)
+            self.attaching.submit(self.attach, message)
         else:
             self.inputs.put(message)
+
+    def attach(self, client: Attach) -> None:
+        """Connect to a client. It may have died meanwhile, and nobody else waits until that is
+        certain.
+        """
+        try:
+            self.outputs.put(Attached(client, Outbox(client.inbox, is_bound=True)))
+        except ConnectionError as error:
+            logger.info("API server %d is gone before it was attached: %s", client.client, error)
+            self.inputs.put(ClientGone(client.client))
 
     def send_outputs(self) -> None:
         """Output thread: queue -> sockets. Encoding happens here, beside the busy loop."""
@@ -218,18 +239,18 @@ class EngineCoreProc:
         line = StatsLine()
         own = identity(self.start.config, self.start.spec)
         while (item := self.outputs.get()) is not None:
-            if isinstance(item, Attach):
-                outbox = Outbox(item.inbox, is_bound=True)
-                if item.identity != own:
-                    reason = f"the engine is {own}, not {item.identity or 'of that version'}"
+            if isinstance(item, Attached):
+                attach, outbox = item
+                if attach.identity != own:
+                    reason = f"the engine is {own}, not {attach.identity or 'of that version'}"
                     with contextlib.suppress(ConnectionError):
                         outbox.send(EngineDead(reason))
                     outbox.close()
                     continue
-                outboxes[item.client] = outbox
+                outboxes[attach.client] = outbox
                 if latest is None:
                     continue
-                item = item.client, latest
+                item = attach.client, latest
             client, message = item
             if client is None:
                 latest = message

@@ -108,7 +108,7 @@ class Scheduler:
 
     def add(self, message: EngineCoreRequest) -> None:
         """Accept a request; it ends in exactly one terminal output unless it is aborted."""
-        assert message.request_id not in self.requests
+        assert message.request_id not in self.requests, "its id is another's"
         self._num_arrived += 1
         order = (message.options.priority if self.by_priority else 0, self._num_arrived)
         request = Request.from_message(message, order, self.max_model_len)

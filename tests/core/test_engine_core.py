@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
+from collections import defaultdict
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from servd.messages import AbortRequests
-from tests.core.engines import Log, generate, make_engine, make_request, solo
+from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
+from tests.core.engines import Log, check_idle, generate, make_engine, make_request, solo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,3 +176,27 @@ def test_a_choice_adds_nothing_to_what_it_shares():
     for i in range(3):
         assert len(log.token_ids(f"a_{i}")) == 20
     assert message.prompt_token_ids == list(range(16)) and len(message.block_hashes) == 4
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        make_request("good", [1, 2], client=2),  # the id of another
+        make_request("bad", [], client=2),
+        make_request("bad", [1], stop_token_ids=[[1]], client=2),
+        make_request("bad", [1], repetition_detection=3, client=2),
+    ],
+)
+def test_a_request_that_cannot_be_taken_in_fails_alone(bad: EngineCoreRequest):
+    engine, good = make_engine(), make_request("good", [5, 6, 7])
+    engine.handle(good)
+    engine.handle(bad)
+    outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+    while engine.has_work:
+        for client, news in engine.step().items():
+            outputs[client] += news.outputs
+    assert [(output.request_id, output.finish_reason) for output in outputs[2]] == [
+        (bad.request_id, FinishReason.ERROR)
+    ]
+    assert [i for output in outputs[0] for i in output.new_token_ids] == solo(good)
+    check_idle(engine)

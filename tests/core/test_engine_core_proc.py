@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import msgspec
 import pytest
@@ -42,7 +43,7 @@ def test_the_engine_learns_of_a_dead_client_and_others_continue():
     try:
         proc.outputs.put((None, EngineStatus("loading")))
         for client, inbox in inboxes.items():
-            proc.outputs.put(Attach(client, inbox.at, identity(Config(), FAKE_SPEC)))
+            proc.attach(Attach(client, inbox.at, identity(Config(), FAKE_SPEC)))
         assert all(inbox.recv(30) == EngineStatus("loading") for inbox in inboxes.values())
         inboxes[1].close()
         while proc.inputs.empty():  # until the socket has noticed
@@ -76,7 +77,7 @@ def test_a_client_of_another_model_or_version_is_refused(other: str):
     thread.start()
     try:
         proc.outputs.put((None, EngineStatus("loading")))
-        proc.outputs.put(Attach(1, inbox.at, other))
+        proc.attach(Attach(1, inbox.at, other))
         answer = inbox.recv(30)
         assert isinstance(answer, EngineDead) and other in answer.reason
         proc.outputs.put((None, EngineStatus("loading more")))
@@ -93,6 +94,17 @@ def proc():
     folder = ipc.private_dir()
     yield EngineCoreProc(Start(Config(), FAKE_SPEC, str(folder), 0.0))
     folder.rmdir()
+
+
+def test_nobody_waits_for_a_client_that_dies_while_it_attaches(proc, inbox, outbox):
+    gone = ipc.address(proc.start.ipc_dir, "client-3")
+    for at in (gone, "not an address"):
+        outbox.send(Attach(3, at, identity(Config(), FAKE_SPEC)))
+        began = time.monotonic()
+        proc.receive(inbox)
+        assert time.monotonic() - began < ipc.CONNECT_TIMEOUT / 2000
+        assert proc.outputs.empty()
+        assert proc.inputs.get(timeout=30) == ClientGone(3)
 
 
 @pytest.fixture
@@ -115,6 +127,9 @@ def outbox(inbox):
         (make_request("a", [1], logprobs=MAX_CANDIDATES + 1, client=2), ["a"]),
         (make_request("a", [1], n=3, top_p=7.0, client=2), ["a_0", "a_1", "a_2"]),
         (EngineCoreRequest("a", [1], PoolingParams(dimensions=-1), client=2), ["a"]),
+        (make_request("a", [], client=2), ["a"]),
+        (make_request("a", [1, -1], client=2), ["a"]),
+        (make_request("a", [2**32], client=2), ["a"]),
     ],
 )
 def test_a_request_that_cannot_be_read_ends_with_an_error(proc, inbox, outbox, message, ended):
