@@ -1,0 +1,202 @@
+"""Check this machine, and the files of a model, before a server starts: a line each."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from servd import hf, launch, plugins
+from servd.api.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from servd.api.tokenizer import Tokenizer
+from servd.cli import _options
+from servd.config import Config
+from servd.errors import ConfigError, ModelNotFound
+from servd.resolve import look_at_machine
+from servd.sizes import format_bytes
+
+WORKER = "servd.worker"
+HUB_TIMEOUT = 3.0  # seconds
+SMALLEST = 1 << 30  # bytes of memory, shared memory or disk that a server gets along with
+
+Status = Literal["ok", "warning", "failed"]
+
+
+class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a check found."""
+
+    name: str
+    status: Status
+    text: str
+    remedy: str = ""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `servd serve`, for which the machine is checked."""
+    parser.usage = "%(prog)s [MODEL] [OPTION ...]"
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    _options.add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the findings; 1 if a server would not start."""
+    config = Config.load(_options.load_options(arguments))
+    logging.getLogger("servd").setLevel(logging.CRITICAL)  # what it would say is found here
+    findings: list[Finding] = []
+    for finding in itertools.chain.from_iterable(check(config) for check in CHECKS):
+        findings.append(finding)
+        if not arguments.json:
+            words = ": ".join(filter(None, (finding.text, finding.remedy)))
+            print(f"{finding.status:<9}{finding.name:<15}{words}", flush=True)
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
+    return int(any(finding.status == "failed" for finding in findings))
+
+
+def judge(
+    is_fine: bool, name: str, text: str, remedy: str, otherwise: Status = "warning"
+) -> Finding:
+    """Without the remedy where it is fine."""
+    return Finding(name, "ok", text) if is_fine else Finding(name, otherwise, text, remedy)
+
+
+# ---- the machine ----
+
+
+def check_folders(config: Config) -> Iterator[Finding]:
+    """Where files are kept: models, converted tokenizers, sockets."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    hub = os.environ.get("HF_HOME") or f"{home}/huggingface"
+    models = config.model.download_dir or os.environ.get("HF_HUB_CACHE") or f"{hub}/hub"
+    for name, folder, variable in (
+        ("models", models, "HF_HOME"),
+        ("tokenizers", f"{home}/servd", "XDG_CACHE_HOME"),
+        ("sockets", tempfile.gettempdir(), "TMPDIR"),
+    ):
+        place = next(p for p in (Path(folder), *Path(folder).absolute().parents) if p.exists())
+        if not os.access(place, os.W_OK | os.X_OK):
+            remedy = f"set {variable} to a folder of yours"
+            yield Finding(name, "failed", f"{folder} cannot be written", remedy)
+        else:
+            free = shutil.disk_usage(place).free
+            text = f"{folder}, {format_bytes(free)} free"
+            yield judge(free >= SMALLEST, name, text, "make room: models may not fit")
+
+
+def check_limits(config: Config) -> Iterator[Finding]:
+    """Of the system, for a process."""
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = config.server.max_connections + 64  # -1 is no limit
+    remedy = f"docker run --ulimit nofile={needed}, or --max-connections {max(files - 64, 1)}"
+    yield judge(not 0 <= files < needed, "open files", f"at most {files}", remedy)
+    _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_fine = locked < 0 or not look_at_machine().num_gpus
+    text = "no limit" if locked < 0 else format_bytes(locked)
+    yield judge(is_fine, "locked memory", text, "docker run --ulimit memlock=-1, for several GPUs")
+
+
+def check_memory(config: Config) -> Iterator[Finding]:
+    """Main memory, shared memory and CPUs, by the limits of the control group too."""
+    free = plugins.load(WORKER, "device", "available_memory")()
+    remedy = "end other programs, or raise the container's limit"
+    yield judge(free >= SMALLEST, "memory", f"{format_bytes(free)} can be used", remedy)
+    quota = plugins.load(WORKER, "device", "cpu_quota")()
+    text = f"{len(os.sched_getaffinity(0))}, control group's quota {quota or 'none'}"
+    yield judge(quota is None or quota >= 1, "CPUs", text, "raise the container's quota")
+    if os.path.isdir("/dev/shm"):
+        size = shutil.disk_usage("/dev/shm").total
+        is_fine = size >= SMALLEST or config.parallel.tensor_parallel_size == 1
+        remedy = "docker run --shm-size 1g: the ranks of --tensor-parallel-size meet there"
+        yield judge(is_fine, "shared memory", format_bytes(size), remedy)
+
+
+def check_device(config: Config) -> Iterator[Finding]:
+    """What computes: driver, torch, kernels, compiler."""
+    machine = look_at_machine()
+    if not machine.num_gpus:
+        remedy = "install NVIDIA's driver, or docker run --gpus all"
+        is_fine = config.parallel.device != "cuda"
+        yield judge(is_fine, "GPU", "the CUDA driver shows none", remedy, "failed")
+    else:
+        remedy = "install a CUDA build of torch"
+        yield judge(machine.torch_has_cuda, "GPU", f"{machine.num_gpus} by the driver", remedy)
+    library = plugins.load(f"{WORKER}.ops", "native", "library")()
+    built = [*plugins.load(f"{WORKER}.ops", "native", "FOLDER").glob("_*.so")]
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    text = "used" if library else "off, or older than their sources" if built else "not built"
+    remedy = f"{'' if compiler else 'install a C++ compiler, then '}install servd again"
+    yield judge(library is not None, "CPU kernels", text, remedy)
+
+
+def check_hub(config: Config) -> Iterator[Finding]:
+    """Where models come from, or the proxy to it."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE")
+        return
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    url = urllib.parse.urlsplit(urllib.request.getproxies().get("https") or endpoint)
+    try:
+        socket.create_connection((url.hostname, url.port or 443), HUB_TIMEOUT).close()
+        yield Finding("hub", "ok", f"{url.hostname} answers")
+    except OSError as error:
+        remedy = "pass a local folder, or set HF_HUB_OFFLINE=1 for models in the cache"
+        yield Finding("hub", "warning", f"{url.hostname} cannot be reached ({error})", remedy)
+
+
+# ---- the model ----
+
+
+def check_model(config: Config) -> Iterator[Finding]:
+    """All that a server reads of a model."""
+    name = "model"
+    try:
+        config, spec = launch.find_and_resolve(config)
+        layers = f"{spec.num_layers} layers of {spec.hidden_size}"
+        yield Finding(name, "ok", f"{config.model.model}: {spec.model_type}, {layers}")
+        name = "tokenizer"
+        tokenizer = Tokenizer.of_model(config, spec)
+        yield Finding(name, "ok", f"{spec.vocab_size} tokens")
+        name = "chat template"
+        template = ChatTemplate.load(tokenizer, config.server.chat_template)
+        has_one = template.source != DEFAULT_TEMPLATE
+        text = "is there" if has_one else "none: chats get a plain one"
+        yield judge(has_one, name, text, "give one with --chat-template")
+        name = "weights"
+        if spec.folder and config.model.load_format != "dummy":
+            yield check_weights(config, spec)
+    except ConfigError as error:
+        yield Finding(name, "failed", str(error))
+
+
+def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
+    """Every file and tensor, and whether they fit.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    if hf.local_folder(config.model.model or "") is None:
+        try:
+            hf.weight_files(spec.folder)
+        except ModelNotFound:
+            return Finding("weights", "ok", "on the hub: the first start downloads them")
+    plan = plugins.load(WORKER, "dry_run", "plan")(config, spec)
+    text = f"{format_bytes(plan.sizes.weights)} in memory, all tensors are there"
+    return judge(not plan.shortage, "weights", text, plan.shortage, "failed")
+
+
+CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    check_folders, check_limits, check_memory, check_device, check_hub, check_model,
+)  # fmt: skip

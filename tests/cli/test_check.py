@@ -1,0 +1,160 @@
+"""`servd check`: each thing that can be wrong has a line of its own, with what to do."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from servd import cli
+from servd.hf import DEMO_FOLDER
+
+Findings = dict[str, dict[str, str]]
+
+
+@pytest.fixture
+def check(capsys, monkeypatch) -> Callable[..., tuple[int, Findings]]:
+    """Runs the command; exit code, and findings by name."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*args: str) -> tuple[int, Findings]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["check", *args, "--json"])
+        found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+        assert isinstance(end.value.code, int)
+        assert end.value.code == any(f["status"] == "failed" for f in found.values())
+        assert all(f["status"] == "ok" or f.get("remedy") or f["text"] for f in found.values())
+        return end.value.code, found
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A whole model folder."""
+    return Path(shutil.copytree(DEMO_FOLDER, tmp_path / "model"))
+
+
+def test_a_whole_folder(check, model):
+    code, found = check(str(model))
+    assert code == 0
+    for name in ("model", "tokenizer", "chat template", "weights", "hub", "GPU"):
+        assert found[name]["status"] == "ok", found[name]
+    assert "all tensors are there" in found["weights"]["text"]
+
+
+def test_a_line_each(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit):
+        cli.main(["check"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert {line.split()[0] for line in lines} <= {"ok", "warning", "failed"}
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def half_a_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def a_missing_shard(folder: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def another_architecture(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba9"}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "says"),
+    [
+        (no_weights, "weights", "no .safetensors file"),
+        (half_a_file, "weights", "cannot be read"),
+        (a_missing_shard, "weights", "lacks 1 of 2 weight files, first model-2.safetensors"),
+        (no_tokenizer, "tokenizer", "no tokenizer.json"),
+        (another_architecture, "model", "'mamba9' is not supported"),
+    ],
+)
+def test_an_incomplete_folder(check, model, spoil, name, says):
+    spoil(model)
+    code, found = check(str(model))
+    assert code == 1
+    assert found[name]["status"] == "failed" and says in found[name]["text"]
+
+
+def test_no_chat_template(check, model):
+    for file in model.glob("chat_template*"):
+        file.unlink()
+    file = model / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config.pop("chat_template", None)
+    file.write_text(json.dumps(config))
+    code, found = check(str(model))
+    assert code == 0
+    assert found["chat template"]["status"] == "warning"
+    assert "--chat-template" in found["chat template"]["remedy"]
+
+
+def test_a_model_that_does_not_fit(check, model):
+    code, found = check(str(model), "--kv-cache-memory", "1MiB", "--max-model-len", "2000")
+    assert code == 1 and "lower --max-model-len" in found["weights"]["remedy"]
+
+
+def test_a_cache_that_cannot_be_written(check, monkeypatch):
+    monkeypatch.setenv("HF_HOME", "/dev/null/cache")
+    code, found = check()
+    assert code == 1
+    assert found["models"]["status"] == "failed" and "HF_HOME" in found["models"]["remedy"]
+
+
+def test_limits_of_the_system(check, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
+    monkeypatch.setattr("servd.cli.check.look_at_machine", lambda: SimpleNamespace(
+        num_gpus=2, torch_has_cuda=False, has_triton=False))  # fmt: skip
+    sizes = SimpleNamespace(total=64 << 20, free=1 << 20)
+    monkeypatch.setattr("servd.cli.check.shutil.disk_usage", lambda _: sizes)
+    monkeypatch.setattr("servd.worker.device.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("servd.worker.device.cpu_quota", lambda: 0.5)
+    monkeypatch.setattr("servd.worker.ops.native.library", lambda: None)
+    _, found = check("--tensor-parallel-size", "2")
+    remedies = {
+        "models": "make room",
+        "open files": "nofile=4160",
+        "locked memory": "memlock",
+        "memory": "container's limit",
+        "CPUs": "quota",
+        "shared memory": "--shm-size",
+        "GPU": "CUDA build",
+        "CPU kernels": "install servd again",
+    }
+    for name, remedy in remedies.items():
+        assert found[name]["status"] == "warning" and remedy in found[name]["remedy"], found[name]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_hub(check, monkeypatch, answers):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if not answers:
+            listener.close()
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr("urllib.request.getproxies", dict)
+        _, found = check()
+    assert found["hub"]["status"] == ("ok" if answers else "warning")
