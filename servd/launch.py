@@ -26,7 +26,7 @@ from servd.core.client import EngineCoreClient, identity
 from servd.core.executor import EXECUTORS
 from servd.errors import ConfigError, UnsupportedModel
 from servd.messages import EngineDead
-from servd.resolve import look_at_machine, resolve
+from servd.resolve import Decision, decide, look_at_machine
 
 logger = logging.getLogger("servd.launch")
 
@@ -52,11 +52,11 @@ def serve(config: Config) -> int:
     raise_file_limit()
     listener = None if config.server.headless else listen(config)
     try:
-        config, spec = find_and_resolve(config)
+        config, spec, decided = find_and_resolve(config)
         with SocketFolder(config) as ipc_dir:
             if config.server.attach:
                 check_engine(ipc_dir, identity(config, spec))
-            tree = ProcessTree(config, spec, ipc_dir, started_at)
+            tree = ProcessTree(config, spec, decided, ipc_dir, started_at)
             try:
                 tree.start(listener)
                 return tree.watch()
@@ -76,8 +76,9 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
+def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, Decision]]:
     """Find the model's metadata (downloading these small files if needed) and decide every "auto".
+    What was decided is in the Config, too.
 
     Raises:
         ConfigError: no such model, an architecture that servd does not have, options that do not
@@ -102,7 +103,9 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec]:
         )
     if executor.needs_weights:
         config = find_draft(config)
-    return resolve(config, spec, look_at_machine()), spec
+    decided = decide(config, spec, look_at_machine())
+    values = {name: decision.value for name, decision in decided.items()}
+    return config.replace(**values), spec, decided
 
 
 def of_speculators(config: Config, folder: Path) -> Config | None:
@@ -274,9 +277,17 @@ class SocketFolder:
 class ProcessTree:
     """This process's children, and what happens when one of them, or it, has to end."""
 
-    def __init__(self, config: Config, spec: hf.ModelSpec, ipc_dir: str, started_at: float) -> None:
+    def __init__(
+        self,
+        config: Config,
+        spec: hf.ModelSpec,
+        decided: dict[str, Decision],
+        ipc_dir: str,
+        started_at: float,
+    ) -> None:
         self.config = config
         self.spec = spec
+        self.reasons = {name: decision.why for name, decision in decided.items()}
         self.ipc_dir = ipc_dir
         self.started_at = started_at
         self.engine: Child | None = None
@@ -311,9 +322,15 @@ class ProcessTree:
             # engine.
             client = secrets.randbits(31)
             self.inboxes.append(Path(self.ipc_dir, f"client-{client}"))
-            url = url_of(listener) if i == 0 else None
             start = Start(
-                self.config, self.spec, self.ipc_dir, client, f"api-{i}", listener.fileno(), url
+                self.config,
+                self.spec,
+                self.reasons,
+                self.ipc_dir,
+                client,
+                f"api-{i}",
+                listener.fileno(),
+                url_of(listener) if i == 0 else None,
             )
             self.api_servers.append(Child(start.name, API_MODULE, start, [listener.fileno()], env))
 

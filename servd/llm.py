@@ -181,7 +181,7 @@ class LLMEngine:
     def __init__(
         self, config: Config, separate_process: bool = False, use_tqdm: bool = False
     ) -> None:
-        config, spec = launch.find_and_resolve(config)
+        config, spec, _ = launch.find_and_resolve(config)
         assert config.model.max_model_len is not None
         tokenizer = Tokenizer.of_model(config, spec)
         self.processor = Processor(config, spec, tokenizer, config.model.max_model_len)

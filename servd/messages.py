@@ -136,6 +136,7 @@ class EngineReady(Message, tag=True):
     worker: WorkerReady
     max_model_len: int
     block_size: int
+    startup_seconds: dict[str, float] = {}  # by phase, from the user's command on
 
 
 class TokenLogprobs(Message):

@@ -53,8 +53,25 @@ def _torch_has_cuda() -> bool:
     return version.exists() and built_for.search(version.read_text()) is not None
 
 
+class Decision(msgspec.Struct, frozen=True):
+    """The value of an option that was left to servd."""
+
+    value: object
+    why: str
+
+
 def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
-    """Return a Config without "auto" or None where a value is needed; every decision is logged.
+    """`config` with what `decide` decides.
+
+    Raises:
+        ConfigError: see `decide`.
+    """
+    decided = decide(config, spec, machine)
+    return config.replace(**{name: decision.value for name, decision in decided.items()})
+
+
+def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decision]:
+    """Decide every "auto" and None where a value is needed, by option; every decision is logged.
 
     `attention_backend` stays auto: which backends run is for the worker, which has torch, to find
     out.
@@ -64,12 +81,19 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     """
     _check_plugins(config)
     decided = _resolve_devices(config, spec, machine)
-    on_cuda = decided.get("device", config.parallel.device) == "cuda"
+    device = decided["device"].value if "device" in decided else config.parallel.device
+    on_cuda = device == "cuda"
     if config.model.dtype == "auto":
-        decided["dtype"] = spec.dtype if on_cuda else "float32"
+        why = "what the checkpoint has" if on_cuda else "a CPU computes in float32"
+        decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
     decided |= _resolve_lengths(config, spec, on_cuda)
     if config.scheduler.async_scheduling is None:
-        decided["async_scheduling"] = on_cuda
+        why = (
+            "the next step is scheduled while the GPU computes"
+            if on_cuda
+            else ("a CPU that computes has no time to schedule beside it")
+        )
+        decided["async_scheduling"] = Decision(on_cuda, why)
     if config.model.model == DEMO_MODEL and any(
         os.path.isdir(name) for name in config.model.served_model_name
     ):
@@ -79,7 +103,8 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
             f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16"
         )
     if not config.model.served_model_name:
-        decided["served_model_name"] = _model_names(config.model.model or spec.model_type)
+        names = _model_names(config.model.model or spec.model_type)
+        decided["served_model_name"] = Decision(names, "what was given as MODEL")
     if config.server.headless and config.server.attach:
         raise ConfigError(
             "--headless runs no API server and --attach runs nothing else: give one of them"
@@ -88,9 +113,9 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
         raise ConfigError(
             "--headless needs --ipc-dir, the folder where API servers find the engine with --attach"
         )
-    for name, value in decided.items():
-        log.info("%s: %s", name, value)
-    return config.replace(**decided)
+    for name, decision in decided.items():
+        log.info("%s: %s (%s)", name, decision.value, decision.why)
+    return decided
 
 
 def _check_plugins(config: Config) -> None:
@@ -117,13 +142,16 @@ def _model_names(model: str) -> list[str]:
     return list(dict.fromkeys([*folder_name, model]))
 
 
-def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, object]:
-    decided: dict[str, object] = {}
+def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decision]:
+    decided: dict[str, Decision] = {}
     size = config.parallel.tensor_parallel_size
     device = config.parallel.device
     if device == "auto":
         has_cuda = machine.num_gpus and machine.torch_has_cuda
-        device = decided["device"] = "cuda" if has_cuda else "cpu"
+        device = "cuda" if has_cuda else "cpu"
+        build = "built for CUDA" if machine.torch_has_cuda else "built for CPUs"
+        why = f"the CUDA driver shows {machine.num_gpus} GPUs, and torch is {build}"
+        decided["device"] = Decision(device, why)
         if machine.num_gpus and not machine.torch_has_cuda:
             log.warning(
                 "there is a GPU, but this torch is built for CPUs: install a CUDA build of torch "
@@ -148,7 +176,8 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             "lower it, or check CUDA_VISIBLE_DEVICES"
         )
     if config.parallel.executor is None:
-        decided["executor"] = "uniproc" if size == 1 else "multiproc"
+        one = Decision("uniproc", "one device, whose worker runs inside the engine process")
+        decided["executor"] = one if size == 1 else Decision("multiproc", f"{size} devices")
     elif config.parallel.executor == "uniproc" and size > 1:
         raise ConfigError(
             "--executor uniproc drives one device; --tensor-parallel-size > 1 needs multiproc"
@@ -161,24 +190,31 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
     return decided
 
 
-def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str, object]:
-    decided: dict[str, object] = {}
+def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str, Decision]:
+    decided: dict[str, Decision] = {}
     max_model_len = config.model.max_model_len
     if max_model_len is None:
-        max_model_len = decided["max_model_len"] = spec.max_position_embeddings
+        max_model_len = spec.max_position_embeddings
+        decided["max_model_len"] = Decision(max_model_len, "the positions that the model has")
     elif max_model_len > spec.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {max_model_len}: the model has positions for "
             f"{spec.max_position_embeddings} tokens"
         )
     if config.model.shorten_max_model_len is None:
-        decided["shorten_max_model_len"] = config.model.max_model_len is None
+        is_free = config.model.max_model_len is None
+        why = f"--max-model-len was {'not ' if is_free else ''}given"
+        decided["shorten_max_model_len"] = Decision(is_free, why)
+    where = "on CUDA" if on_cuda else "on a CPU"
     max_num_seqs = config.scheduler.max_num_seqs
     if max_num_seqs is None:
-        max_num_seqs = decided["max_num_seqs"] = 256 if on_cuda else 64
+        max_num_seqs = 256 if on_cuda else 64
+        decided["max_num_seqs"] = Decision(max_num_seqs, "the default " + where)
     budget = config.scheduler.max_num_batched_tokens
     if budget is None:
-        decided["max_num_batched_tokens"] = max(8192 if on_cuda else 512, max_num_seqs)
+        budget = max(8192 if on_cuda else 512, max_num_seqs)
+        why = f"the default {where}, and at least --max-num-seqs"
+        decided["max_num_batched_tokens"] = Decision(budget, why)
     elif budget < max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {budget} is below --max-num-seqs {max_num_seqs}: "

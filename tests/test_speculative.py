@@ -22,7 +22,7 @@ def make_draft(folder, target, **config):
 
 
 def resolved(**options):
-    return find_and_resolve(Config.load(options | {"device": "cpu"}))
+    return find_and_resolve(Config.load(options | {"device": "cpu"}))[:2]
 
 
 def test_a_draft_in_place_of_the_model_names_model_method_and_depth(tmp_path):

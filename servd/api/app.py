@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI
@@ -25,13 +26,20 @@ from servd.config import Config
 from servd.errors import NotFound, ServdError
 
 
-def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0) -> FastAPI:
+def create_app(
+    config: Config,
+    async_llm: AsyncLLM,
+    *,
+    keep_alive: float = 15.0,
+    reasons: Mapping[str, str] = {},
+) -> FastAPI:
     """The HTTP application over an engine that may still be loading.
 
     Args:
         config: resolved.
         async_llm: started by the caller.
         keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
+        reasons: why options that were left to servd have their value, by option.
     """
     middleware = [Middleware(RequestContext, async_llm.tracer, async_llm.metrics)]
     if config.server.api_key:
@@ -56,6 +64,7 @@ def create_app(config: Config, async_llm: AsyncLLM, *, keep_alive: float = 15.0)
         started_at=time.time(),
         fingerprint=_fingerprint(config),
         keep_alive=keep_alive,
+        reasons=reasons,
         responses={
             owner: ResponseStore(
                 config.server.max_stored_responses, max(MAX_BYTES // len(known), MIN_BYTES)

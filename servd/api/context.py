@@ -32,6 +32,7 @@ class Context(msgspec.Struct, frozen=True):
     started_at: float  # Unix time
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds
+    reasons: Mapping[str, str]  # why options that were left to servd have their value
     responses: Mapping[str, ResponseStore]  # by owner
 
     @property

@@ -170,7 +170,7 @@ async def serve(start: Start) -> int:
         Metrics(config.model.served_model_name[0], config.model.max_model_len),
     )
     async_llm.start()
-    app = create_app(config, async_llm)
+    app = create_app(config, async_llm, reasons=start.reasons)
     connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
     options = settings(
         app,

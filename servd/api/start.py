@@ -15,6 +15,7 @@ class Start(msgspec.Struct):
 
     config: Config  # resolved
     spec: ModelSpec
+    reasons: dict[str, str]  # why options that were left to servd have their value
     ipc_dir: str
     client: int  # its number among the engine's clients
     name: str  # for the log, e.g. "api-0"

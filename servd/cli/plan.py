@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; 1 if not one request fits."""
     config = Config.load(_options.load_options(arguments))
-    config, spec = launch.find_and_resolve(config)
+    config, spec, _ = launch.find_and_resolve(config)
     if not spec.folder:
         raise ConfigError("--executor fake has no weights to plan for")
     with tempfile.TemporaryDirectory() as scratch:

@@ -156,7 +156,9 @@ class EngineCoreProc:
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         engine.grammars.on_compiled = self.inputs.put
         self.clock.enter("ready")
-        ready = EngineReady(worker, engine.scheduler.max_model_len, config.cache.block_size)
+        ready = EngineReady(
+            worker, engine.scheduler.max_model_len, config.cache.block_size, self.clock.seconds
+        )
         self.outputs.put((None, ready))
         phases = ", ".join(
             f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items()

@@ -42,6 +42,7 @@ export const short = (n) =>
 /** A time span, of milliseconds. */
 export function span(ms) {
   if (ms == null || Number.isNaN(ms)) return "–";
+  if (ms < 0.0005) return "0";
   if (ms < 1) return `${Math.round(ms * 1000)} µs`;
   if (ms < 1000) return `${short(ms)} ms`;
   return ms < 60000 ? `${short(ms / 1000)} s` : `${short(ms / 60000)} min`;

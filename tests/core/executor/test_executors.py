@@ -78,7 +78,7 @@ class Pretender(fake.FakeExecutor):
 
 
 def test_an_executor_that_needs_no_weights_needs_no_model():
-    _, spec = launch.find_and_resolve(Config.load({"executor": f"{__name__}:Pretender"}))
+    _, spec, _ = launch.find_and_resolve(Config.load({"executor": f"{__name__}:Pretender"}))
     assert spec == FAKE_SPEC
 
 

@@ -1,0 +1,104 @@
+// How the server is set up, and why.
+import { json } from "./api.js";
+import { count, h, span, table } from "./dom.js";
+
+const SECTIONS = {
+  model: "Model", cache: "KV cache", scheduler: "Scheduler", parallel: "Devices and processes",
+  server: "HTTP server", observability: "Logs and metrics",
+};
+const SOURCES = { decided: "Decided by servd", given: "Given at the start", default: "Default" };
+
+export default function server(root) {
+  return {
+    async show() {
+      try {
+        const [info, health] = await Promise.all([
+          json("server_info"), json("health", { also: [503] })]);
+        root.replaceChildren(h("div.page", {}, ...parts(info, health)));
+      } catch (error) {
+        root.replaceChildren(h("p.problem", { role: "alert" }, error.message));
+      }
+    },
+  };
+}
+
+function parts(info, health) {
+  const decided = info.options.filter((option) => option.source === "decided");
+  const sections = Object.keys(SECTIONS).map((section) => {
+    const options = info.options.filter((option) => option.section === section);
+    const changed = options.filter((option) => option.source !== "default").length;
+    return h("details", {}, h("summary", {}, SECTIONS[section] ?? section,
+      h("span.hint", {}, ` ${options.length} options, ${changed} not at their default`)),
+    optionTable(SECTIONS[section] ?? section, options));
+  });
+  return [
+    h("h2", {}, info.model[0]),
+    facts({
+      Health: describe(health),
+      "Up for": span(info.uptime_seconds * 1000),
+      Model: info.architecture,
+      ...engineFacts(info.engine),
+    }),
+    h("h2", {}, "Start-up"),
+    startup(info.startup_seconds),
+    h("h2", {}, "What servd decided"),
+    h("p.hint", {}, "Options that nobody gave, and why they have their value. To choose otherwise, "
+      + "start the server with the flag."),
+    optionTable("What servd decided", decided),
+    h("h2", {}, "All options"),
+    ...sections,
+    h("h2", {}, "Versions"),
+    facts({ servd: info.version, ...info.versions }),
+  ];
+}
+
+function describe(health) {
+  const activity = health.activity ? `, ${health.activity}` : "";
+  const reason = health.reason ?? (health.phase ? `${health.phase}` : "");
+  return `${health.status}${activity}${reason && `: ${reason}`}`;
+}
+
+function engineFacts(engine) {
+  if (!engine) return { Engine: "still loading" };
+  const gib = (bytes) => `${(bytes / 2 ** 30).toFixed(2)} GiB`;
+  const tokens = engine.num_blocks * engine.block_size;
+  return {
+    Device: `${engine.device}, ${engine.dtype}`,
+    Attention: engine.attention_backend,
+    Weights: gib(engine.weights_bytes),
+    "KV cache": `${gib(engine.num_blocks * engine.kv_bytes_per_block)}: ${count(tokens)} tokens in `
+      + `${count(engine.num_blocks)} blocks of ${engine.block_size}`,
+    "Longest context": `${count(engine.max_model_len)} tokens`,
+  };
+}
+
+const facts = (entries) => h("dl.facts", {}, Object.entries(entries).map(([name, value]) =>
+  h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+
+function startup(seconds) {
+  const phases = Object.entries(seconds);
+  const whole = phases.reduce((sum, [, spent]) => sum + spent, 0);
+  let before = 0;
+  const rows = phases.map(([phase, spent]) => {
+    const row = h("li.computes", { "--from": before / whole, "--share": spent / whole },
+      h("span", {}, phase), h("span.track", { "aria-hidden": "true" }),
+      h("span.figure", {}, span(spent * 1000)));
+    before += spent;
+    return row;
+  });
+  if (!rows.length) return h("p.hint", {}, "The model is still loading.");
+  return h("section.timeline", { "aria-label": "Start-up" },
+    h("p.hint", {}, `${span(whole * 1000)} from the command until requests were served.`),
+    h("ol", {}, rows));
+}
+
+function written(value) {
+  if (value === null) return "–";
+  if (Array.isArray(value)) return value.join(", ") || "–";
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+const optionTable = (label, options) => table(label, ["Option", "Value", "Why"],
+  options.map(({ flag, value, source, why, about }) => [
+    h("code", { title: about }, flag), h("code", {}, written(value)),
+    why ?? h("span", {}, `${SOURCES[source]}. `, h("span.hint", {}, about))]));

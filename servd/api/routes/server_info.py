@@ -1,0 +1,106 @@
+"""GET /server_info: how this server is set up, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+import servd
+from servd.api.context import Context, context_of, json_response
+from servd.api.openapi import describes
+from servd.config import flag_of, options_by_name
+from servd.messages import EngineReady
+
+router = APIRouter()
+
+PACKAGES = ("torch", "tokenizers", "llguidance", "fastapi", "uvicorn")
+
+
+class Option(msgspec.Struct):
+    """An option, its value, and where that comes from: `default`, `given` or `decided`."""
+
+    flag: str
+    section: str
+    value: Any
+    source: str
+    about: str
+    why: str | UnsetType = UNSET  # where it was left to servd
+
+
+class Engine(msgspec.Struct):
+    """What the engine found out while it loaded."""
+
+    device: str
+    dtype: str
+    attention_backend: str
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    kv_bytes_per_block: int
+    weights_bytes: int
+
+
+class ServerInfo(msgspec.Struct):
+    """How the server is set up. Without `engine` while the model loads."""
+
+    version: str
+    versions: dict[str, str]
+    model: list[str]
+    architecture: str
+    uptime_seconds: float
+    options: list[Option]
+    startup_seconds: dict[str, float]  # by phase
+    engine: Engine | UnsetType = UNSET
+
+
+@router.get("/server_info")
+@describes(ServerInfo)
+async def server_info(request: Request) -> Response:
+    """Every option with its value and why it has it, the phases of start-up, versions."""
+    context = context_of(request)
+    info = ServerInfo(
+        version=servd.__version__,
+        versions={"python": platform.python_version(), **dict(_versions())},
+        model=context.model_names,
+        architecture=context.async_llm.spec.architecture,
+        uptime_seconds=round(time.time() - context.started_at, 3),
+        options=list(_options(context)),
+        startup_seconds={},
+    )
+    if isinstance(ready := context.async_llm.status, EngineReady):
+        info.startup_seconds = {k: round(v, 3) for k, v in ready.startup_seconds.items()}
+        known = {field: getattr(ready.worker, field, None) for field in Engine.__struct_fields__}
+        known |= {"max_model_len": ready.max_model_len, "block_size": ready.block_size}
+        info.engine = msgspec.convert(known, Engine)
+    return json_response(info)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # torch may come from elsewhere
+            continue
+
+
+def _options(context: Context) -> Iterator[Option]:
+    for name, (section, field) in options_by_name().items():
+        value = getattr(getattr(context.config, section), name)
+        about = next((m.description for m in field.type.__metadata__ if m.description), "")
+        default = field.default_factory() if field.default_factory is list else field.default
+        source = "decided" if name in context.reasons else "given"
+        if value == default and source == "given":
+            source = "default"
+        if name == "api_key":  # no secret leaves the server
+            value = [f"{len(value)} of them"] if value else []
+        why = context.reasons.get(name, UNSET)
+        yield Option(flag_of(name), section, value, source, about, why)
