@@ -169,7 +169,10 @@ class SchedulerConfig(Section, frozen=True):
     ] = None
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
-        about("fcfs: first come, first served. priority: lowest `priority` of the request first."),
+        about(
+            "fcfs: first come, first served. priority: lowest `priority` of the request first. "
+            "Either way clients take turns."
+        ),
     ] = "fcfs"
     async_scheduling: Annotated[
         bool | None,

@@ -205,7 +205,7 @@ class LLMEngine:
         whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
         prepared = self.processor.process(whole, params)
         # A choice has an id, too, which another request may have been given.
-        taken = map(self.output_processor.owner, prepared.request.choice_ids())
+        taken = map(self.output_processor.owner, prepared.request.choice_ids)
         if request_id in self.requests or any(taken):
             raise InvalidRequest(
                 f"a request with the id {request_id!r} is unfinished", param="request_id"

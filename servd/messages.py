@@ -80,6 +80,7 @@ class EngineCoreRequest(Message, tag=True):
     options: RequestOptions = RequestOptions()
     block_hashes: list[bytes] = []  # of the prompt's full blocks; the engine fills it in
 
+    @property
     def choice_ids(self) -> list[str]:
         """The ids under which the outputs of the choices come."""
         n = self.params.n if isinstance(self.params, SamplingParams) else 1
@@ -92,7 +93,7 @@ class EngineCoreRequest(Message, tag=True):
             return [self]
         return [
             msgspec.structs.replace(self, request_id=choice_id, params=params.of_choice(index))
-            for index, choice_id in enumerate(self.choice_ids())
+            for index, choice_id in enumerate(self.choice_ids)
         ]
 
 

@@ -36,7 +36,7 @@ class OutputProcessor:
     def add(self, prepared: Prepared) -> None:
         """Expect outputs for all choices of a request."""
         params = prepared.params
-        engine_ids = self._engine_ids[prepared.request_id] = prepared.request.choice_ids()
+        engine_ids = self._engine_ids[prepared.request_id] = prepared.request.choice_ids
         visible_ids = prepared.expected.visible_ids
         for index, engine_id in enumerate(engine_ids):
             self._choices[engine_id] = _Choice(

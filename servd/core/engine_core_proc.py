@@ -280,7 +280,7 @@ def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | 
     match message:
         case ["EngineCoreRequest", str(request_id), _, [_, n, *_], int(client), *_]:
             params = SamplingParams(n=min(n, MAX_N) if isinstance(n, int) else 1)
-            ids = EngineCoreRequest(request_id, [], params).choice_ids()
+            ids = EngineCoreRequest(request_id, [], params).choice_ids
         case _:
             return None
     error = f"the engine cannot read the request: {unreadable}"

@@ -58,7 +58,8 @@ class Request:
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int]
     cache_salt: str | None
-    order: tuple[int, int]  # (priority, arrival): lower is served first and preempted last
+    # (priority, its owner's turn, arrival): lower is served first and preempted last.
+    order: tuple[int, int, int]
     max_num_tokens: int  # prompt and output together
     stop_token_ids: frozenset[int]  # those of the model and those of the request
     min_tokens: int
@@ -87,7 +88,7 @@ class Request:
 
     @classmethod
     def from_message(
-        cls, message: EngineCoreRequest, order: tuple[int, int], max_model_len: int
+        cls, message: EngineCoreRequest, order: tuple[int, int, int], max_model_len: int
     ) -> Request:
         """Accept a request; `max_model_len` bounds its tokens besides its own max_tokens."""
         params = message.params

@@ -17,7 +17,7 @@ from servd.config import CacheConfig, SchedulerConfig
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
 from servd.core.request import GrammarEnd, Request, RequestStatus
-from servd.core.waiting_queue import WaitingQueue, by_order
+from servd.core.waiting_queue import Turns, WaitingQueue, by_order
 from servd.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -90,6 +90,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # unfinished
         self.running: list[Request] = []  # by order: the last is preempted first
         self.waiting = WaitingQueue()
+        self.turns = Turns()
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # not yet told to the workers
         self._in_flight: deque[Step] = deque()
@@ -110,7 +111,8 @@ class Scheduler:
         """Accept a request; it ends in exactly one terminal output unless it is aborted."""
         assert message.request_id not in self.requests, "its id is another's"
         self._num_arrived += 1
-        order = (message.options.priority if self.by_priority else 0, self._num_arrived)
+        priority = message.options.priority if self.by_priority else 0
+        order = (priority, self.turns.take(message.options.owner), self._num_arrived)
         request = Request.from_message(message, order, self.max_model_len)
         if request.num_prompt_tokens + (not request.is_prompt_only) > self.max_model_len:
             self.reject(message, self._prompt_too_long(request.num_prompt_tokens))
@@ -247,6 +249,7 @@ class Scheduler:
             if not self.kv_cache.fits(request, cached):
                 break
             self.waiting.remove(request)
+            self.turns.serve(request.order[1])
             self._admit(step, request, cached, now)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             new_block_ids = self.kv_cache.allocate(request, num_tokens)

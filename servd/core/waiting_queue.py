@@ -1,4 +1,6 @@
-"""WaitingQueue: requests that wait to run, in the order in which they are to be served."""
+"""WaitingQueue: requests that wait to run, in the order in which they are to be served; Turns:
+owners share that order.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,32 @@ from operator import attrgetter
 from servd.core.request import Request
 
 by_order = attrgetter("order")
+MAX_IDLE_OWNERS = 1024  # that are kept in mind
+
+
+class Turns:
+    """Gives requests their turns, so that owners share the slots however many requests each sends.
+
+    An owner's requests have successive turns, and whoever comes new joins at the turn being served:
+    no owner gets ahead by having been idle. Requests of a single owner keep their order.
+    """
+
+    def __init__(self) -> None:
+        self.current = 0  # the latest that was served
+        self._next: dict[str, int] = {}  # by owner
+
+    def take(self, owner: str) -> int:
+        """The turn of an owner's next request."""
+        turn = max(self._next.get(owner, 0), self.current)
+        if len(self._next) >= MAX_IDLE_OWNERS:
+            ahead = {name: each for name, each in self._next.items() if each > self.current}
+            self._next = ahead
+        self._next[owner] = turn + 1
+        return turn
+
+    def serve(self, turn: int) -> None:
+        """A request begins to run."""
+        self.current = max(self.current, turn)
 
 
 class WaitingQueue:

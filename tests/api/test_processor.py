@@ -183,9 +183,9 @@ def test_choices_have_successive_seeds_and_nothing_about_text(n: int, seed: int)
         top_k=5,
     )
     prepared = make().process(asked("hi"), params)
-    assert prepared.request.choice_ids() == [f"r_{i}" for i in range(n)]
+    assert prepared.request.choice_ids == [f"r_{i}" for i in range(n)]
     choices = prepared.request.choices()
-    assert [request.request_id for request in choices] == prepared.request.choice_ids()
+    assert [request.request_id for request in choices] == prepared.request.choice_ids
     for index, request in enumerate(choices):
         expected = SamplingParams(top_k=5, seed=request.params.seed)
         assert request.params == expected

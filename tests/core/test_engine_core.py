@@ -25,6 +25,7 @@ class Arrival:
     max_tokens: int
     priority: int
     cache_salt: str | None
+    owner: str
     abort_after: int | None
 
 
@@ -39,6 +40,7 @@ arrivals = st.builds(
     max_tokens=st.integers(1, 20),
     priority=st.integers(0, 2),
     cache_salt=st.sampled_from([None, None, "a"]),
+    owner=st.sampled_from(["a", "a", "b"]),
     abort_after=st.none() | st.integers(0, 25),
 )
 max_num_seqs = st.shared(st.integers(1, 6), key="max_num_seqs")
@@ -66,6 +68,7 @@ def serve(arrivals: list[Arrival], depth: int, options: dict) -> Log:
                     make_request(
                         str(i), arrival.prompt, arrival.max_tokens,
                         priority=arrival.priority, cache_salt=arrival.cache_salt,
+                        owner=arrival.owner,
                     )
                 )  # fmt: skip
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:

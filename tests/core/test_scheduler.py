@@ -98,6 +98,27 @@ def test_fcfs_ignores_priorities():
     assert order_of_first_tokens(engine, *requests) == ["a", "b"]
 
 
+def test_owners_take_turns_however_many_requests_each_sends():
+    engine = make_engine(max_num_seqs=1)
+    many = make_request("many", [1], 1, n=5, owner="a")
+    others = [make_request(name, [1], 1, owner=name[0]) for name in ("b1", "b2", "c1")]
+    assert order_of_first_tokens(engine, many, *others) == [
+        "many_0", "b1", "c1", "many_1", "b2", "many_2", "many_3", "many_4",
+    ]  # fmt: skip
+
+
+def test_a_newcomer_waits_for_no_more_than_the_turn_being_served():
+    engine, log = make_engine(max_num_seqs=1), Log()
+    engine.handle(make_request("many", [1], 1, n=8, owner="a"))
+    for _ in range(4):
+        log.step(engine)
+    assert [*log.outputs] == ["many_0", "many_1", "many_2", "many_3"]
+    engine.handle(make_request("new", [1], 1, owner="b"))
+    engine.handle(make_request("again", [1], 1, owner="b"))
+    log.run(engine)
+    assert [*log.outputs][4:8] == ["new", "many_4", "again", "many_5"]
+
+
 # ---- preemption ----
 
 

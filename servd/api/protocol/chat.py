@@ -211,6 +211,7 @@ class ChatPrompt(RequestBody):
         """The function that `tool_choice` names."""
         return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
 
+    @property
     def tool_options(self) -> ToolOptions | None:
         """The tools that the model sees; None if it has none or may not call any."""
         name = self.named_tool
@@ -233,7 +234,7 @@ class ChatPrompt(RequestBody):
             variables["reasoning_effort"] = self.reasoning_effort
         return Chat(
             messages=self.messages,
-            tool_options=self.tool_options(),
+            tool_options=self.tool_options,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=variables | (self.chat_template_kwargs or {}),
@@ -279,7 +280,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     def ignored(self) -> list[str]:
         """Fields, and values of fields, that have no effect here."""
-        use = self.tool_options()
+        use = self.tool_options
         functions = [tool["function"] for tool in use.tools] if use else []
         idle = idle_strict(functions, bool(use and use.forced))
         return sorted({*super().ignored(), *idle})

@@ -66,6 +66,7 @@ class VectorRequest(RequestBody):
         )
         return [Prompt(content=chat, param="messages")]
 
+    @property
     def request_options(self) -> RequestOptions:
         """How the inputs are computed."""
         keep = self.truncate_prompt_tokens

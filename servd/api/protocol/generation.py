@@ -251,6 +251,7 @@ class GenerationRequest(StructuredRequest):
         """Every chunk tells the usage so far."""
         return bool((self.stream_options or {}).get("continuous_usage_stats"))
 
+    @property
     def request_options(self) -> RequestOptions:
         """How the request is served."""
         return RequestOptions(self.priority or 0, self.cache_salt, self.truncate_prompt_tokens)

@@ -53,6 +53,7 @@ class SimilarityRequest(RequestBody):
     priority: Priority | None = None
     user: str | None = None
 
+    @property
     def request_options(self) -> RequestOptions:
         """How the texts are computed."""
         keep = self.truncate_prompt_tokens

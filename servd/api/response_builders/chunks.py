@@ -41,7 +41,7 @@ class ChunkBuilder(ResponseBuilder):
         prompts: Sequence[Prompt],
         params: SamplingParams,
     ) -> None:
-        super().__init__(request, body, response_id, prompts, params, body.request_options())
+        super().__init__(request, body, response_id, prompts, params, body.request_options)
         self.asked = body
         self.include_usage, self.continuous_usage = body.include_usage, body.continuous_usage
         self.created = int(time.time())

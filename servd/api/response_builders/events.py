@@ -48,7 +48,7 @@ class EventBuilder(ResponseBuilder):
     ) -> None:
         params = chat.sampling_params(context_of(request).async_llm.processor.default_params)
         prompts = [chat.prompt(response_id)]
-        super().__init__(request, body, response_id, prompts, params, chat.request_options())
+        super().__init__(request, body, response_id, prompts, params, chat.request_options)
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:

@@ -29,7 +29,7 @@ async def create_embeddings(request: Request) -> Response:
     body = await read_body(request, EmbeddingRequest)
     model = context_of(request).model_name(body.model)
     vectors = await embed(
-        request, "embd", body.prompts(), body.params(body.pooling), body.request_options()
+        request, "embd", body.prompts(), body.params(body.pooling), body.request_options
     )
     as_text = body.encoding_format == "base64"
 

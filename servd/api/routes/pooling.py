@@ -40,7 +40,7 @@ async def pool(request: Request) -> Response:
             )
 
     params = body.params("all" if body.by_token else body.pooling)
-    vectors = await embed(request, "pool", body.prompts(), params, body.request_options(), check)
+    vectors = await embed(request, "pool", body.prompts(), params, body.request_options, check)
 
     def shown(data: bytes) -> list[float] | list[list[float]] | str:
         if body.encoding_format == "base64":

@@ -23,7 +23,7 @@ async def render_chat_completion(request: Request) -> Response:
     model = context.model_name(body.model)
     params = body.sampling_params(context.async_llm.processor.default_params)
     prompts = [body.prompt(f"render-{request.state.unique_id}")]
-    options = owned(request, body.request_options())
+    options = owned(request, body.request_options)
     with context.async_llm.admit():
         (prepared,) = await context.async_llm.prepare(prompts, params, options)
     params = msgspec.structs.asdict(prepared.params)

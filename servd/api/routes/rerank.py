@@ -28,7 +28,7 @@ async def rerank(request: Request) -> Response:
     prompts = [Prompt(content=body.query, param="query", keep_first=body.max_tokens_per_query)]
     for text in body.documents:
         prompts.append(Prompt(content=text, param="documents", keep_first=body.max_tokens_per_doc))
-    vectors = await embed(request, "rerank", prompts, body.params(), body.request_options())
+    vectors = await embed(request, "rerank", prompts, body.params(), body.request_options)
     scores = await similarities(request, vectors.data[:1], vectors.data[1:])
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = [

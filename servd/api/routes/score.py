@@ -25,7 +25,7 @@ async def create_scores(request: Request) -> Response:
     model = context_of(request).model_name(body.model)
     prompts = [Prompt(content=text, param="text_1") for text in body.text_1]
     prompts += [Prompt(content=text, param="text_2") for text in body.text_2]
-    vectors = await embed(request, "score", prompts, body.params(), body.request_options())
+    vectors = await embed(request, "score", prompts, body.params(), body.request_options)
     firsts, seconds = vectors.data[: len(body.text_1)], vectors.data[len(body.text_1) :]
     scores = await similarities(request, firsts, seconds)
     answer = Scores(

@@ -37,6 +37,7 @@ class Backend(AttentionBackend[Metadata]):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         self.type = TYPES[spec.kv_dtype]
+        self.fused_write = self.rotate_and_store
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -73,16 +74,16 @@ class Backend(AttentionBackend[Metadata]):
         query_lens, seq_lens = torch.from_numpy(batch.query_lens), torch.from_numpy(batch.seq_lens)
         return Metadata(batch.slot_mapping, query_lens, seq_lens, batch.block_tables.contiguous())
 
-    def write(
+    def rotate_and_store(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: Metadata,
+        slots: torch.Tensor,
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """Rotate and store in one pass."""
+        """Both in one pass; see ops/cpu/attention.cpp."""
         spec = self.spec
         q, k, v = (
             x if x.stride(2) == 1 and x.stride(1) == spec.head_dim else x.contiguous()
@@ -92,7 +93,7 @@ class Backend(AttentionBackend[Metadata]):
         turned = q if rotation is None else torch.empty(q.shape)
         call(
             "write_kv", self.type, q, q.stride(0), k, k.stride(0), v, v.stride(0), turned, cos, sin,
-            *kv_cache, kv_cache.shape[1], metadata.slot_mapping, len(q),
+            *kv_cache, kv_cache.shape[1], slots, len(q),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
         )  # fmt: skip
         return turned
