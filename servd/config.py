@@ -330,6 +330,17 @@ class ObservabilityConfig(Section, frozen=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], about("Least level shown.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        about("json: an object each line, with the ids of the request and of its W3C trace."),
+    ] = "text"
+    access_log: Annotated[
+        Literal["off", "requests", "all"],
+        about(
+            "A line for each answer, without what was asked and said. requests: not for health "
+            "checks and metrics."
+        ),
+    ] = "off"
 
 
 class Config(Section, frozen=True):

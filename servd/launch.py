@@ -48,7 +48,7 @@ def serve(config: Config) -> int:
         ConfigError: before anything was started.
     """
     started_at = time.monotonic()
-    log.setup("servd", config.observability.log_level)
+    log.setup("servd", config.observability)
     raise_file_limit()
     listener = None if config.server.headless else listen(config)
     try:

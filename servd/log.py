@@ -4,17 +4,54 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType
+
+import msgspec
+
+from servd.config import ObservabilityConfig
+
+# Ids of the request that is being served: `request_id`, and `trace_id` where the client gave one.
+current_request: ContextVar[Mapping[str, str]] = ContextVar(
+    "current_request", default=MappingProxyType({})
+)
 
 
-def setup(process: str, level: str) -> None:
-    """Log to stderr as `12:34:56.789 INFO  api-0  message`. Called once by each process."""
+class JsonFormatter(logging.Formatter):
+    """A JSON object each line; what a record has as `fields` stands beside its message."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self.process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **current_request.get(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def setup(process: str, options: ObservabilityConfig) -> None:
+    """Log to stderr as `12:34:56.789 INFO  api-0  message`, or as JSON. Called once by each
+    process.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(
-            f"%(asctime)s.%(msecs)03d %(levelname)-7s {process:<8} %(message)s", datefmt="%H:%M:%S"
-        )
+    text = logging.Formatter(
+        f"%(asctime)s.%(msecs)03d %(levelname)-7s {process:<8} %(message)s", datefmt="%H:%M:%S"
     )
+    handler.setFormatter(JsonFormatter(process) if options.log_format == "json" else text)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)  # libraries
-    logging.getLogger("servd").setLevel(level.upper())
+    logging.getLogger("servd").setLevel(options.log_level.upper())

@@ -41,7 +41,14 @@ def create_app(
         keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
         reasons: why options that were left to servd have their value, by option.
     """
-    middleware = [Middleware(RequestContext, async_llm.tracer, async_llm.metrics)]
+    middleware = [
+        Middleware(
+            RequestContext,
+            async_llm.tracer,
+            async_llm.metrics,
+            config.observability.access_log,
+        )
+    ]
     if config.server.api_key:
         open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
         middleware.append(Middleware(ApiKeyAuth, config.server.api_key, open_paths))

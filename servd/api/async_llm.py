@@ -20,6 +20,7 @@ from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded
 from servd.hf import ModelSpec
+from servd.log import current_request
 from servd.messages import (
     AbortRequests,
     EngineCoreOutputs,
@@ -266,11 +267,17 @@ class AsyncLLM:
                     f"a request with the id {one.request_id!r} is running", param="request_id"
                 )
         stream, num_open = _Stream(), 0
+        trace_id = current_request.get().get("trace_id")
         try:
             for one in prepared:
                 arrival = self.tracer.begin_ns(one.request_id)
                 times = [
-                    ChoiceTimes(arrival, len(one.prompt_token_ids)) for _ in range(one.params.n)
+                    ChoiceTimes(
+                        arrival,
+                        len(one.prompt_token_ids),
+                        exemplar={"trace_id": trace_id} if trace_id else None,
+                    )
+                    for _ in range(one.params.n)
                 ]
                 self._running[one.request_id] = _Running(
                     one, stream, num_open, times, is_counted=not one.is_part

@@ -110,6 +110,7 @@ STAGES = {  # histogram -> the marks that it lies between
 }
 
 SECOND = 1e9  # nanoseconds
+OPEN_METRICS = "application/openmetrics-text"
 
 
 class ChoiceTimes(msgspec.Struct):
@@ -122,6 +123,7 @@ class ChoiceTimes(msgspec.Struct):
     num_preemptions: int = 0
     last_ns: int = 0  # when the latest tokens came
     marks: dict[str, int] = {}  # the engine's stages of this choice
+    exemplar: dict[str, str] | None = None  # for OpenMetrics: what leads to its trace
 
     def add(self, output: EngineCoreOutput) -> None:
         """Take what the engine tells of this choice beside its tokens."""
@@ -252,7 +254,7 @@ class Metrics:
             return
         if choice.num_tokens == 0:
             seconds = (now_ns - choice.arrival_ns) / SECOND
-            self.histograms["vllm:time_to_first_token_seconds"].observe(seconds)
+            self.histograms["vllm:time_to_first_token_seconds"].observe(seconds, choice.exemplar)
             self.counters["vllm:prompt_tokens"].inc(choice.num_prompt_tokens)
             num_cached = choice.num_cached_tokens
             self.counters["vllm:prompt_tokens_cached"].inc(num_cached)
@@ -288,7 +290,7 @@ class Metrics:
             seconds = (marks["finished"] - marks["first_token"]) / SECOND
             values["vllm:request_time_per_output_token_seconds"] = seconds / (choice.num_tokens - 1)
         for name, value in values.items():
-            self.histograms[name].observe(value)
+            self.histograms[name].observe(value, choice.exemplar)
 
     def observe_request(self, params: SamplingParams, choices: Sequence[ChoiceTimes]) -> None:
         """A request ended with all its choices."""
@@ -305,6 +307,8 @@ class Metrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)
         encode, content_type = choose_encoder(accept)
+        if content_type.startswith(OPEN_METRICS):  # what others escape, colons, is in our names
+            encode, _ = choose_encoder(f"{OPEN_METRICS};version=1.0.0;escaping=allow-utf-8")
         return encode(registry), content_type
 
 

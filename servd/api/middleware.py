@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import uuid
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -17,8 +19,13 @@ from servd.api.auth import ANYONE, OPEN_PATHS
 from servd.api.metrics import Metrics
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
+from servd.log import current_request
 from servd.tracing import Tracer
 
+log = logging.getLogger("servd.access")
+
+MONITORING = {"/health", "/ping", "/metrics", "/load", "/version"}
+TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
 
 
@@ -47,12 +54,16 @@ class RequestContext:
         app: what is surrounded.
         tracer: has the timelines.
         metrics: count.
+        access_log: as --access-log says.
     """
 
-    def __init__(self, app: ASGIApp, tracer: Tracer, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, tracer: Tracer, metrics: Metrics, access_log: str = "off"
+    ) -> None:
         self.app = app
         self.tracer = tracer
         self.metrics = metrics
+        self.access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -64,6 +75,9 @@ class RequestContext:
         announced = int(length) if length.isdecimal() else 0
         if re.fullmatch(REQUEST_ID, asked):
             request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
+        trace = TRACE_PARENT.fullmatch(headers.get("traceparent", ""))
+        trace_id = {"trace_id": trace[1]} if trace else {}
+        current_request.set({"request_id": request_id, **trace_id})
         state = scope.setdefault("state", {})
         address = scope["client"][0] if scope.get("client") else ""
         state.update(
@@ -109,7 +123,10 @@ class RequestContext:
             self._observe(scope, status, time.perf_counter() - begin, written)
 
     def _observe(self, scope: Scope, status: int, seconds: float, written: bool) -> None:
-        """Count the answer and close the timelines."""
+        """Count and log the answer, and close the timelines."""
+        path = scope["path"]
+        if self.access_log == "all" or (self.access_log == "requests" and path not in MONITORING):
+            _log_answer(scope, status, seconds)
         if status:  # else the client left before
             route = scope.get("route")  # none if it was refused before it reached the router
             handler = route.path if route else handler_of(scope["path"], scope["app"])
@@ -119,6 +136,18 @@ class RequestContext:
                 self.tracer.mark(name, "written")
             self.tracer.mark(name, "done")
             self.tracer.finish(name)
+
+
+def _log_answer(scope: Scope, status: int, seconds: float) -> None:
+    """A line without the query, which may hold a secret; status 499 if the client left before."""
+    fields = {
+        "method": scope["method"],
+        "path": quote(scope["path"]),
+        "status": status or 499,
+        "seconds": round(seconds, 6),
+        "request_id": scope["state"]["request_id"],  # the body may have named it
+    }
+    log.info("%s %s %d in %.3f s, %s", *fields.values(), extra={"fields": fields})
 
 
 def handler_of(path: str, app: FastAPI) -> str:

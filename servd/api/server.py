@@ -175,7 +175,7 @@ async def serve(start: Start) -> int:
     options = settings(
         app,
         connections,
-        access_log=config.observability.log_level == "debug",
+        access_log=False,  # RequestContext has one
         server_header=False,
         timeout_graceful_shutdown=int(config.server.shutdown_timeout + FORCED_EXIT) + 1,
     )
@@ -189,7 +189,7 @@ async def serve(start: Start) -> int:
 def main() -> None:
     """Entry point of `python -m servd.api.server`."""
     start = read_start(Start)
-    log.setup(start.name, start.config.observability.log_level)
+    log.setup(start.name, start.config.observability)
     try:
         sys.exit(uvloop.run(serve(start)))
     except ConfigError as error:

@@ -370,7 +370,7 @@ class StatsLine:
 def main() -> None:
     """Entry point of `python -m servd.core.engine_core_proc`."""
     start = read_start(Start)
-    log.setup("engine", start.config.observability.log_level)
+    log.setup("engine", start.config.observability)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         # A second one would cut short the stopping of the workers.

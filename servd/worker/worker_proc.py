@@ -102,7 +102,7 @@ def describe(error: Exception) -> messages.WorkerFailed:
 def main(worker_class: Callable[..., Any]) -> None:
     """Run a worker of this class, as the start message on stdin says."""
     start = read_start(messages.StartWorker)
-    log.setup(f"worker-{start.rank}", start.config.observability.log_level)
+    log.setup(f"worker-{start.rank}", start.config.observability)
     sys.exit(WorkerProc(start, worker_class).run())
 
 

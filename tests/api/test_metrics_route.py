@@ -177,3 +177,11 @@ def test_event_loop_lag_is_measured_and_logged_occasionally(monkeypatch, caplog)
     now += LAG_WARNING_INTERVAL
     lag.sample()
     assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("escaping", ["", ";escaping=underscores", ";escaping=allow-utf-8"])
+async def test_names_are_the_same_in_open_metrics(served: Served, escaping: str):
+    """Prometheus 2 and 3 ask for it in different words."""
+    accept = f"application/openmetrics-text;version=1.0.0{escaping};q=0.5,text/plain;q=0.2"
+    text = (await served.http.get("/metrics", headers={"accept": accept})).text
+    assert "\nvllm:num_requests_running{" in text and "vllm_" not in text

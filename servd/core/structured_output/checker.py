@@ -36,7 +36,7 @@ TRIAL_SECONDS = 0.02
 def main() -> None:
     """Entry point: answer each line, a StructuredOutput as JSON, with a GrammarVerdict."""
     start = read_start(StartGrammarChecker)
-    log.setup("grammar", start.config.observability.log_level)
+    log.setup("grammar", start.config.observability)
     channel = socket.socket(fileno=start.channel).makefile("rwb")
     threading.stack_size(start.stack_size)
     thread = threading.Thread(target=serve, args=[start, channel], name="check")

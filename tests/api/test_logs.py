@@ -1,0 +1,98 @@
+"""What a server logs of requests, and the traces that its logs and metrics lead to."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+
+import pytest
+
+from servd.config import ObservabilityConfig
+from servd.log import current_request, setup
+from tests.api.harness import serve
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+BODY = {"prompt": "a secret prompt", "max_tokens": 3}
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Logs as JSON: all lines so far."""
+    root, servd = logging.getLogger(), logging.getLogger("servd")
+    before = [*root.handlers], root.level, servd.level
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    setup("api-0", ObservabilityConfig(log_format="json"))
+    (handler,) = root.handlers
+    assert isinstance(handler, logging.StreamHandler)
+    yield lambda: [json.loads(line) for line in handler.stream.getvalue().splitlines()]
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    servd.setLevel(before[2])
+
+
+@pytest.mark.parametrize(
+    ("access_log", "logged"),
+    [
+        ("off", []),
+        ("requests", ["/v1/completions", "/nowhere"]),
+        ("all", ["/v1/completions", "/health", "/metrics", "/nowhere"]),
+    ],
+)
+async def test_the_access_log(lines, access_log, logged):
+    async with serve(access_log=access_log) as served:
+        headers = {"traceparent": PARENT, "x-request-id": "mine"}
+        await served.http.post("/v1/completions?key=secret", json=BODY, headers=headers)
+        await served.http.get("/health")
+        await served.http.get("/metrics")
+        await served.http.get("/nowhere")
+    found = [line for line in lines() if line["logger"] == "servd.access"]
+    assert [line["path"] for line in found] == logged
+    assert "secret" not in json.dumps(found)
+    if found:
+        first, last = found[0], found[-1]
+        assert (first["request_id"], first["trace_id"]) == ("mine", TRACE)
+        assert (first["method"], first["status"], last["status"]) == ("POST", 200, 404)
+        assert "trace_id" not in last and first["process"] == "api-0" and first["level"] == "info"
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first["time"])
+
+
+async def test_a_path_cannot_forge_a_line(lines):
+    async with serve(access_log="all") as served:
+        await served.http.get("/a%0Ab")
+    assert [line["path"] for line in lines() if "path" in line] == ["/a%0Ab"]
+
+
+def test_an_error_is_one_line(lines):
+    log = logging.getLogger("servd.api")
+    token = current_request.set({"request_id": "r"})
+    try:
+        1 / 0  # noqa: B018
+    except ZeroDivisionError:
+        log.exception("it failed\non two lines")
+    finally:
+        current_request.reset(token)
+    [line] = [line for line in lines() if line["logger"] == "servd.api"]
+    assert line["message"] == "it failed\non two lines" and line["request_id"] == "r"
+    assert "ZeroDivisionError" in line["exception"]
+
+
+@pytest.mark.parametrize("parent", [PARENT, "", "00-" + "0" * 32 + "-00f067aa0ba902b7-01", "x"])
+async def test_exemplars_lead_to_the_trace(parent):
+    async with serve() as served:
+        headers = {"traceparent": parent} if parent else {}
+        await served.http.post("/v1/completions", json=BODY, headers=headers)
+        accept = {"accept": "application/openmetrics-text"}
+        text = (await served.http.get("/metrics", headers=accept)).text
+        plain = (await served.http.get("/metrics")).text
+    found = [
+        line.split("{")[0] for line in text.splitlines() if f'# {{trace_id="{TRACE}"}}' in line
+    ]
+    if parent == PARENT:
+        assert "vllm:time_to_first_token_seconds_bucket" in found
+        assert "vllm:e2e_request_latency_seconds_bucket" in found
+    else:
+        assert found == []
+    assert TRACE not in plain
