@@ -1,10 +1,11 @@
 """Lookahead: how many drafted tokens a request's next step verifies, learned while serving.
 
-A step that verifies drafts yields more tokens and takes longer. With `a` the chance that the next
-draft of a request is kept, its draft number j is worth a ** j tokens. It pays while that is more
-than what the whole step would yield in the same time: tokens of the step * seconds that one more
-token takes / seconds of the step. The chance is counted for each request; the seconds are a line
-through the steps of late.
+A step that verifies drafts yields more tokens and takes longer, as does one that drafts. With `a`
+the chance that the next draft of a request is kept, its draft number j is worth a ** j tokens. It
+pays while that is more than what the whole step would yield in the same time: tokens of the step *
+seconds that one more token takes / seconds of the step. What it takes to draft counts as often as
+anything is found. Chances are counted for each request; the seconds are a plane through the steps
+of late.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from dataclasses import dataclass
 
 from servd.messages import ScheduledRequest
 
-MEMORY = 0.97  # weight that a sample has left after another one
+MEMORY = 0.97  # weight that a sample of a request has left after another one
 IDLE_MEMORY = 0.995  # weight that chances have left after a step without drafts
-# Before anything is known, a token more costs 1/64 of a step, and every second draft is kept.
-TOKENS_PER_STEP = 64
+COST_MEMORY = 0.99  # of a step's seconds
+# Before anything is known, a token more costs 1/128 of a step, and every second draft is kept.
+TOKENS_PER_STEP = 128
 LEAST_SHARE = 1 / 500  # whatever noise says
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0
+FIRST_TRIALS = 2  # of each request, whatever became of others' drafts
+LONGEST = 3.0  # a step counts at most so many times what was expected: others may have run
 MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
-# What seems not to pay is tried now and then, with few drafts: costs and chances change.
-PROBE_STEPS, PROBE_GAIN = 100, 0.5
+# Costs change, and steps of one size teach nothing: now and then one step drafts nothing, and
+# in one a few requests try what seems not to pay.
+PROBE_STEPS, FIRST_PROBE, PROBE_GAIN = 64, 3, 0.5
 
 
 @dataclass(slots=True)
@@ -32,42 +37,85 @@ class Acceptance:
 
     num_kept: float = 0.0
     num_tried: float = 0.0
+    num_found: float = 0.0  # steps whose workers had a draft
+    num_asked: float = 0.0  # of so many that wanted one
 
-    def count(self, num_drafts: int, num_kept: int) -> None:
-        """Take in a step: its first `num_kept` drafts were kept, the next one was tried in vain."""
-        memory = MEMORY if num_drafts else IDLE_MEMORY
+    def count(self, num_drafts: int, num_kept: int, num_asked: int, num_found: int) -> None:
+        """Take in a step: its first `num_kept` drafts were kept, the next one was tried in vain;
+        and how many drafts for the next step were asked for, and found.
+        """
+        memory = MEMORY if num_drafts or num_asked else IDLE_MEMORY
         self.num_kept = self.num_kept * memory + num_kept
         self.num_tried = self.num_tried * memory + num_kept + (num_kept < num_drafts)
+        self.num_found = self.num_found * memory + (num_found > 0)
+        self.num_asked = self.num_asked * memory + (num_asked > 0)
 
-    def chance(self, guess: float) -> float:
-        """That a draft is kept if those before it are; `guess` as long as little is known."""
+    def chance(self, others: Acceptance | None = None) -> float:
+        """That a draft is kept if those before it are; `others` say what to believe of a request
+        that was tried, but not often.
+        """
+        guess = others.chance() if others and self.num_tried >= FIRST_TRIALS else FIRST_GUESS
         return (self.num_kept + guess * GUESS_WEIGHT) / (self.num_tried + GUESS_WEIGHT)
+
+    def hit_rate(self, others: Acceptance | None = None) -> float:
+        """The chance that drafts are found; see `chance`."""
+        guess = others.hit_rate() if others and self.num_asked >= FIRST_TRIALS else FIRST_GUESS
+        return (self.num_found + guess * GUESS_WEIGHT) / (self.num_asked + GUESS_WEIGHT)
 
 
 class StepCost:
-    """Seconds of a step as a line over its tokens: least squares, exponentially weighted."""
+    """Seconds of a step as a plane over its tokens and the drafts that are asked for in it: least
+    squares, exponentially weighted.
+    """
 
     def __init__(self) -> None:
-        self.weight = self.x = self.y = self.xx = self.xy = 0.0
+        self.weight = self.y = 0.0
+        self.x = self.xx = self.xy = 0.0  # tokens
+        self.z = self.zz = self.zy = self.xz = 0.0  # drafts asked for
+        self._sizes: set[int] = set()
 
-    def count(self, num_tokens: int, seconds: float) -> None:
-        """Take in a step."""
-        self.weight = self.weight * MEMORY + 1
-        self.x = self.x * MEMORY + num_tokens
-        self.y = self.y * MEMORY + seconds
-        self.xx = self.xx * MEMORY + num_tokens * num_tokens
-        self.xy = self.xy * MEMORY + num_tokens * seconds
+    def count(self, num_tokens: int, num_asked: int, seconds: float) -> None:
+        """Take in a step, unless it is the first of its size: it may have recorded a program."""
+        if num_tokens not in self._sizes:
+            self._sizes.add(num_tokens)
+            return
+        if self.weight:
+            slope, slope_asked = self._slopes()
+            mean = self.y + slope * (num_tokens * self.weight - self.x)
+            mean += slope_asked * (num_asked * self.weight - self.z)
+            seconds = min(seconds, LONGEST * max(mean, self.y) / self.weight)
+        memory = COST_MEMORY
+        self.weight = self.weight * memory + 1
+        self.y = self.y * memory + seconds
+        self.x = self.x * memory + num_tokens
+        self.xx = self.xx * memory + num_tokens * num_tokens
+        self.xy = self.xy * memory + num_tokens * seconds
+        self.z = self.z * memory + num_asked
+        self.zz = self.zz * memory + num_asked * num_asked
+        self.zy = self.zy * memory + num_asked * seconds
+        self.xz = self.xz * memory + num_asked * num_tokens
 
-    def share(self, num_tokens: int) -> float:
-        """Seconds of one token more over those of a step with so many tokens."""
+    def _slopes(self) -> tuple[float, float]:
+        """Seconds of one token, and of asking for one draft."""
+        mean_x, mean_y, mean_z = (each / self.weight for each in (self.x, self.y, self.z))
+        # One sample's worth of belief: in TOKENS_PER_STEP, and that drafting costs nothing.
+        xx, zz = self.xx - self.x * mean_x + 1, self.zz - self.z * mean_z + 1
+        xz = self.xz - self.x * mean_z
+        xy = self.xy - self.x * mean_y + mean_y / TOKENS_PER_STEP
+        zy = self.zy - self.z * mean_y
+        determinant = xx * zz - xz * xz
+        return (xy * zz - zy * xz) / determinant, (zy * xx - xy * xz) / determinant
+
+    def shares(self, num_tokens: int) -> tuple[float, float]:
+        """Seconds of one token more, and of one draft more to ask for, over those of a step with so
+        many tokens that asks for none.
+        """
         if not self.weight:
-            return 1 / TOKENS_PER_STEP
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        spread = self.xx - self.x * mean_x
-        # One sample's worth of belief in TOKENS_PER_STEP, where all steps had the same size.
-        slope = (self.xy - self.x * mean_y + mean_y / TOKENS_PER_STEP) / (spread + 1)
-        seconds = mean_y + slope * (num_tokens - mean_x)
-        return min(max(slope / max(seconds, 1e-9), LEAST_SHARE), 1.0)
+            return 1 / TOKENS_PER_STEP, 0.0
+        slope, slope_asked = self._slopes()
+        seconds = (self.y + slope * (num_tokens * self.weight - self.x)) / self.weight
+        seconds = max(seconds - slope_asked * self.z / self.weight, 1e-9)
+        return min(max(slope / seconds, LEAST_SHARE), 1.0), max(slope_asked / seconds, 0.0)
 
 
 class Lookahead:
@@ -81,18 +129,24 @@ class Lookahead:
         self.max_drafts = max_drafts
         self.cost = StepCost()
         self.overall = Acceptance()
-        self.least_gain = 0.0  # of a draft in the step that is put together, in tokens
-        self.num_steps = 0
+        # Of a draft in the step that is put together, in tokens: what verifying and making it cost.
+        self.least_gain = self.least_gain_asked = 0.0
+        self.num_steps = PROBE_STEPS - FIRST_PROBE
+        self.num_probes = 0  # left in this step
 
     def begin_step(self, num_requests: int) -> None:
         """A step of so many requests is put together."""
         if not self.max_drafts:
             return
         num_requests = max(num_requests, 1)
-        self.least_gain = MARGIN * num_requests * self.cost.share(num_requests)
+        shares = self.cost.shares(num_requests)
+        self.least_gain, self.least_gain_asked = (MARGIN * num_requests * each for each in shares)
         self.num_steps += 1
+        self.num_probes = 0
         if self.num_steps % PROBE_STEPS == 0:
-            self.least_gain = min(self.least_gain, PROBE_GAIN)
+            self.least_gain = 1.0
+        elif self.num_steps % PROBE_STEPS == PROBE_STEPS // 2:
+            self.num_probes = 1 + num_requests // 4
 
     def num_drafts(self, acceptance: Acceptance | None) -> int:
         """How many drafts of a request are worth their time in this step; None: of one that wants
@@ -100,18 +154,22 @@ class Lookahead:
         """
         if acceptance is None or not self.max_drafts:
             return 0
-        chance = acceptance.chance(self.overall.chance(FIRST_GUESS))
-        if self.least_gain >= chance:
-            return 0
+        chance = acceptance.chance(self.overall)
+        least_gain = self.least_gain + self.least_gain_asked / acceptance.hit_rate(self.overall)
+        if least_gain >= chance:
+            if not self.num_probes:
+                return 0
+            self.num_probes -= 1
+            least_gain = PROBE_GAIN
         if chance >= 1:
             return self.max_drafts
-        return min(self.max_drafts, int(math.log(self.least_gain) / math.log(chance)))
+        return min(self.max_drafts, int(math.log(least_gain) / math.log(chance)))
 
-    def count(self, acceptance: Acceptance | None, num_drafts: int, num_kept: int) -> None:
-        """A request's step is over: so many of its drafts were verified, so many kept."""
-        if acceptance is not None and self.max_drafts:
-            acceptance.count(num_drafts, num_kept)
-            self.overall.count(num_drafts, num_kept)
+    def count(self, acceptance: Acceptance | None, *counts: int) -> None:
+        """A request's step is over; see `Acceptance.count`."""
+        if acceptance is not None:
+            acceptance.count(*counts)
+            self.overall.count(*counts)
 
     def time(self, scheduled: Sequence[ScheduledRequest], nanoseconds: int) -> None:
         """A step is over; without others', it took so long. Those with prompts say nothing here."""
@@ -119,4 +177,5 @@ class Lookahead:
             item.samples and item.num_tokens == item.num_drafts + 1 for item in scheduled
         ):
             num_tokens = sum(item.num_tokens for item in scheduled)
-            self.cost.count(num_tokens, nanoseconds * 1e-9)
+            num_asked = sum(item.max_new_drafts for item in scheduled)
+            self.cost.count(num_tokens, num_asked, nanoseconds * 1e-9)

@@ -73,8 +73,7 @@ class Request:
     # Scheduled so far; equal to num_tokens while the next token is awaited.
     num_computed_tokens: int = 0
     num_drafts: int = 0  # for its next step, in the workers
-    num_drafts_in_flight: int = 0  # of the workers: nobody knows yet how many are kept
-    num_found_drafts: int = 0  # of those that its oldest step in flight was hoped to have
+    num_found_drafts: int = 0  # by the workers, when last harvested: later steps hope for more
     acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
     num_preemptions: int = 0

@@ -194,12 +194,10 @@ class Scheduler:
             # decoding.
             room = budget - (len(running) - i)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
-            drafts, num_drafts = NO_DRAFTS, 0
+            drafts, num_drafts = NO_DRAFTS, request.num_drafts
             if request.slot in forced_tokens:
                 drafts = self._forced_drafts(request, forced_tokens[request.slot])
                 num_drafts = len(drafts)
-            elif request.num_drafts:
-                num_drafts = request.num_drafts
             if num_drafts:
                 num_drafts = max(min(num_drafts, room - num_tokens, drafts_left), 0)
             while (
@@ -221,8 +219,13 @@ class Scheduler:
         """Those of the tokens after the harvested ones that no step in flight samples, as far as
         there is room for the token after them.
         """
-        if request.num_drafts_in_flight or request.num_tokens - request.num_computed_tokens != 1:
-            return []  # nobody knows where the next step begins, or it computes a prompt
+        in_flight = ((step.requests, step.scheduled) for step in self._in_flight)
+        if request.num_tokens - request.num_computed_tokens != 1 or any(
+            other is request and scheduled.num_drafts > len(scheduled.draft_token_ids)
+            for step in in_flight
+            for other, scheduled in zip(*step, strict=True)
+        ):
+            return []  # it computes a prompt, or nobody knows where its next step begins
         first = request.num_placeholders
         room = request.max_num_tokens - request.num_tokens - 1
         return token_ids[first : first + min(room, MAX_FORCED_TOKENS)]
@@ -306,8 +309,6 @@ class Scheduler:
             draft_token_ids=draft_token_ids,
         )
         request.num_computed_tokens += scheduled.num_tokens
-        if not draft_token_ids:
-            request.num_drafts_in_flight += num_drafts
         if scheduled.samples:
             request.num_tokens += num_drafts + 1
             request.num_drafts = self._max_drafts(request) if self.lookahead.max_drafts else 0
@@ -354,40 +355,51 @@ class Scheduler:
             zip(step.requests, step.scheduled, result.sampled_token_ids, strict=True)
         ):
             # A finished request's token was sampled by a step launched before its end was known.
-            if request.is_finished:
+            if request.status is RequestStatus.FINISHED:
                 continue
-            if error := result.errors.get(i):
-                self._end_with_error(request, error, now, step.number)
+            if i in result.errors:
+                self._end_with_error(request, result.errors[i], now, step.number)
                 continue
             if request.reads_prompt:
                 request.read(result, i)
             if not token_ids:
                 continue
+            num_kept = len(token_ids) - 1
             if scheduled.num_drafts:
-                request.settle(scheduled.num_drafts + 1 - len(token_ids))
-            if self.lookahead.max_drafts:
-                self._count_kept(request, scheduled, len(token_ids) - 1)
-                request.num_found_drafts = len(result.draft_token_ids.get(i, ()))
-                if request.num_placeholders == len(token_ids):  # no later step has them already
-                    request.num_drafts = request.num_found_drafts
-            if (end := ends.get(i)) is not None:
+                request.settle(scheduled.num_drafts - num_kept)
+            end = ends[i] if i in ends else None
+            if end is not None:
                 token_ids = token_ids[: end.num_tokens]
             num_tokens, finish_reason = request.extend(token_ids)
             if end is not None and num_tokens < end.num_tokens:
                 end = None
+            if self.lookahead.max_drafts:
+                num_found = len(result.draft_token_ids.get(i, ()))
+                self._learn(request, scheduled, min(num_kept, num_tokens), num_found)
             output = request.output_of(result, i, num_tokens, finish_reason)
             if request.num_output_tokens == num_tokens:
                 request.marks.append(Mark("first_token", now, step.number))
                 output.marks, request.marks = request.marks, []
             self._harvest(request, output, end, now, step.number)
 
-    def _count_kept(self, request: Request, scheduled: ScheduledRequest, num_kept: int) -> None:
-        """Learn from the workers' drafts; those of the engine are always kept."""
+    def _learn(
+        self, request: Request, scheduled: ScheduledRequest, num_kept: int, num_found: int
+    ) -> None:
+        """Take in what became of the workers' drafts (the engine's are always kept), and how many
+        they found for the next step.
+        """
+        num_drafts = 0
         if not scheduled.draft_token_ids:
-            request.num_drafts_in_flight -= scheduled.num_drafts
-            self.lookahead.count(request.acceptance, scheduled.num_drafts, num_kept)
-            if num_drafts := min(scheduled.num_drafts, request.num_found_drafts):
-                self._stats.drafts.count(num_drafts, num_kept)
+            num_drafts = min(scheduled.num_drafts, request.num_found_drafts)
+        if num_drafts:
+            self._stats.drafts.count(num_drafts, num_kept)
+        self.lookahead.count(
+            request.acceptance, num_drafts, min(num_kept, num_drafts),
+            scheduled.max_new_drafts, num_found,
+        )  # fmt: skip
+        request.num_found_drafts = num_found
+        if request.num_placeholders == 0:  # no later step has them already
+            request.num_drafts = num_found
 
     def _harvest(
         self,

@@ -17,7 +17,7 @@ PROMPT = [1, 2, 3]
 @pytest.fixture(autouse=True)
 def eager_lookahead(monkeypatch):
     """Every draft is worth its time: steps of a fake device take none, or any."""
-    monkeypatch.setattr(StepCost, "share", lambda *_: 1e-9)
+    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0))
 
 
 def total(log):

@@ -29,11 +29,11 @@ def throughput(base: float, chance: float, num_requests: int, depth: int | None)
             num_kept = 0
             while num_kept < num_drafts and noise.random() < chance:
                 num_kept += 1
-            lookahead.count(acceptance, num_drafts, num_kept)
+            lookahead.count(acceptance, num_drafts, num_kept, num_drafts, num_drafts)
             num_tokens += 1 + num_drafts
             num_yielded += 1 + num_kept
         took = (base + num_tokens) * noise.uniform(0.7, 1.3)
-        lookahead.cost.count(num_tokens, took)
+        lookahead.cost.count(num_tokens, num_tokens - num_requests, took)
         seconds += took
     return num_yielded / seconds
 
@@ -52,8 +52,10 @@ def test_the_cost_of_a_token_is_the_slope_of_the_steps():
     cost, noise = StepCost(), random.Random(1)
     for _ in range(300):
         num_tokens = noise.randrange(4, 20)
-        cost.count(num_tokens, (30 + 2 * num_tokens) * noise.uniform(0.9, 1.1) * 1e-3)
-    assert cost.share(8) == pytest.approx(2 / 46, rel=0.3)
+        num_asked = noise.randrange(10)
+        took = (30 + 2 * num_tokens + 3 * num_asked) * noise.uniform(0.9, 1.1) * 1e-3
+        cost.count(num_tokens, num_asked, took)
+    assert cost.shares(8) == pytest.approx((2 / 46, 3 / 46), rel=0.3)
 
 
 def test_without_a_method_nothing_is_ever_drafted():
@@ -67,3 +69,30 @@ def test_who_wants_none_gets_none():
     lookahead.begin_step(1)
     assert lookahead.num_drafts(Acceptance()) > 0
     assert lookahead.num_drafts(None) == 0
+
+
+def test_what_became_of_others_drafts_does_not_keep_a_request_from_trying():
+    lookahead = Lookahead(MAX_DRAFTS)
+    for _ in range(50):
+        lookahead.begin_step(1)
+        lookahead.count(Acceptance(), 3, 0, 3, 3)
+    assert lookahead.num_drafts(Acceptance()) > 0
+
+
+def test_drafts_that_are_seldom_found_must_pay_for_the_search():
+    lookahead = Lookahead(MAX_DRAFTS)
+    found, missed = Acceptance(), Acceptance()
+    for step in range(40):
+        num_asked = step % 2 * 4
+        lookahead.cost.count(1, num_asked, 1.0 + 0.1 * num_asked)
+        found.count(4, 3, 4, 4)
+        missed.count(0, 0, 4, 0)
+    lookahead.begin_step(1)
+    assert lookahead.num_drafts(found) > lookahead.num_drafts(missed) == 0
+
+
+def test_the_first_step_of_a_size_may_take_long():
+    cost = StepCost()
+    for num_tokens, took in [(1, 100.0), (1, 1.0), (5, 100.0), (1, 1.0), (5, 1.0)]:
+        cost.count(num_tokens, 0, took)
+    assert cost.shares(1)[0] < 0.1

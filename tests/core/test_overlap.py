@@ -11,6 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from servd.core import lookahead
 from servd.core.lookahead import StepCost
 from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import StructuredOutput
@@ -125,7 +126,8 @@ def drafting(max_drafts: int) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def eager_lookahead(monkeypatch):
     """Every draft is worth its time: steps of a fake device take none, or any."""
-    monkeypatch.setattr(StepCost, "share", lambda *_: 1e-9)
+    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0))
+    monkeypatch.setattr(lookahead, "FIRST_PROBE", 0)  # no step without drafts for a while
 
 
 def serve(

@@ -29,7 +29,7 @@ from servd.worker.model_loader import tensor_shapes
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from servd.worker.spec_decode import Proposer, Target
 
-MOST_BEHIND = 64  # tokens of a row that it may catch up with
+MOST_BEHIND = 32  # tokens of a row that it may catch up with
 
 
 def rename(name: str) -> str:

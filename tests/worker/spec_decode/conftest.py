@@ -11,12 +11,12 @@ from servd.core.lookahead import Lookahead, StepCost
 def counts(monkeypatch) -> list[tuple[int, int]]:
     """Drafts of each row of each step, and how many of them were kept; every draft pays."""
     counted: list[tuple[int, int]] = []
-    monkeypatch.setattr(StepCost, "share", lambda *_: 1e-9)
+    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0))
     count = Lookahead.count
 
-    def spy(self, acceptance, num_drafts, num_kept):
+    def spy(self, acceptance, num_drafts, num_kept, *asked):
         counted.append((num_drafts, num_kept))
-        count(self, acceptance, num_drafts, num_kept)
+        count(self, acceptance, num_drafts, num_kept, *asked)
 
     monkeypatch.setattr(Lookahead, "count", spy)
     return counted
