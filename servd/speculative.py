@@ -123,10 +123,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: int) -> int:
     """The most tokens that a step samples: of each request one, and one after each of its drafts;
-    forced tokens, which need no drafting, find room for one request at least.
+    and after the forced tokens of one request, which need no drafting.
     """
-    wanted = max(max_num_seqs * (1 + max_drafts), 1 + MAX_FORCED_TOKENS)
-    return min(wanted, max_num_batched_tokens)
+    return min(max_num_seqs * (1 + max_drafts) + MAX_FORCED_TOKENS, max_num_batched_tokens)
 
 
 LOSSY = "it changes what the model says, and servd's drafts never do; leave it out"

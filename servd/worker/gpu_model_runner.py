@@ -108,7 +108,8 @@ class GPUModelRunner(ModelRunner):
         forward = sampling = 0
         steps = [(1, longest, 0), (self.max_num_seqs, each, 0)]
         if num_drafts := self.max_drafts:
-            steps.append((self.max_num_samples // (1 + num_drafts), 1 + num_drafts, num_drafts))
+            num_rows = min(self.max_num_seqs, self.max_num_samples // (1 + num_drafts))
+            steps.append((num_rows, 1 + num_drafts, num_drafts))
         for num_rows, num_tokens, num_drafts in steps:
             meter.peak()
             self._launch(num_rows, num_tokens, num_drafts)

@@ -283,7 +283,7 @@ def test_one_step_samples_no_more_than_it_can():
         sum(item.num_drafts + item.samples for item in step.scheduled)
         for step in engine.executor.steps
     ]
-    assert max(num_samples) == 1 + MAX_FORCED_TOKENS
+    assert max(num_samples) == 6 + MAX_FORCED_TOKENS
     assert [outputs(log, str(i)) for i in range(6)] == [alone(arrival) for arrival in arrivals]
 
 

@@ -103,8 +103,8 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
     assert use.outside == 2_000_000
     assert use.persistent == 1_500_000
     assert (use.forward, use.sampling) == (5_000_000 - 1_900_000, 9_900_000 - 1_900_000)
-    num_graphs = 6  # for 1, 2, 4, 8, 16 and a request with as many forced tokens as it may have
-    hidden_bytes = (1 + MAX_FORCED_TOKENS) * 48 * 4
+    num_graphs = 6  # for 1, 2, 4, 8, 16 and all requests, one with as many forced tokens as it may
+    hidden_bytes = (8 + MAX_FORCED_TOKENS) * 48 * 4
     assert use.graphs == 3_000_000 + 500_000 * (num_graphs - 1) + hidden_bytes
     assert use.available == 50_000_000 - 2_000_000 - 1_500_000 - 8_000_000 - use.graphs
     block = ready.kv_bytes_per_block
