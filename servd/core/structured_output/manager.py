@@ -98,7 +98,10 @@ class Row:
         """The tokens that must come next."""
         if self.starts_after:
             return []
-        return self._follow(lambda matcher: matcher.forced_tokens()) or []
+        start = time.perf_counter()
+        token_ids = self._follow(lambda matcher: matcher.forced_tokens()) or []
+        self.mask_seconds = max(time.perf_counter() - start, self.mask_seconds)
+        return token_ids
 
     def bitmasks(self, draft_token_ids: list[int]) -> list[bytes | None]:
         """The tokens that may come next, and those after each draft as far as the drafts are

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
@@ -182,3 +183,24 @@ def test_a_mask_of_an_ambiguous_grammar_is_bounded():
         for token_id in b"z" + 300 * b"a":
             matcher.bitmask()
             matcher.accept(token_id)
+
+
+def test_forced_text_is_tokenised_once():
+    """Anew for every token, 50 kB of it would hold up each step."""
+    text = "lorem ipsum " * 20
+    matcher = compile_grammar("choice", json.dumps(["a" + text, "b" + text])).matcher()
+    matcher.accept(ord("b"))
+    library, asked = matcher._matcher, Counter[str]()
+
+    class Counted:
+        def __getattr__(self, name):
+            asked[name] += 1
+            return getattr(library, name)
+
+    matcher._matcher = Counted()  # type: ignore[assignment]
+    for i, byte in enumerate(text.encode()):
+        assert bytes(matcher.forced_tokens()) == text[i:].encode()
+        assert matcher.bitmask() == library.compute_bitmask()[: len(matcher.bitmask())]
+        matcher.accept(byte)
+    assert asked == {"compute_ff_tokens": 1, "consume_token": len(text)}
+    assert matcher.is_complete
