@@ -82,7 +82,8 @@ ENGINE: list[Panel] = [
     (
         "Drafts: tokens for each step of a request", "short",
         {
-            "mean": f"1 + {rate(f'{DRAFTS}_accepted_tokens_total')} / {rate(f'{DRAFTS}_drafts_total')}"
+            "mean": f"1 + {rate(f'{DRAFTS}_accepted_tokens_total')} / "
+            f"{rate(f'{DRAFTS}_drafts_total')}"
         },
     ),
     (
