@@ -25,7 +25,7 @@ from servd.bounds import TokenId
 from servd.config import Config
 from servd.hf import ModelSpec
 from servd.params import PoolingParams, SamplingParams
-from servd.tracing import Mark
+from servd.tracing import Mark, StepRecord
 
 
 class Message(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -79,6 +79,7 @@ class EngineCoreRequest(Message, tag=True):
     eos_token_ids: list[int] = []  # end generation; empty under ignore_eos
     options: RequestOptions = RequestOptions()
     block_hashes: list[bytes] = []  # of the prompt's full blocks; the engine fills it in
+    marks: list[Mark] = []  # taken in the engine before it is queued
 
     @property
     def choice_ids(self) -> list[str]:
@@ -222,6 +223,7 @@ class EngineCoreOutputs(Message, tag=True):
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
+    steps: list[StepRecord] = []  # harvested since the last message to this API server
 
 
 class EngineDead(Message, tag=True):
@@ -365,6 +367,7 @@ class ModelRunnerOutput(Message, tag=True):
     errors: dict[int, str] = {}  # index in `scheduled` -> why its request could not enter
     # Index in `scheduled` -> what was drafted for the next step.
     draft_token_ids: dict[int, list[int]] = {}
+    times_ns: list[int] = []  # see StepRecord.worker_ns
 
 
 class WorkerFailed(Message, tag=True):

@@ -1,13 +1,12 @@
-"""Per-request timeline: a mark at every border, joined into one account of where the time went.
+"""What is noted of time: a mark wherever a request crosses a border, and a record of every step.
 
-All marks are CLOCK_MONOTONIC nanoseconds, one clock for every process of a host, so marks of the
-API process and of the engine process can be compared and sorted.
+All times are CLOCK_MONOTONIC nanoseconds, one clock for every process of a host, so those of the
+API process, the engine and its workers can be compared and sorted.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 
 import msgspec
 
@@ -16,13 +15,19 @@ STAGES = (
     "parsed",  # JSON parsed and checked
     "templated",  # chat template rendered
     "tokenised",
+    "checked",  # its structured output was tried out
     "sent",  # handed to the engine's channel
+    "compiling",  # the engine has it, but not its grammar
+    "compiled",
     "queued",  # the engine has it, in the waiting queue
-    "scheduled",  # first step that contains it was launched
+    "scheduled",  # a step that contains it is launched; again after it was preempted
     "preempted",  # blocks ran out; waits again
     "first_token",  # harvested by the engine
     "finished",  # last token harvested by the engine
+    "returned",  # the API process has the last token
     "detokenised",  # last text made
+    "blocked",  # a write waits for the client
+    "resumed",  # it has read on
     "written",  # last byte handed to the socket
     "done",
 )
@@ -38,46 +43,25 @@ class Mark(msgspec.Struct, array_like=True, gc=False):
     step: int = -1
 
 
-class Tracer:
-    """The marks of running requests and of the most recent finished ones, in one process."""
+class StepRecord(msgspec.Struct, array_like=True, gc=False):
+    """One step of the engine: when it did what, and how much. Times are 0 where unknown."""
 
-    def __init__(self, keep: int = 1024) -> None:
-        self.keep = keep
-        self.marks: dict[str, list[Mark]] = {}
-        self.owners: dict[str, str] = {}  # of what is kept, where it has one
-        self.recent: OrderedDict[str, list[Mark]] = OrderedDict()
-
-    def mark(self, request_id: str, stage: str, at_ns: int | None = None, step: int = -1) -> None:
-        """Note that `request_id` reached `stage` (one of STAGES), now or at `at_ns`."""
-        self.marks.setdefault(request_id, []).append(Mark(stage, at_ns or now_ns(), step))
-
-    def extend(self, request_id: str, marks: list[Mark]) -> None:
-        """Add marks that another process took."""
-        self.marks.setdefault(request_id, []).extend(marks)
-
-    def finish(self, request_id: str) -> list[Mark]:
-        """Close a request: its marks in order of time, kept among the recent ones."""
-        marks = sorted(self.marks.pop(request_id, []), key=lambda m: m.at_ns)
-        self.recent[request_id] = marks
-        self.recent.move_to_end(request_id)
-        while len(self.recent) > self.keep:
-            oldest, _ = self.recent.popitem(last=False)
-            self.owners.pop(oldest, None)
-        return marks
-
-    def forget(self, request_id: str) -> None:
-        """Drop a request that is a part of another."""
-        self.marks.pop(request_id, None)
-        self.owners.pop(request_id, None)
-
-    def begin_ns(self, request_id: str) -> int:
-        """When a running request arrived; now, if it has no timeline."""
-        marks = self.marks.get(request_id)
-        return marks[0].at_ns if marks else now_ns()
-
-    def get(self, request_id: str, owner: str = "") -> list[Mark] | None:
-        """Marks of a running or recent request of `owner` in order of time, or None."""
-        if self.owners.get(request_id, "") != owner:
-            return None
-        marks = self.marks.get(request_id) or self.recent.get(request_id)
-        return sorted(marks, key=lambda m: m.at_ns) if marks else None
+    step: int
+    started_ns: int  # scheduling begins
+    scheduled_ns: int = 0
+    # `execute_model` has returned: the forward pass is launched or, on a host that computes
+    # itself, done.
+    executed_ns: int = 0
+    launched_ns: int = 0  # `sample_tokens` has returned
+    harvested_ns: int = 0  # its tokens are taken in
+    # When the worker began, had gathered its inputs, had launched the forward pass, was done.
+    worker_ns: list[int] = []
+    num_tokens: int = 0
+    num_requests: int = 0
+    num_waiting: int = 0  # requests that it did not admit
+    waits_for: str = ""  # what the first of them lacked: "slots", "blocks" or "budget"
+    num_preempted: int = 0
+    num_cached_tokens: int = 0  # of admitted requests, found in the prefix cache
+    num_drafts: int = 0  # tokens computed as drafts
+    num_accepted: int = 0  # of the drafts
+    prefills: dict[str, int] = {}  # engine ids with more than one token -> how many

@@ -16,6 +16,7 @@ from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Prepared, Processor
 from servd.api.prompt import Prompt
+from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded
@@ -33,7 +34,7 @@ from servd.messages import (
 from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput
 from servd.params import PoolingParams, SamplingParams
-from servd.tracing import Mark, Tracer, now_ns
+from servd.tracing import Mark, now_ns
 
 log = logging.getLogger("servd.api")
 
@@ -231,6 +232,7 @@ class AsyncLLM:
             if output is not None and not processor.grammars.knows(output):
                 check = partial(processor.check_structured_output, one)
                 await self._grammar_threads.run(owner, check)
+                one.marks.append(Mark("checked", now_ns()))
         return prepared
 
     async def tokenize(self, prompt: Prompt, owner: str) -> list[int]:
@@ -283,7 +285,9 @@ class AsyncLLM:
                     one, stream, num_open, times, is_counted=not one.is_part
                 )
                 self.output_processor.add(one)
-                self.tracer.extend(one.request_id, [*one.marks, Mark("sent", now_ns())])
+                timeline = self.tracer.open(one.request_id)
+                timeline.engine_ids, timeline.choices = one.request.choice_ids, times
+                timeline.marks += [*one.marks, Mark("sent", now_ns())]
                 self.client.send(one.request)
                 num_open += one.params.n
             while num_open:
@@ -361,6 +365,8 @@ class AsyncLLM:
                 self.status = message
 
     def _take_outputs(self, message: EngineCoreOutputs) -> None:
+        received = now_ns()
+        self.tracer.steps.extend(message.steps)
         if message.stats is not None:
             self.stats = message.stats
             self.metrics.observe_step(message.stats)
@@ -381,6 +387,7 @@ class AsyncLLM:
             if delta.finish_reason is not None:
                 if running.is_counted:
                     self.metrics.observe_finished(times, delta.finish_reason, now)
+                self.tracer.mark(request_id, "returned", received)
                 self.tracer.mark(request_id, "detokenised", now)
             delta.index += running.first
             running.stream.put(delta)

@@ -123,9 +123,8 @@ def start_timeline(request: Request, engine_request_id: str) -> None:
     state = request.state
     state.traced.append(engine_request_id)
     tracer = context_of(request).async_llm.tracer
-    tracer.owners[engine_request_id] = state.owner
-    marks = [Mark("received", state.received_ns), Mark("parsed", now_ns())]
-    tracer.extend(engine_request_id, marks)
+    timeline = tracer.open(engine_request_id, state.owner, request.scope["path"][:200])
+    timeline.marks += [Mark("received", state.received_ns), Mark("parsed", now_ns())]
 
 
 def json_response(

@@ -6,6 +6,8 @@ import logging
 import re
 import time
 import uuid
+from collections import deque
+from collections.abc import Iterable
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -19,13 +21,16 @@ from servd.api.auth import ANYONE, OPEN_PATHS
 from servd.api.metrics import Metrics
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
+from servd.api.timeline import Tracer
 from servd.log import current_request
-from servd.tracing import Tracer
+from servd.tracing import Mark, now_ns
 
 log = logging.getLogger("servd.access")
 
 MONITORING = {"/health", "/ping", "/metrics", "/load", "/version"}
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+BLOCKED_NS = 1_000_000  # a write that takes longer waits for the client
+MAX_BLOCKED = 128  # marks of such writes that are kept, the last ones
 MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
 
 
@@ -84,6 +89,7 @@ class RequestContext:
             request_id=request_id, unique_id=unique_id, traced=[], owner=ANYONE, client=address
         )
         num_received, status, written = 0, 0, False
+        blocked: deque[Mark] = deque(maxlen=MAX_BLOCKED)
         begin = time.perf_counter()
 
         async def receive_some() -> Message:
@@ -101,7 +107,7 @@ class RequestContext:
                 status = message["status"]
                 request_id = (b"x-request-id", state["request_id"].encode())
                 message["headers"] = [*message["headers"], request_id]
-            await send(message)
+            await _send_timed(send, message, blocked)
             written = message["type"] == "http.response.body" and not message.get(
                 "more_body", False
             )
@@ -120,10 +126,11 @@ class RequestContext:
                 raise
             await send_error(reply, send_on)
         finally:
-            self._observe(scope, status, time.perf_counter() - begin, written)
+            self._observe(scope, status, time.perf_counter() - begin)
+            self._close(state["traced"], blocked, written)
 
-    def _observe(self, scope: Scope, status: int, seconds: float, written: bool) -> None:
-        """Count and log the answer, and close the timelines."""
+    def _observe(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count and log the answer."""
         path = scope["path"]
         if self.access_log == "all" or (self.access_log == "requests" and path not in MONITORING):
             _log_answer(scope, status, seconds)
@@ -131,7 +138,11 @@ class RequestContext:
             route = scope.get("route")  # none if it was refused before it reached the router
             handler = route.path if route else handler_of(scope["path"], scope["app"])
             self.metrics.observe_answer(handler, scope["method"], status, seconds)
-        for name in scope["state"]["traced"]:
+
+    def _close(self, traced: list[str], blocked: Iterable[Mark], written: bool) -> None:
+        """End the timelines."""
+        for name in traced:
+            self.tracer.extend(name, blocked)
             if written:
                 self.tracer.mark(name, "written")
             self.tracer.mark(name, "done")
@@ -148,6 +159,14 @@ def _log_answer(scope: Scope, status: int, seconds: float) -> None:
         "request_id": scope["state"]["request_id"],  # the body may have named it
     }
     log.info("%s %s %d in %.3f s, %s", *fields.values(), extra={"fields": fields})
+
+
+async def _send_timed(send: Send, message: Message, blocked: deque[Mark]) -> None:
+    """Send, and note whether that had to wait for the client."""
+    begin_ns = now_ns()
+    await send(message)
+    if (end_ns := now_ns()) - begin_ns > BLOCKED_NS:
+        blocked.extend((Mark("blocked", begin_ns), Mark("resumed", end_ns)))
 
 
 def handler_of(path: str, app: FastAPI) -> str:

@@ -29,13 +29,13 @@ from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
 from servd.api.response_store import ResponseStore
 from servd.api.start import ENGINE_IS_DEAD, Start
+from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.child import read_start
 from servd.config import ServerConfig
 from servd.core.client import EngineCoreClient, identity
 from servd.errors import ConfigError
 from servd.messages import EngineDead
-from servd.tracing import Tracer
 
 logger = logging.getLogger("servd.api")
 

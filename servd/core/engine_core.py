@@ -22,6 +22,7 @@ from servd.messages import (
     ResetPrefixCache,
     ToEngine,
 )
+from servd.tracing import now_ns
 
 logger = logging.getLogger("servd.engine")
 
@@ -98,11 +99,14 @@ class EngineCore:
         grammars = self.grammars
         scheduled = self.scheduler.schedule(grammars.choose_idle(), grammars.forced_tokens())
         if scheduled is not None:
+            record = self.scheduler.newest
             self.executor.execute_model(scheduled)
+            record.executed_ns = now_ns()
             grammars.begin_step(scheduled)
             while grammars.awaits_tokens:
                 self._harvest()
             self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
+            record.launched_ns = now_ns()
         if self.in_flight and (scheduled is None or len(self.in_flight) >= self.depth):
             self._harvest()
         return self.scheduler.take_outputs()

@@ -126,7 +126,7 @@ class Request:
             repetition=RepetitionDetector(detection) if detection else None,
             is_prompt_only=max_output == 0,
             acceptance=Acceptance() if is_drafted_for else None,
-            marks=[Mark("queued", now_ns())],
+            marks=[*message.marks, Mark("queued", now_ns())],
         )
 
     @property

@@ -10,13 +10,13 @@ import logging
 from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from servd.config import CacheConfig, SchedulerConfig
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
 from servd.core.request import GrammarEnd, Request, RequestStatus
+from servd.core.step import Step, StepLog
 from servd.core.waiting_queue import Turns, WaitingQueue, by_order
 from servd.messages import (
     EngineCoreOutput,
@@ -30,27 +30,12 @@ from servd.messages import (
     SchedulerStats,
 )
 from servd.speculative import MAX_FORCED_TOKENS, max_num_samples
-from servd.tracing import Mark, now_ns
+from servd.tracing import Mark, StepRecord, now_ns
 
 logger = logging.getLogger("servd.scheduler")
 
 NO_DRAFTS: list[int] = []
 NOTHING_FORCED: Mapping[int, list[int]] = MappingProxyType({})
-
-
-@dataclass(slots=True)
-class Step:
-    """A step while it is put together and until it is harvested.
-
-    Holds the requests themselves, row by row: an id may be finished, aborted and used again
-    meanwhile.
-    """
-
-    number: int
-    started_ns: int
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    new_requests: list[NewRequest] = field(default_factory=list)
 
 
 class Scheduler:
@@ -98,7 +83,7 @@ class Scheduler:
         self._stats = SchedulerStats()
         self._num_steps = 0
         self._num_arrived = 0
-        self._harvested_ns = 0
+        self._log = StepLog()
 
     @property
     def has_work(self) -> bool:
@@ -123,7 +108,7 @@ class Scheduler:
     def reject(self, message: EngineCoreRequest, error: str) -> None:
         """End a request that cannot run at all."""
         now = now_ns()
-        marks = [Mark("queued", now), Mark("finished", now)]
+        marks = [*message.marks, Mark("queued", now), Mark("finished", now)]
         output = EngineCoreOutput(
             message.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error
         )
@@ -159,7 +144,7 @@ class Scheduler:
             idle_slots: slots of running requests that sit this step out.
             forced_tokens: slot -> the tokens that are sure to follow the harvested ones.
         """
-        step = Step(self._num_steps, now_ns())
+        step = Step(StepRecord(self._num_steps, now_ns()))
         self.lookahead.begin_step(len(self.running))
         budget = self._schedule_running(
             step, self.max_num_batched_tokens, idle_slots, forced_tokens
@@ -171,7 +156,14 @@ class Scheduler:
         self._in_flight.append(step)
         freed_slots, self._freed_slots = self._freed_slots, []
         self._stats.num_scheduled_tokens = self.max_num_batched_tokens - budget
-        return SchedulerOutput(step.number, step.scheduled, step.new_requests, freed_slots)
+        lacks = "slots" if not self._free_slots else "blocks" if budget > 0 else "budget"
+        step.end_scheduling(self._stats.num_scheduled_tokens, len(self.waiting), lacks)
+        return SchedulerOutput(step.record.step, step.scheduled, step.new_requests, freed_slots)
+
+    @property
+    def newest(self) -> StepRecord:
+        """The record of the step that `schedule` returned last."""
+        return self._in_flight[-1].record
 
     def _schedule_running(
         self,
@@ -207,7 +199,7 @@ class Scheduler:
                     num_drafts = 0
                     continue
                 victim = running.pop()
-                self._preempt(victim, step.number)
+                self._preempt(victim, step.record)
                 if victim is request:
                     return budget
             self._append(step, request, num_tokens, new_block_ids, num_drafts, drafts[:num_drafts])
@@ -274,7 +266,8 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             self._stats.prefix_cache_queries += request.num_prompt_tokens
             self._stats.prefix_cache_hits += request.num_cached_tokens
-            request.marks.append(Mark("scheduled", now, step.number))
+        request.marks.append(Mark("scheduled", now, step.record.step))
+        step.record.num_cached_tokens += request.num_computed_tokens
         step.new_requests.append(
             NewRequest(
                 slot=request.slot,
@@ -320,17 +313,17 @@ class Scheduler:
                 scheduled.new_block_ids += block_ids
                 scheduled.max_new_drafts = request.num_drafts
         self.kv_cache.commit(request)
-        step.scheduled.append(scheduled)
-        step.requests.append(request)
+        step.add(request, scheduled)
 
-    def _preempt(self, request: Request, step: int) -> None:
+    def _preempt(self, request: Request, record: StepRecord) -> None:
         """Send a request, already taken from `running`, back to wait; it computes all its tokens
         again.
         """
         self._release(request)
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
-        request.marks.append(Mark("preempted", now_ns(), step))
+        request.marks.append(Mark("preempted", now_ns(), record.step))
+        record.num_preempted += 1
         self.waiting.add(request)
         self._stats.num_preemptions += 1
         logger.debug(
@@ -348,9 +341,8 @@ class Scheduler:
             ends: index in the step -> how its grammar ends an output with this token.
         """
         step = self._in_flight.popleft()
-        now = now_ns()
-        self.lookahead.time(step.scheduled, now - max(step.started_ns, self._harvested_ns))
-        self._harvested_ns = now
+        record, now = step.record, now_ns()
+        self._log_step(step, now, result.times_ns)
         for i, (request, scheduled, token_ids) in enumerate(
             zip(step.requests, step.scheduled, result.sampled_token_ids, strict=True)
         ):
@@ -358,7 +350,7 @@ class Scheduler:
             if request.status is RequestStatus.FINISHED:
                 continue
             if i in result.errors:
-                self._end_with_error(request, result.errors[i], now, step.number)
+                self._end_with_error(request, result.errors[i], now, record.step)
                 continue
             if request.reads_prompt:
                 request.read(result, i)
@@ -366,6 +358,8 @@ class Scheduler:
                 continue
             num_kept = len(token_ids) - 1
             if scheduled.num_drafts:
+                record.num_drafts += scheduled.num_drafts
+                record.num_accepted += num_kept
                 request.settle(scheduled.num_drafts - num_kept)
             end = ends[i] if i in ends else None
             if end is not None:
@@ -378,9 +372,15 @@ class Scheduler:
                 self._learn(request, scheduled, min(num_kept, num_tokens), num_found)
             output = request.output_of(result, i, num_tokens, finish_reason)
             if request.num_output_tokens == num_tokens:
-                request.marks.append(Mark("first_token", now, step.number))
+                request.marks.append(Mark("first_token", now, record.step))
                 output.marks, request.marks = request.marks, []
-            self._harvest(request, output, end, now, step.number)
+            self._harvest(request, output, end, now, record.step)
+
+    def _log_step(self, step: Step, now: int, times_ns: list[int]) -> None:
+        self.lookahead.time(step.scheduled, self._log.add(step.record, now, times_ns))
+        if self._log.is_news_due:
+            for request in self.requests.values():
+                self._report_to(request.client)
 
     def _learn(
         self, request: Request, scheduled: ScheduledRequest, num_kept: int, num_found: int
@@ -438,7 +438,7 @@ class Scheduler:
         news.
         """
         taken = {
-            client: EngineCoreOutputs(outputs, self._report())
+            client: EngineCoreOutputs(outputs, self._report(), self._log.news(client))
             for client, outputs in self._outputs.items()
         }
         self._outputs.clear()

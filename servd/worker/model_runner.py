@@ -22,6 +22,7 @@ from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, Schedu
 from servd.params import SamplingParams
 from servd.sizes import format_bytes
 from servd.speculative import max_num_samples
+from servd.tracing import now_ns
 from servd.worker import kv_cache, model_loader, readers, spec_decode
 from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, make_backend
 from servd.worker.device import upload
@@ -81,6 +82,7 @@ class LaunchedStep:
     num_scheduled: int
     computed: tuple[InputBatch, torch.Tensor] | None = None  # with hidden states [tokens, hidden]
     parts: Sequence[StepPart] = ()
+    times_ns: Sequence[int] = ()  # see StepRecord.worker_ns
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class AsyncOutput:
     num_scheduled: int
     parts: Sequence[StepPart] = ()  # on the host after `wait`
     wait: Callable[[], None] = lambda: None
+    times_ns: Sequence[int] = ()  # until it was launched
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step."""
@@ -97,6 +100,7 @@ class AsyncOutput:
         output = ModelRunnerOutput(sampled_token_ids=[[] for _ in range(self.num_scheduled)])
         for part in self.parts:
             part.write(output)
+        output.times_ns = [*self.times_ns, now_ns()]
         return output
 
 
@@ -228,12 +232,14 @@ class ModelRunner(ABC):
         """Apply the changes and run the forward pass."""
         if self.launched is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
+        begin = now_ns()
         self._update_states(scheduled)
         num_scheduled = len(scheduled.scheduled)
         self.launched = LaunchedStep(num_scheduled)
         if num_scheduled == 0:
             return
         batch = InputBatch.gather(scheduled.scheduled, self.states)
+        prepared = now_ns()
         hidden = self.forward(batch)
         parts: list[StepPart] = [
             part for reader in self.readers if (part := reader.read(hidden, batch)) is not None
@@ -243,7 +249,8 @@ class ModelRunner(ABC):
             parts.append(
                 Failures({i: self.failed[slot] for i, slot in slots if slot in self.failed})
             )
-        self.launched = LaunchedStep(num_scheduled, (batch, hidden), parts)
+        times_ns = (begin, prepared, now_ns())
+        self.launched = LaunchedStep(num_scheduled, (batch, hidden), parts, times_ns)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] of a step."""
@@ -278,7 +285,7 @@ class ModelRunner(ABC):
                 parts.append(self._sample(batch, hidden[batch.sample_tokens], bitmask))
             if self.proposer is not None and (drafts := self.proposer.draft(batch, hidden)):
                 parts.append(drafts)
-        return AsyncOutput(launched.num_scheduled, *self.to_host(parts))
+        return AsyncOutput(launched.num_scheduled, *self.to_host(parts), launched.times_ns)
 
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None

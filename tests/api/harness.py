@@ -21,6 +21,7 @@ from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
+from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.core.engine_core import EngineCore
@@ -33,7 +34,6 @@ from servd.messages import (
     ToEngine,
 )
 from servd.resolve import Machine, resolve
-from servd.tracing import Tracer
 
 MODEL = "org/fake-model"  # with a slash, as on the hub
 ALIAS = "fake"

@@ -15,6 +15,7 @@ from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Prepared, Processor
 from servd.api.prompt import Chat, Prompt
+from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded
@@ -33,7 +34,7 @@ from servd.messages import (
 from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams, StructuredOutput
-from servd.tracing import Mark, Tracer, now_ns
+from servd.tracing import Mark, now_ns
 
 READY = EngineReady(
     WorkerReady("cpu", "float32", "none", 8, 0, 0), max_model_len=1000, block_size=16
@@ -182,7 +183,7 @@ async def test_cancelling_before_the_first_token_aborts(llm, caplog):
     llm.client.answer("late", request_id="r_0", marks=[Mark("queued", now_ns())])
     await settle()
     llm.tracer.finish("r")
-    assert llm.tracer.marks == {}  # late marks do not open the timeline again
+    assert llm.tracer.running == {}  # late marks do not open the timeline again
 
 
 async def test_closing_the_stream_aborts_only_what_runs(llm):
@@ -355,7 +356,7 @@ async def test_timeline_and_stats(llm):
         marks=[Mark("queued", at), Mark("scheduled", at + 1, 7), Mark("first_token", at + 2, 7)],
     )
     await settle()
-    assert llm.tracer.get("r")[-1] == Mark("first_token", at + 2, 7)
+    assert llm.tracer.running["r"].marks[-1] == Mark("first_token", at + 2, 7)
     llm.client.push(
         EngineCoreOutputs(
             [EngineCoreOutput("r", [256], FinishReason.STOP, marks=[Mark("finished", at + 3, 8)])],
@@ -363,10 +364,10 @@ async def test_timeline_and_stats(llm):
         )
     )
     await task
-    marks = llm.tracer.finish("r")
+    marks = llm.tracer.finish("r").marks
     assert [mark.stage for mark in marks] == [
         "received", "templated", "tokenised", "sent", "queued", "scheduled", "first_token",
-        "finished", "detokenised",
+        "finished", "returned", "detokenised",
     ]  # fmt: skip
     assert all(begin <= mark.at_ns <= now_ns() for mark in marks)
     assert llm.stats.num_running == 5

@@ -105,7 +105,7 @@ async def test_a_body_that_comes_too_slowly_is_refused(served: Served, connect):
         client = await connect(url)
         answer = await client.send_slowly([completion(1000), *[b" "] * 100], 0.02)
         assert answer.startswith(b"HTTP/1.1 408 ") and b"--body-timeout" in answer
-    assert served.async_llm.tracer.marks == {}
+    assert served.async_llm.tracer.running == {}
 
 
 async def test_a_long_body_that_keeps_coming_is_read_to_its_end(served: Served, connect):

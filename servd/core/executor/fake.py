@@ -25,6 +25,7 @@ from servd.messages import (
     WorkerReady,
 )
 from servd.params import PoolingParams, SamplingParams
+from servd.tracing import now_ns
 
 BYTE_VOCAB = 257  # see hf.FAKE_SPEC
 NEARLY_ALL = 250  # allowed tokens; inside a JSON string it is about 150 of the bytes
@@ -148,6 +149,7 @@ class FakeExecutor(executor.Executor):
         super().__init__(config, spec, progress)
         self.block_size = config.cache.block_size
         self.cache = array("Q")  # one state per token
+        self.times_ns: list[int] = []  # of the step computed last, see StepRecord.worker_ns
         self.rows: dict[int, Row] = {}
         self.launched: Pending | None = None  # the forward pass, until its tokens are sampled
         self.stream: Stream = (
@@ -197,6 +199,7 @@ class FakeExecutor(executor.Executor):
 
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Update the rows and compute the scheduled tokens."""
+        begin = now_ns()
         for slot in scheduled.freed_slots:
             del self.rows[slot]
         for request in scheduled.new_requests:
@@ -207,6 +210,7 @@ class FakeExecutor(executor.Executor):
             self._compute(row, item.num_tokens - item.num_drafts)
             row.drafts = (item.draft_token_ids or row.drafts)[: item.num_drafts]
             self._compute_drafts(row)
+        self.times_ns = [begin, begin, now_ns()]
         return scheduled
 
     def _sample(
@@ -234,6 +238,7 @@ class FakeExecutor(executor.Executor):
             elif (k := row.params.logprobs) is not None:
                 named = row.params.logprob_token_ids
                 output.logprobs[i] = [self._logprobs(token_id, k, named) for token_id in token_ids]
+        output.times_ns = [*self.times_ns, now_ns()]
         return output
 
     def _row(self, request: NewRequest) -> Row:

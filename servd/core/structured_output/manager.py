@@ -39,6 +39,7 @@ from servd.messages import (
     SchedulerOutput,
 )
 from servd.params import PoolingParams, SamplingParams, StructuredOutput
+from servd.tracing import Mark, now_ns
 
 logger = logging.getLogger("servd.structured_output")
 
@@ -216,12 +217,15 @@ class GrammarManager:
             self.warm_up()
             self._compiling[key] = []
             self._submit(lambda: self.on_compiled(self._try_to_compile(output)))
+        request.marks = [*request.marks, Mark("compiling", now_ns())]
         self._compiling[key].append(request)
         return False
 
     def take(self, compiled: Compiled) -> list[EngineCoreRequest]:
         """Keep a compiled grammar; returns the requests that waited for it."""
         requests = self._compiling.pop(compiled.key)
+        for request in requests:
+            request.marks = [*request.marks, Mark("compiled", now_ns())]
         if compiled.grammar is not None:
             self._cache.add(compiled.key, compiled.grammar)
             for request in requests:

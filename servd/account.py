@@ -1,0 +1,305 @@
+"""Account: every nanosecond of a request's life has one cause.
+
+A pure function of the request's marks and of the steps that the engine ran meanwhile: the marks say
+in which phase the request was, the steps what went on in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from servd.tracing import Mark, StepRecord
+
+MAX_SPANS = 400  # what is shorter than this part of the whole is drawn as a part of its neighbour
+MAX_STEPS = 512  # the longest ones are kept
+STALL_FACTOR, LEAST_STALL = 5, 50_000_000  # times what a step should take, and nanoseconds beyond
+NUM_FIRST_STEPS = 4  # caches, programs and graphs are made in them
+
+# Cause -> what it means to a person. Those up to `write` are the request's own work.
+CAUSES = {
+    "parse": "the body was parsed and checked",
+    "template": "the chat template was rendered",
+    "tokenise": "the prompt was made into tokens",
+    "grammar_check": "its structured output, which was new, was tried out",
+    "prefill": "its prompt was computed",
+    "decode": "its tokens were computed",
+    "detokenise": "the last tokens were made into text",
+    "write": "the answer was put together and handed to the socket",
+    "event_loop": "it waited for the API process, which was busy with other requests",
+    "ipc": "it was on its way between the processes",
+    "grammar_compile": "it waited for its grammar to be compiled",
+    "queue_step": "it waited for the step that the engine was running",
+    "queue_slots": "it waited for a slot: as many requests ran as --max-num-seqs allows",
+    "queue_blocks": "it waited for KV-cache blocks that other requests held",
+    "queue_budget": "it waited while others' prompts used up --max-num-batched-tokens",
+    "neighbour_prefill": "prompts of other requests were computed in the same steps",
+    "preemption": "its KV-cache blocks were taken from it, and its tokens computed again",
+    "rejected_drafts": "drafted tokens were computed in vain",
+    "stalled_worker": "a step took far longer than others of its size",
+    "start_up": "the engine's first steps took longer than later ones",
+    "slow_reader": "its client did not read what was there",
+    "unaccounted": "nothing was noted that explains it",
+}
+OWN_WORK = frozenset([*CAUSES][:8])
+# Before the engine has a request and after it is done, the next mark says what is going on.
+CAUSE_BEFORE = {
+    "parsed": "parse",
+    "templated": "template",
+    "tokenised": "tokenise",
+    "checked": "grammar_check",
+    "sent": "event_loop",
+    "detokenised": "detokenise",
+    "blocked": "write",
+    "written": "write",
+    "done": "write",
+}
+# Phase in the engine -> the cause of what of it lies between two steps.
+BETWEEN_STEPS = {
+    "arriving": "ipc",
+    "queued": "queue_step",
+    "prefilling": "unaccounted",
+    "decoding": "unaccounted",
+    "preemption": "preemption",
+}
+
+
+class Span(msgspec.Struct):
+    """A time with one cause."""
+
+    cause: str
+    begin_ns: int
+    end_ns: int
+    step: int = -1  # the first one in it
+    last_step: int = -1
+
+
+class Neighbour(msgspec.Struct):
+    """Another request whose prompt was computed while this one waited."""
+
+    num_tokens: int = 0
+    ns: float = 0.0
+
+
+class Account(msgspec.Struct):
+    """Where the time of a request went.
+
+    Attributes:
+        causes: nanoseconds by cause; they add up to the whole.
+        spans: in order, without gaps.
+        neighbours: by engine id.
+        steps: those that ran while the request was in the engine, at most MAX_STEPS.
+    """
+
+    begin_ns: int
+    end_ns: int
+    causes: dict[str, int]
+    spans: list[Span]
+    neighbours: dict[str, Neighbour]
+    num_steps: int
+    steps: list[StepRecord]
+
+    @property
+    def largest_wait(self) -> str:
+        """The cause, beside its own work, that took longest; "" if there is none."""
+        waits = {cause: ns for cause, ns in self.causes.items() if cause not in OWN_WORK and ns}
+        return max(waits, key=waits.__getitem__, default="")
+
+
+class Busy(NamedTuple):
+    """The time in which the engine was busy with one step and no earlier one."""
+
+    begin_ns: int
+    end_ns: int
+    record: StepRecord
+
+    @property
+    def duration(self) -> int:
+        """Nanoseconds."""
+        return self.end_ns - self.begin_ns
+
+
+def account(marks: Sequence[Mark], steps: Sequence[StepRecord], ids: Collection[str]) -> Account:
+    """Explain a request's time from its first to its last mark.
+
+    Args:
+        marks: of the request, in order of time.
+        steps: of the engine, in order; those before the request help to tell what is normal.
+        ids: under which the engine knows its choices.
+    """
+    return _Explainer(busy_times(steps), ids).explain(marks)
+
+
+def busy_times(steps: Sequence[StepRecord]) -> list[Busy]:
+    """When the engine was busy with each step; steps in flight overlap, so each counts from the end
+    of the one before.
+    """
+    end, found = 0, []
+    for record in steps:
+        begin = max(record.started_ns, end)
+        end = max(record.harvested_ns, begin)
+        found.append(Busy(begin, end, record))
+    return found
+
+
+def phases(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
+    """What a request was doing between its marks: a phase in the engine, or else a cause."""
+    seen: Counter[str] = Counter()
+    for mark, following in pairwise(marks):
+        seen[mark.stage] += 1
+        yield _phase(seen, following.stage), mark.at_ns, following.at_ns
+
+
+def _phase(seen: Counter[str], following: str) -> str:
+    """The phase after the marks in `seen`. A request with several choices is where the foremost of
+    those is that run.
+    """
+    num_ended = max(seen["finished"], seen["returned"])  # the API process may end a choice, too
+    num_running = seen["scheduled"] - seen["preempted"] - num_ended
+    if seen["sent"] and not seen["queued"]:
+        return "grammar_compile" if seen["compiling"] > seen["compiled"] else "arriving"
+    if num_ended < seen["queued"]:
+        if num_running > 0:
+            return "decoding" if seen["first_token"] > num_ended else "prefilling"
+        return "preemption" if seen["scheduled"] >= seen["queued"] else "queued"
+    if seen["returned"] < seen["finished"]:
+        return "ipc"
+    if seen["blocked"] > seen["resumed"]:
+        return "slow_reader"
+    return CAUSE_BEFORE.get(following, "unaccounted")
+
+
+class _Explainer:
+    """Collects the spans of one request."""
+
+    def __init__(self, busy: Sequence[Busy], ids: Collection[str]) -> None:
+        self.busy = busy
+        self.ids = ids
+        self.spans: list[Span] = []
+        self.neighbours: dict[str, Neighbour] = {}
+        self.was_preempted = False
+        self.first_step = 0  # that it took part in
+        self.blamed = -1  # the last step whose prompts were counted
+        plain = [b.duration for b in busy if not b.record.prefills and not b.record.num_drafts]
+        # Nanoseconds of a step without prompts and drafts, and of each token that these add.
+        self.plain_ns = median(plain) if plain else None
+        each = [
+            max(b.duration - (self.plain_ns or 0), 0) / num
+            for b in busy
+            if (num := _num_extra(b.record))
+        ]
+        self.token_ns = median(each) if each else 0.0
+
+    def explain(self, marks: Sequence[Mark]) -> Account:
+        at = 0  # index of the first step that is not over
+        taken: dict[int, Busy] = {}
+        self.first_step = next((mark.step for mark in marks if mark.stage == "scheduled"), 0)
+        for phase, begin, end in phases(marks):
+            between = BETWEEN_STEPS.get(phase)
+            if between is None:
+                self._add(phase, begin, end)
+                continue
+            self.was_preempted |= phase == "preemption"
+            while at < len(self.busy) and self.busy[at].end_ns <= begin:
+                at += 1
+            while at < len(self.busy) and (step := self.busy[at]).begin_ns < end:
+                self._add(between, begin, step.begin_ns)
+                begin = max(begin, step.begin_ns)
+                self._add_step(phase, step, begin, min(step.end_ns, end))
+                begin = min(step.end_ns, end)
+                taken[step.record.step] = step
+                if step.end_ns > end:
+                    break
+                at += 1
+            self._add(between, begin, end)
+        causes = Counter({"unaccounted": 0})
+        for span in self.spans:
+            causes[span.cause] += span.end_ns - span.begin_ns
+        longest = sorted(taken.values(), key=lambda step: -step.duration)[:MAX_STEPS]
+        return Account(
+            marks[0].at_ns, marks[-1].at_ns, dict(causes), self._drawn(), self.neighbours,
+            len(taken), sorted((step.record for step in longest), key=lambda record: record.step),
+        )  # fmt: skip
+
+    def _add_step(self, phase: str, step: Busy, begin: int, end: int) -> None:
+        """Explain the part of a step from `begin` to `end`, in which the request was in `phase`."""
+        record, number = step.record, step.record.step
+        if phase == "preemption":
+            return self._add(phase, begin, end, number)
+        if phase in ("arriving", "queued") or number < self.first_step:
+            self._blame(record, (end - begin) / max(record.num_tokens, 1))
+            is_late = record.started_ns < begin or phase != "queued" or not record.waits_for
+            cause = "queue_step" if is_late else f"queue_{record.waits_for}"
+            return self._add(cause, begin, end, number)
+        share = (end - begin) / max(step.duration, 1)
+        for cause, ns in self._beyond(step, share).items():
+            at = min(begin + round(ns), end)
+            self._add(cause, begin, at, number)
+            begin = at
+        self._add("decode" if phase == "decoding" else "prefill", begin, end, number)
+
+    def _beyond(self, step: Busy, share: float) -> dict[str, float]:
+        """Nanoseconds of a share of a step, by cause, that it would not have taken for this request
+        alone.
+        """
+        record, duration, num_extra = step.record, step.duration, _num_extra(step.record)
+        usual = (self.plain_ns or 0) + self.token_ns * num_extra
+        stall = duration - usual
+        if duration < STALL_FACTOR * usual or stall < LEAST_STALL:
+            stall = 0
+        if not num_extra:
+            beyond = 0.0
+        elif self.plain_ns is None:
+            beyond = (duration - stall) * num_extra / max(record.num_tokens, num_extra)
+        else:
+            beyond = max(duration - stall - self.plain_ns, 0)
+        token_ns = share * beyond / max(num_extra, 1)
+        own = sum(record.prefills.get(each, 0) for each in self.ids)
+        self._blame(record, token_ns)
+        return {
+            "start_up" if record.step < NUM_FIRST_STEPS else "stalled_worker": stall * share,
+            "neighbour_prefill": token_ns * (sum(record.prefills.values()) - own),
+            "rejected_drafts": token_ns * (record.num_drafts - record.num_accepted),
+            "preemption": token_ns * own * self.was_preempted,
+        }
+
+    def _blame(self, record: StepRecord, token_ns: float) -> None:
+        """Say whose prompts took time."""
+        is_new, self.blamed = record.step != self.blamed, record.step
+        for engine_id, num_tokens in record.prefills.items():
+            if engine_id not in self.ids:
+                neighbour = self.neighbours.setdefault(engine_id, Neighbour())
+                neighbour.num_tokens += num_tokens * is_new
+                neighbour.ns += num_tokens * token_ns
+
+    def _add(self, cause: str, begin: int, end: int, step: int = -1) -> None:
+        if end <= begin:
+            return
+        if self.spans and self.spans[-1].cause == cause:
+            self.spans[-1].end_ns = end
+            self.spans[-1].last_step = step
+        else:
+            self.spans.append(Span(cause, begin, end, step, step))
+
+    def _drawn(self) -> list[Span]:
+        """The spans, without those too short to be seen."""
+        if len(self.spans) <= MAX_SPANS:
+            return self.spans
+        least = (self.spans[-1].end_ns - self.spans[0].begin_ns) // MAX_SPANS
+        drawn: list[Span] = []
+        for span in self.spans:
+            if drawn and (span.end_ns - span.begin_ns < least or span.cause == drawn[-1].cause):
+                drawn[-1].end_ns, drawn[-1].last_step = span.end_ns, span.last_step
+            else:
+                drawn.append(msgspec.structs.replace(span))
+        return drawn
+
+
+def _num_extra(record: StepRecord) -> int:
+    """Tokens of a step that make it longer than one that decodes."""
+    return sum(record.prefills.values()) + record.num_drafts - record.num_accepted

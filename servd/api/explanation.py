@@ -1,0 +1,176 @@
+"""A request's account in words, in JSON and as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import UNSET
+
+from servd.account import CAUSES, OWN_WORK, Account, busy_times
+from servd.api.protocol.requests import (
+    CauseShare,
+    RequestSummary,
+    RequestTimeline,
+    TimelineMark,
+    TimelineNeighbour,
+    TimelineSpan,
+    TimelineStep,
+    Trace,
+)
+from servd.api.timeline import Timeline
+from servd.tracing import StepRecord
+
+MAX_NEIGHBOURS = 16
+BLOCKING = ("blocked", "resumed")  # stages
+
+
+def summarize(timeline: Timeline, account: Account) -> RequestSummary:
+    """The line of a list."""
+    return RequestSummary(**_summary(timeline, account))
+
+
+def explain(
+    timeline: Timeline, account: Account, is_visible: Callable[[str], bool]
+) -> RequestTimeline:
+    """Everything about a request.
+
+    Args:
+        timeline: the request's.
+        account: of its time.
+        is_visible: whether the client may know of a request with this engine id.
+    """
+    origin = account.begin_ns
+    whole = max(account.end_ns - origin, 1)
+    largest_first = sorted(account.causes.items(), key=lambda item: -item[1])
+    neighbours = sorted(account.neighbours.items(), key=lambda item: -item[1].ns)
+    marks = sorted(timeline.marks, key=lambda mark: mark.at_ns)
+    blocked = {stage: sum(m.at_ns for m in marks if m.stage == stage) for stage in BLOCKING}
+    return RequestTimeline(
+        **_summary(timeline, account),
+        explanation=_explanation(timeline, account),
+        causes=[
+            CauseShare(cause, _ms(ns), round(ns / whole, 4), CAUSES[cause])
+            for cause, ns in largest_first
+        ],
+        spans=[
+            TimelineSpan(
+                span.cause,
+                _ms(span.begin_ns - origin),
+                _ms(span.end_ns - origin),
+                UNSET if span.step < 0 else span.step,
+                UNSET if span.step < 0 else span.last_step,
+            )
+            for span in account.spans
+        ],
+        marks=[
+            TimelineMark(
+                mark.stage,
+                _ms(mark.at_ns - origin),
+                _ms(mark.at_ns - before.at_ns),
+                UNSET if mark.step < 0 else mark.step,
+            )
+            for before, mark in zip([marks[0], *marks], marks, strict=False)
+        ],
+        num_steps=account.num_steps,
+        steps=steps_of(account.steps, origin),
+        neighbours=[
+            TimelineNeighbour(each.num_tokens, _ms(each.ns), i if is_visible(i) else UNSET)
+            for i, each in neighbours[:MAX_NEIGHBOURS]
+        ],
+        blocked_ms=_ms(blocked["resumed"] - blocked["blocked"]),
+    )
+
+
+def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
+    stages = {mark.stage: mark.at_ns for mark in reversed(timeline.marks)}  # the first of each
+    cause = account.largest_wait
+    summary: dict[str, Any] = {
+        "id": timeline.id,
+        "route": timeline.route,
+        "status": "finished" if timeline.is_finished else "running",
+        "created": round(timeline.created, 3),
+        "wall_ms": _ms(account.end_ns - account.begin_ns),
+        "num_prompt_tokens": timeline.num_prompt_tokens,
+        "num_cached_tokens": timeline.num_cached_tokens,
+        "num_output_tokens": timeline.num_output_tokens,
+        "num_preemptions": sum(mark.stage == "preempted" for mark in timeline.marks),
+    }
+    if "first_token" in stages:
+        summary["ttft_ms"] = _ms(stages["first_token"] - account.begin_ns)
+    if cause:
+        summary |= {"cause": cause, "cause_ms": _ms(account.causes[cause])}
+    return summary
+
+
+def _explanation(timeline: Timeline, account: Account) -> str:
+    """The whole in a sentence or two."""
+    wall, cause = account.end_ns - account.begin_ns, account.largest_wait
+    own = sum(ns for name, ns in account.causes.items() if name in OWN_WORK)
+    text = f"{_ms(own):.1f} of {_ms(wall):.1f} ms were the request's own work"
+    if cause:
+        text += f"; for {_ms(account.causes[cause]):.1f} ms {CAUSES[cause]}"
+    return f"{text}." if timeline.is_finished else f"{text}. It is still running."
+
+
+def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
+    """Steps in order; their times count from `origin`."""
+    return [
+        TimelineStep(
+            step=record.step,
+            begin_ms=_ms(begin - origin),
+            end_ms=_ms(end - origin),
+            schedule_ms=_ms(record.scheduled_ns - record.started_ns),
+            **_phases(record),
+            num_tokens=record.num_tokens,
+            num_prompt_tokens=sum(record.prefills.values()),
+            num_requests=record.num_requests,
+            num_waiting=record.num_waiting,
+            waits_for=record.waits_for,
+            num_preempted=record.num_preempted,
+            num_cached_tokens=record.num_cached_tokens,
+            num_drafts=record.num_drafts,
+            num_accepted=record.num_accepted,
+        )
+        for begin, end, record in busy_times(records)
+    ]
+
+
+def _phases(record: StepRecord) -> dict[str, float]:
+    """What the worker did or, where it says nothing, the engine's view of it."""
+    times = record.worker_ns
+    if len(times) != 4:
+        times = [record.scheduled_ns, record.scheduled_ns, record.executed_ns, record.harvested_ns]
+    names = ("prepare_ms", "forward_ms", "sample_ms")
+    return {
+        name: _ms(end - begin) for name, begin, end in zip(names, times, times[1:], strict=False)
+    }
+
+
+def trace_of(timeline: RequestTimeline) -> Trace:
+    """The timeline in Chrome's trace-event format, which ui.perfetto.dev draws."""
+
+    def event(lane: int, name: str, begin_ms: float, end_ms: float, args: Any) -> dict[str, Any]:
+        return {
+            "ph": "X", "pid": 1, "tid": lane, "name": name, "args": args,
+            "ts": round(begin_ms * 1000), "dur": round((end_ms - begin_ms) * 1000),
+        }  # fmt: skip
+
+    lanes = ["request", "engine steps"]
+    named = [
+        {"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": name}}
+        for lane, name in enumerate(lanes, 1)
+    ]
+    process = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": timeline.id}}
+    spans = [
+        event(1, span.cause, span.begin_ms, span.end_ms, {"meaning": CAUSES[span.cause]})
+        for span in timeline.spans
+    ]
+    steps = [
+        event(2, f"step {step.step}", step.begin_ms, step.end_ms, step) for step in timeline.steps
+    ]
+    return Trace([process, *named, *spans, *steps])
+
+
+def _ms(ns: float) -> float:
+    return round(ns / 1e6, 3)

@@ -1,0 +1,119 @@
+"""Shapes of what a server says about its requests. Times are milliseconds from the first mark."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class RequestSummary(msgspec.Struct, kw_only=True):
+    """A request, and what it waited for longest."""
+
+    id: str
+    object: str = "request"
+    route: str
+    status: str  # "running" or "finished"
+    created: float  # Unix time
+    wall_ms: float
+    ttft_ms: float | UnsetType = UNSET
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    cause: str | UnsetType = UNSET  # the largest beside its own work
+    cause_ms: float | UnsetType = UNSET
+
+
+class RequestList(msgspec.Struct):
+    """Several requests."""
+
+    data: list[RequestSummary]
+    object: str = "list"
+
+
+class CauseShare(msgspec.Struct):
+    """One reason for the time that a request took."""
+
+    cause: str
+    ms: float
+    share: float  # of the whole, 0 to 1
+    meaning: str
+
+
+class TimelineSpan(msgspec.Struct):
+    """A time with one cause."""
+
+    cause: str
+    begin_ms: float
+    end_ms: float
+    first_step: int | UnsetType = UNSET  # of the engine
+    last_step: int | UnsetType = UNSET
+
+
+class TimelineMark(msgspec.Struct):
+    """One border that the request crossed, and when."""
+
+    stage: str
+    at_ms: float
+    took_ms: float  # since the mark before
+    step: int | UnsetType = UNSET
+
+
+class TimelineStep(msgspec.Struct, kw_only=True):
+    """One step of the engine."""
+
+    step: int
+    begin_ms: float
+    end_ms: float
+    schedule_ms: float
+    prepare_ms: float
+    forward_ms: float
+    sample_ms: float  # on a device that computes by itself, with the wait for it
+    num_tokens: int
+    num_prompt_tokens: int
+    num_requests: int
+    num_waiting: int
+    waits_for: str
+    num_preempted: int
+    num_cached_tokens: int
+    num_drafts: int
+    num_accepted: int
+
+
+class TimelineNeighbour(msgspec.Struct):
+    """A request whose prompt was computed while this one waited."""
+
+    num_prompt_tokens: int
+    ms: float
+    id: str | UnsetType = UNSET  # of the same API key
+
+
+class RequestTimeline(RequestSummary, kw_only=True):
+    """Where the time of a request went."""
+
+    object: str = "request.timeline"
+    explanation: str
+    causes: list[CauseShare]  # largest first
+    spans: list[TimelineSpan]
+    marks: list[TimelineMark]
+    num_steps: int
+    steps: list[TimelineStep]  # the longest, in order
+    neighbours: list[TimelineNeighbour]
+    blocked_ms: float
+
+
+class Trace(msgspec.Struct, rename="camel"):
+    """A timeline in Chrome's trace-event format."""
+
+    trace_events: list[dict[str, Any]]
+    display_time_unit: str = "ms"
+
+
+class StepList(msgspec.Struct):
+    """The latest steps of the engine, oldest first; times are those of the host's clock."""
+
+    data: list[TimelineStep]
+    now_ms: float
+    object: str = "list"

@@ -1,0 +1,93 @@
+"""GET /v1/requests, /v1/requests/{id}/timeline and /v1/steps: where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.account import Account
+from servd.api.context import context_of, json_response, offload
+from servd.api.explanation import explain, steps_of, summarize, trace_of
+from servd.api.openapi import describes
+from servd.api.protocol.requests import RequestList, RequestTimeline, StepList, Trace
+from servd.api.timeline import Timeline, Tracer
+from servd.errors import InvalidRequest, NotFound
+from servd.tracing import now_ns
+
+router = APIRouter()
+
+MAX_LISTED, MAX_STEPS_LISTED = 200, 1000
+CHARS_PER_STEP = 16  # a step takes about as long as so many characters, see `AsyncLLM.offload`
+
+
+def _count(most: int) -> dict[str, int | str]:
+    return {"type": "integer", "minimum": 1, "maximum": most}
+
+
+@router.get("/v1/requests")
+@describes(RequestList, query={name: _count(MAX_LISTED) for name in ("recent", "slowest")})
+async def list_requests(request: Request) -> Response:
+    """The most recent requests, running ones first, or the slowest finished ones; of this API key,
+    and of the API process that answers.
+    """
+    tracer, owner = _tracer(request), request.state.owner
+    if "slowest" in request.query_params:
+        found = tracer.longest(owner, _asked(request, "slowest", 20, MAX_LISTED))
+    else:
+        found = tracer.latest(owner, _asked(request, "recent", 20, MAX_LISTED))
+    accounts = await _accounts(request, found)
+    return json_response(RequestList(list(map(summarize, found, accounts))))
+
+
+@router.get("/v1/requests/{request_id}/timeline")
+@router.get("/debug/requests/{request_id}")
+@describes(
+    RequestTimeline, Trace, query={"format": {"enum": ["json", "perfetto"], "default": "json"}}
+)
+async def request_timeline(request: Request, request_id: str) -> Response:
+    """Where the time of a running, recent or slow request went, by the `id` of its answer: every
+    millisecond has a cause. `format=perfetto` gives it as trace events for ui.perfetto.dev.
+    """
+    tracer, owner = _tracer(request), request.state.owner
+    kind = request.query_params.get("format", "json")
+    if kind not in ("json", "perfetto"):
+        raise InvalidRequest("format must be json or perfetto", param="format")
+    timeline = tracer.get(request_id, owner)
+    if timeline is None:
+        raise NotFound(
+            f"there is no running or recent request {request_id[:200]!r} of this API key",
+            param="request_id",
+        )
+    (account,) = await _accounts(request, [timeline])
+    answer = explain(timeline, account, lambda engine_id: tracer.knows(engine_id, owner))
+    return json_response(answer if kind == "json" else trace_of(answer))
+
+
+@router.get("/v1/steps")
+@describes(StepList, query={"recent": _count(MAX_STEPS_LISTED)})
+async def list_steps(request: Request) -> Response:
+    """The latest steps of the engine of which this API process has heard."""
+    steps = _tracer(request).latest_steps(_asked(request, "recent", 100, MAX_STEPS_LISTED))
+    return json_response(StepList(steps_of(steps, 0), round(now_ns() / 1e6, 3)))
+
+
+def _tracer(request: Request) -> Tracer:
+    return context_of(request).async_llm.tracer
+
+
+def _asked(request: Request, name: str, default: int, most: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
+        raise InvalidRequest(f"{name} must be a whole number from 1 to {most}", param=name)
+    return int(text)
+
+
+async def _accounts(request: Request, timelines: Sequence[Timeline]) -> list[Account]:
+    """Those of several requests, made off the event loop if that takes long."""
+    tracer = _tracer(request)
+    inquiries = list(map(tracer.inquiry, timelines))
+    size = CHARS_PER_STEP * sum(len(inquiry.steps) for inquiry in inquiries)
+    return await offload(request, size, lambda: [inquiry.account() for inquiry in inquiries])

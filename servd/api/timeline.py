@@ -1,0 +1,174 @@
+"""Timelines: what an API process knows of its running requests, its recent and its slowest ones."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import msgspec
+
+from servd.account import Account, account
+from servd.api.metrics import ChoiceTimes
+from servd.tracing import Mark, StepRecord, now_ns
+
+MAX_RECENT = 1024  # about 3 KB each
+MAX_SLOWEST = 32  # each with its account, up to 300 KB
+MAX_STEPS = 8192  # about 700 bytes each
+STEPS_BEFORE = 256  # which tell what is normal
+
+
+class Timeline(msgspec.Struct):
+    """One request, or one prompt of a request with several."""
+
+    id: str
+    owner: str = ""
+    route: str = ""
+    created: float = 0.0  # Unix time
+    marks: list[Mark] = []
+    engine_ids: list[str] = []  # of its choices
+    choices: Sequence[ChoiceTimes] = ()
+    is_finished: bool = False
+    account: Account | None = None  # only of the slowest: the steps of others are still there
+
+    @property
+    def wall_ns(self) -> int:
+        """Nanoseconds from its first mark to its last, or to now."""
+        return (self.marks[-1].at_ns if self.is_finished else now_ns()) - self.marks[0].at_ns
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """0 before it is handed to the engine."""
+        return self.choices[0].num_prompt_tokens if self.choices else 0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of its prompt that were in the prefix cache."""
+        return self.choices[0].num_cached_tokens if self.choices else 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all its choices so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+
+class Inquiry(msgspec.Struct):
+    """What an account is made of; it belongs to no thread."""
+
+    timeline: Timeline
+    marks: list[Mark] = []
+    steps: list[StepRecord] = []
+
+    def account(self) -> Account:
+        """Where the time went."""
+        if self.timeline.account is not None:
+            return self.timeline.account
+        return account(self.marks, self.steps, frozenset(self.timeline.engine_ids))
+
+
+class Tracer:
+    """The timelines of running requests, of the most recent and of the slowest finished ones, and
+    the latest steps of the engine.
+    """
+
+    def __init__(self, keep: int = MAX_RECENT) -> None:
+        self.keep = keep
+        self.running: dict[str, Timeline] = {}
+        self.recent: OrderedDict[str, Timeline] = OrderedDict()
+        self.slowest: dict[str, Timeline] = {}
+        self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+
+    def open(self, request_id: str, owner: str = "", route: str = "") -> Timeline:
+        """The timeline of a running request, which may be new."""
+        timeline = self.running.get(request_id)
+        if timeline is None:
+            timeline = Timeline(request_id, owner, route, time.time())
+            self.running[request_id] = timeline
+        return timeline
+
+    def mark(self, request_id: str, stage: str, at_ns: int | None = None, step: int = -1) -> None:
+        """Note that `request_id` reached `stage` (one of STAGES), now or at `at_ns`."""
+        self.open(request_id).marks.append(Mark(stage, at_ns or now_ns(), step))
+
+    def extend(self, request_id: str, marks: Iterable[Mark]) -> None:
+        """Add marks that were taken elsewhere."""
+        self.open(request_id).marks.extend(marks)
+
+    def finish(self, request_id: str) -> Timeline:
+        """Close a request's timeline, with its marks in order of time."""
+        timeline = self.running.pop(request_id, None) or Timeline(request_id)
+        timeline.marks.sort(key=lambda mark: mark.at_ns)
+        timeline.is_finished = True
+        self.recent[request_id] = timeline
+        self.recent.move_to_end(request_id)
+        if len(self.recent) > self.keep:
+            self.recent.popitem(last=False)
+        if timeline.marks:
+            self._rank(timeline)
+        return timeline
+
+    def _rank(self, timeline: Timeline) -> None:
+        """Keep a finished request if it is among the slowest."""
+        if len(self.slowest) >= MAX_SLOWEST:
+            fastest = min(self.slowest.values(), key=lambda other: other.wall_ns)
+            if timeline.wall_ns <= fastest.wall_ns:
+                return
+            del self.slowest[fastest.id]
+        self.slowest[timeline.id] = timeline
+        timeline.account = self.inquiry(timeline).account()
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that is a part of another."""
+        self.running.pop(request_id, None)
+
+    def begin_ns(self, request_id: str) -> int:
+        """When a running request arrived; now, if it has no timeline."""
+        timeline = self.running.get(request_id)
+        return timeline.marks[0].at_ns if timeline and timeline.marks else now_ns()
+
+    def get(self, request_id: str, owner: str = "") -> Timeline | None:
+        """A running, recent or slow request of `owner`."""
+        for kept in (self.running, self.recent, self.slowest):
+            timeline = kept.get(request_id)
+            if timeline is not None and timeline.owner == owner and timeline.marks:
+                return timeline
+        return None
+
+    def latest(self, owner: str, count: int) -> list[Timeline]:
+        """Requests of `owner`, newest first."""
+        newest_first = [*reversed(self.running.values()), *reversed(self.recent.values())]
+        return list(islice((t for t in newest_first if t.owner == owner and t.marks), count))
+
+    def longest(self, owner: str, count: int) -> list[Timeline]:
+        """The slowest finished requests of `owner`, slowest first."""
+        own = [timeline for timeline in self.slowest.values() if timeline.owner == owner]
+        return sorted(own, key=lambda timeline: -timeline.wall_ns)[:count]
+
+    def knows(self, engine_id: str, owner: str) -> bool:
+        """Whether a choice with this id belongs to a request of `owner`."""
+        request_id, _, number = engine_id.rpartition("_")
+        known = self.get(engine_id, owner) or (number.isdecimal() and self.get(request_id, owner))
+        return bool(known)
+
+    def latest_steps(self, count: int) -> list[StepRecord]:
+        """In order."""
+        return list(islice(reversed(self.steps), count))[::-1]
+
+    def inquiry(self, timeline: Timeline) -> Inquiry:
+        """Collect what an account of a request's time, up to now, needs."""
+        if timeline.account is not None:
+            return Inquiry(timeline)
+        marks = sorted(timeline.marks, key=lambda mark: mark.at_ns)
+        if not timeline.is_finished:
+            marks.append(Mark("now", now_ns()))
+        begin, end = marks[0].at_ns, marks[-1].at_ns
+        steps: list[StepRecord] = []
+        num_before = 0
+        for record in reversed(self.steps):
+            num_before += record.harvested_ns < begin
+            if num_before > STEPS_BEFORE:
+                break
+            if record.started_ns < end:
+                steps.append(record)
+        return Inquiry(timeline, marks, steps[::-1])

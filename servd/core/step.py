@@ -1,0 +1,73 @@
+"""Step: one step from its scheduling to its harvest; StepLog: what is remembered of the latest."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+
+from servd.core.request import Request
+from servd.messages import NewRequest, ScheduledRequest
+from servd.tracing import StepRecord, now_ns
+
+MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each
+NEWS_INTERVAL = 256  # steps
+
+
+@dataclass(slots=True)
+class Step:
+    """A step while it is put together and until it is harvested.
+
+    Holds the requests themselves, row by row: an id may be finished, aborted and used again
+    meanwhile.
+    """
+
+    record: StepRecord
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+
+    def add(self, request: Request, scheduled: ScheduledRequest) -> None:
+        """A request takes part."""
+        self.scheduled.append(scheduled)
+        self.requests.append(request)
+        num_tokens = scheduled.num_tokens - scheduled.num_drafts
+        if num_tokens > 1 or not scheduled.samples:
+            self.record.prefills[request.request_id] = num_tokens
+
+    def end_scheduling(self, num_tokens: int, num_waiting: int, lacks: str) -> None:
+        """All that take part are added. The first of those that wait lacks what `lacks` names."""
+        record = self.record
+        record.num_tokens, record.num_requests = num_tokens, len(self.scheduled)
+        if num_waiting:
+            record.num_waiting, record.waits_for = num_waiting, lacks
+        record.scheduled_ns = now_ns()
+
+
+class StepLog:
+    """The records of harvested steps. Each client gets each of them once, with its outputs."""
+
+    def __init__(self) -> None:
+        self._harvested_ns = 0
+        self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self._num_added = 0
+        self._num_given: dict[int, int] = {}  # by client, of all that were added
+
+    def add(self, record: StepRecord, harvested_ns: int, worker_ns: list[int]) -> int:
+        """A step is harvested. Returns its nanoseconds, without those of the step before."""
+        record.harvested_ns, record.worker_ns = harvested_ns, worker_ns
+        self._records.append(record)
+        self._num_added += 1
+        before, self._harvested_ns = self._harvested_ns, harvested_ns
+        return harvested_ns - max(record.started_ns, before)
+
+    @property
+    def is_news_due(self) -> bool:
+        """Whether clients with requests should get the records, whatever came out for them."""
+        return self._num_added % NEWS_INTERVAL == 0
+
+    def news(self, client: int) -> list[StepRecord]:
+        """The records since the last call for this client, as far as they are kept."""
+        num_new = self._num_added - self._num_given.get(client, 0)
+        self._num_given[client] = self._num_added
+        return list(islice(reversed(self._records), num_new))[::-1]

@@ -1,0 +1,126 @@
+"""GET /v1/requests, /v1/requests/{id}/timeline and /v1/steps."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from servd.api.openapi import document
+from servd.api.routes import load_routers
+from tests.api.harness import Served, serve, until, user
+
+COMPLETIONS = "/v1/completions"
+
+
+async def timeline_of(served: Served, request_id: str, **query: str):
+    answer = await served.http.get(f"/v1/requests/{request_id}/timeline", params=query)
+    assert answer.status_code == 200
+    return answer.json()
+
+
+async def test_the_timeline_of_a_request_sums_to_its_wall_time(served: Served):
+    body = {"messages": user("hi"), "max_tokens": 3}
+    answer = await served.http.post("/v1/chat/completions", json=body)
+    timeline = await timeline_of(served, answer.json()["id"])
+    stages = [mark["stage"] for mark in timeline["marks"]]
+    assert stages == [
+        "received", "parsed", "templated", "tokenised", "sent", "queued", "scheduled",
+        "first_token", "finished", "returned", "detokenised", "written", "done",
+    ]  # fmt: skip
+    wall = timeline["wall_ms"]
+    assert wall > 0
+    for parts in ([m["took_ms"] for m in timeline["marks"]], [c["ms"] for c in timeline["causes"]]):
+        assert sum(parts) == pytest.approx(wall, abs=0.02)
+    assert sum(cause["share"] for cause in timeline["causes"]) == pytest.approx(1, abs=0.01)
+    assert timeline["spans"][0]["begin_ms"] == 0 and timeline["spans"][-1]["end_ms"] == wall
+    assert timeline["num_steps"] == len(timeline["steps"]) == 3
+    assert timeline["num_prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
+    assert timeline["num_output_tokens"] == 3 and timeline["status"] == "finished"
+    old = await served.http.get(f"/debug/requests/{answer.json()['id']}")
+    assert old.json() == timeline
+
+
+async def test_recent_and_slowest_requests(served: Served):
+    for i in range(3):
+        served.engine.step_seconds = 0.03 if i == 1 else 0.0
+        body = {"prompt": "a", "max_tokens": 4}
+        await served.http.post(COMPLETIONS, json=body, headers={"x-request-id": f"r{i}"})
+    served.engine.may_step.clear()
+    running = asyncio.create_task(served.http.post(COMPLETIONS, json={"prompt": "running"}))
+    await until(lambda: len(served.async_llm.tracer.running) == 1)
+    recent = (await served.http.get("/v1/requests?recent=2")).json()["data"]
+    slowest = (await served.http.get("/v1/requests?slowest=1")).json()["data"]
+    everything = (await served.http.get("/v1/requests")).json()["data"]
+    served.engine.may_step.set()
+    await running
+    assert [one["status"] for one in recent] == ["running", "finished"]
+    assert recent[0]["wall_ms"] > 0 and "r2" in recent[1]["id"] and len(everything) == 4
+    assert "r1" in slowest[0]["id"] and slowest[0]["wall_ms"] >= 90
+    assert slowest[0]["route"] == COMPLETIONS
+
+
+@pytest.mark.parametrize("query", ["recent=0", "recent=x", "slowest=201", "recent=99999999999"])
+async def test_counts_out_of_bounds(http, query):
+    answer = await http.get(f"/v1/requests?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == query.partition("=")[0]
+
+
+async def test_requests_belong_to_their_key():
+    async with serve(api_key=["mine", "theirs"]) as served:
+        mine, theirs = ({"authorization": f"Bearer {key}"} for key in ("mine", "theirs"))
+        posts = [
+            served.http.post(COMPLETIONS, json={"prompt": "ab" * 9}, headers=key)
+            for key in (mine, theirs)
+        ]
+        answer, _ = await asyncio.gather(*posts)
+        url = f"/v1/requests/{answer.json()['id']}/timeline"
+        timeline = await served.http.get(url, headers=mine)
+        assert (await served.http.get(url, headers=theirs)).status_code == 404
+        assert "id" not in timeline.json()["neighbours"][0]  # it is the other key's
+        for kind in ("recent", "slowest"):
+            listed = await served.http.get(f"/v1/requests?{kind}=9", headers=mine)
+            assert [one["id"] for one in listed.json()["data"]] == [answer.json()["id"]]
+
+
+async def test_neighbours_are_named(served: Served):
+    first, second = await asyncio.gather(
+        *(served.http.post(COMPLETIONS, json={"prompt": text * 9}) for text in ("ab", "cd"))
+    )
+    timeline = await timeline_of(served, first.json()["id"])
+    assert [n["id"] for n in timeline["neighbours"]] == [second.json()["id"]]
+    assert timeline["neighbours"][0]["num_prompt_tokens"] == 18
+
+
+async def test_perfetto(served: Served):
+    answer = await served.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 5})
+    timeline = await timeline_of(served, answer.json()["id"])
+    trace = await timeline_of(served, answer.json()["id"], format="perfetto")
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [e["name"] for e in events if e["tid"] == 1] == [s["cause"] for s in timeline["spans"]]
+    assert [e["args"]["step"] for e in events if e["tid"] == 2] == [0, 1, 2, 3, 4]
+    assert sum(e["dur"] for e in events if e["tid"] == 1) == pytest.approx(
+        timeline["wall_ms"] * 1000, abs=20
+    )
+    url = f"/v1/requests/{answer.json()['id']}/timeline?format=svg"
+    assert (await served.http.get(url)).status_code == 400
+
+
+async def test_an_unknown_request(http):
+    assert (await http.get("/v1/requests/unknown/timeline")).status_code == 404
+
+
+async def test_latest_steps(served: Served):
+    await served.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 5})
+    steps = (await served.http.get("/v1/steps?recent=4")).json()
+    assert [step["step"] for step in steps["data"]] == [1, 2, 3, 4]
+    assert all(step["num_tokens"] == 1 for step in steps["data"])
+    times = [at for step in steps["data"] for at in (step["begin_ms"], step["end_ms"])]
+    assert times == sorted(times) and times[-1] <= steps["now_ms"]
+
+
+def test_the_description_of_a_timeline_names_its_fields():
+    schemas = document(load_routers(), needs_key=False)["components"]["schemas"]
+    name = next(name for name in schemas if name.endswith("RequestTimeline"))
+    assert {"spans", "causes", "neighbours"} <= set(schemas[name]["properties"])

@@ -1,0 +1,62 @@
+"""Timelines: marks of several processes in one order, and a bounded memory of finished requests."""
+
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servd.api.timeline import MAX_SLOWEST, Tracer
+from servd.tracing import STAGES, Mark
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(STAGES), st.integers(1, 10**6), st.booleans()), min_size=1)
+)
+def test_marks_are_in_order_of_time_wherever_they_were_taken(marks):
+    tracer = Tracer()
+    for stage, at_ns, is_foreign in marks:
+        if is_foreign:
+            tracer.extend("r", [Mark(stage, at_ns)])
+        else:
+            tracer.mark("r", stage, at_ns)
+    finished = tracer.finish("r")
+    assert finished is tracer.get("r")
+    assert [m.at_ns for m in finished.marks] == sorted(at_ns for _, at_ns, _ in marks)
+
+
+def test_a_mark_without_a_time_is_now():
+    tracer = Tracer()
+    before = time.monotonic_ns()
+    tracer.mark("r", "received")
+    assert before <= tracer.finish("r").marks[0].at_ns <= time.monotonic_ns()
+
+
+def test_the_most_recent_and_the_slowest_finished_requests_are_kept():
+    tracer = Tracer(keep=3)
+    for i in range(100):
+        tracer.mark(str(i), "received", 1)
+        tracer.mark(str(i), "done", 10**9 if i == 7 else 10 + i)
+        tracer.finish(str(i))
+    assert len(tracer.recent) == 3 and tracer.running == {}
+    assert [t.id for t in tracer.latest("", 2)] == ["99", "98"]
+    assert [t.id for t in tracer.longest("", 3)] == ["7", "99", "98"]
+    slowest = {"7", *map(str, range(101 - MAX_SLOWEST, 100))}
+    assert {str(i) for i in range(100) if tracer.get(str(i))} == slowest
+
+
+def test_a_timeline_is_shown_to_its_owner_alone_and_forgotten_with_its_request():
+    tracer = Tracer()
+    for i, owner in enumerate("aabb"):
+        tracer.open(str(i), owner).marks.append(Mark("received", 1))
+    tracer.forget("0")
+    for i in "13":
+        tracer.finish(i)
+    for owner, own in (("a", ["1"]), ("b", ["2", "3"]), ("", [])):
+        assert [i for i in "0123" if tracer.get(i, owner)] == own
+        assert [i for i in "0123" if tracer.knows(f"{i}_5", owner)] == own
+        assert sorted(t.id for t in tracer.latest(owner, 9)) == own
+    assert [t.id for t in tracer.longest("a", 9)] == ["1"]
+
+
+def test_an_unknown_request_has_no_timeline():
+    assert Tracer().get("r") is None

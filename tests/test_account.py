@@ -1,0 +1,232 @@
+"""The account of a request's time, on hand-made marks and steps; times are milliseconds here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servd.account import CAUSES, MAX_SPANS, Account, account
+from servd.tracing import STAGES, Mark, StepRecord
+
+MS = 1_000_000
+BEFORE = {"received": 0, "parsed": 1, "tokenised": 2, "sent": 3}
+AFTER = {"returned": 1, "detokenised": 2, "written": 3, "done": 3}  # after it has finished
+
+
+def marks_of(*own: tuple[str, int, int] | tuple[str, int], end: int) -> list[Mark]:
+    """Marks of a short request that is sent at 3 and finished at `end`."""
+    marks = [Mark(stage, at * MS) for stage, at in BEFORE.items()]
+    marks += [Mark(stage, at * MS, *step) for stage, at, *step in own]
+    marks += [Mark("finished", end * MS)]
+    marks += [Mark(stage, (end + at) * MS) for stage, at in AFTER.items()]
+    return sorted(marks, key=lambda mark: mark.at_ns)
+
+
+def step(number: int, begin: int, end: int, prefills: dict[str, int] | None = None, **fields):
+    """A step of four requests, which ends at `end`."""
+    prefills = prefills or {}
+    num_tokens = sum(prefills.values()) + 4 + fields.get("num_drafts", 0)
+    return StepRecord(
+        number, begin * MS, begin * MS, harvested_ns=end * MS, prefills=prefills,
+        num_tokens=num_tokens, **fields,
+    )  # fmt: skip
+
+
+def decoding(first: int, begin: int, end: int) -> list[StepRecord]:
+    """Plain steps of 10 ms from `begin` to `end`."""
+    return [step(first + i, at, at + 10) for i, at in enumerate(range(begin, end, 10))]
+
+
+def milliseconds(found: Account) -> dict[str, float]:
+    return {cause: ns / MS for cause, ns in found.causes.items() if ns}
+
+
+def explain(marks: list[Mark], steps: list[StepRecord]) -> dict[str, float]:
+    found = milliseconds(account(marks, steps, {"own"}))
+    assert sum(found.values()) == pytest.approx((marks[-1].at_ns - marks[0].at_ns) / MS)
+    return found
+
+
+def test_an_undisturbed_request_is_its_own_work():
+    marks = marks_of(
+        ("queued", 4), ("scheduled", 4, 10), ("first_token", 34, 10), end=64
+    )  # fmt: skip
+    steps = [step(10, 4, 34, {"own": 40}), *decoding(11, 34, 64)]
+    assert explain(marks, steps) == {
+        "parse": 1, "tokenise": 1, "event_loop": 1, "ipc": 2, "prefill": 30, "decode": 30,
+        "detokenise": 1, "write": 1,
+    }  # fmt: skip
+
+
+def test_prompts_of_others_in_the_same_steps():
+    marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 14, 10), end=194)
+    steps = [step(10, 4, 14), *decoding(11, 14, 54)]
+    steps += [step(15, 54, 114, {"b": 100}), step(16, 114, 174, {"b": 75, "c": 25})]
+    steps += decoding(17, 174, 194)
+    found = account(marks, steps, {"own"})
+    assert milliseconds(found)["neighbour_prefill"] == 100  # of 120: they decode, too
+    assert milliseconds(found)["decode"] == 80
+    assert found.largest_wait == "neighbour_prefill"
+    assert {name: (n.num_tokens, n.ns / MS) for name, n in found.neighbours.items()} == {
+        "b": (175, 87.5), "c": (25, 12.5),
+    }  # fmt: skip
+
+
+def test_a_prompt_computed_together_with_others_is_shared_by_tokens():
+    marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 114, 10), end=134)
+    steps = [step(10, 4, 114, {"own": 20, "b": 80}), *decoding(11, 114, 134)]
+    found = explain(marks, steps)
+    assert (found["prefill"], found["neighbour_prefill"]) == (30, 80)  # 10 for the step itself
+
+
+@pytest.mark.parametrize("resource", ["slots", "blocks", "budget"])
+def test_what_it_queued_for(resource):
+    marks = marks_of(("queued", 4), ("scheduled", 44, 14), ("first_token", 54, 14), end=64)
+    steps = [step(9, 0, 14)]
+    steps += [step(10 + i, 14 + 10 * i, 24 + 10 * i, waits_for=resource) for i in range(3)]
+    steps += [step(14, 44, 54), step(15, 54, 64)]
+    found = explain(marks, steps)
+    assert found[f"queue_{resource}"] == 30
+    assert found["queue_step"] == 11  # the step that ran when it came, from 3 on
+
+
+def test_a_preempted_request_waits_and_computes_again():
+    marks = marks_of(
+        ("queued", 4), ("scheduled", 4, 10), ("first_token", 14, 10), ("preempted", 24, 12),
+        ("scheduled", 54, 15), end=124,
+    )  # fmt: skip
+    steps = [step(10, 4, 14), step(11, 14, 24), *decoding(12, 24, 54)]
+    steps += [step(15, 54, 104, {"own": 50}), *decoding(16, 104, 124)]
+    found = explain(marks, steps)
+    assert found["preemption"] == 30 + 40
+    assert found["decode"] == 10 + 10 + 20
+
+
+def test_drafts_in_vain():
+    marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 14, 10), end=74)
+    steps = [step(10, 4, 14)]
+    steps += [
+        step(11 + i, 14 + 30 * i, 44 + 30 * i, num_drafts=16, num_accepted=4) for i in range(2)
+    ]
+    found = explain(marks, steps)
+    assert found["rejected_drafts"] == 40 and found["decode"] == 20
+
+
+@pytest.mark.parametrize(("first", "cause"), [(10, "stalled_worker"), (0, "start_up")])
+def test_a_step_that_takes_longer_than_its_size_explains(first, cause):
+    marks = marks_of(("queued", 4), ("scheduled", 4, first), ("first_token", 14, first), end=544)
+    steps = [step(first, 4, 14), step(first + 1, 14, 514), *decoding(first + 2, 514, 544)]
+    assert explain(marks, steps)[cause] == 490
+
+
+def test_a_stall_beside_a_prompt_is_not_the_prompt():
+    marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 14, 10), end=1114)
+    steps = [step(10 + i, 4 + 10 * i, 14 + 10 * i) for i in range(3)]
+    steps += [step(13 + i, 34 + 30 * i, 64 + 30 * i, {"b": 20}) for i in range(3)]
+    steps += [step(16, 124, 1114, {"c": 20})]
+    found = explain(marks, steps)
+    assert found["stalled_worker"] == 990 - 30 and found["neighbour_prefill"] == 4 * 20
+
+
+def test_grammar_between_its_arrival_and_the_queue():
+    marks = marks_of(
+        ("compiling", 4), ("compiled", 504), ("queued", 504), ("scheduled", 504, 1),
+        ("first_token", 514, 1), end=524,
+    )  # fmt: skip
+    assert explain(marks, [step(1, 504, 514), step(2, 514, 524)])["grammar_compile"] == 500
+
+
+def test_a_client_that_does_not_read():
+    marks = marks_of(("queued", 4), ("scheduled", 4, 1), ("first_token", 14, 1), end=24)
+    blocked = [Mark("blocked", 15 * MS), Mark("resumed", 20 * MS)]  # delays nothing
+    blocked += [Mark("blocked", 26 * MS), Mark("resumed", 826 * MS)]
+    marks = sorted([*marks[:-2], *blocked], key=lambda mark: mark.at_ns)
+    marks += [Mark("written", 827 * MS), Mark("done", 827 * MS)]
+    found = explain(marks, decoding(1, 4, 24))
+    assert found["slow_reader"] == 800 and found["decode"] == 10
+
+
+def test_steps_in_flight_overlap():
+    marks = marks_of(("queued", 4), ("scheduled", 12, 11), ("first_token", 34, 11), end=44)
+    steps = [step(10, 4, 24), step(11, 12, 34), step(12, 25, 44)]
+    found = explain(marks, steps)
+    assert found["queue_step"] == 8 + 12  # until the step before is over
+    assert found["prefill"] == 10 and found["decode"] == 10
+
+
+def test_time_between_steps_is_unaccounted():
+    marks = marks_of(("queued", 4), ("scheduled", 4, 1), ("first_token", 14, 1), end=50)
+    assert explain(marks, [step(1, 4, 14), step(2, 40, 50)])["unaccounted"] == 26
+
+
+def test_choices_are_where_the_foremost_that_runs_is():
+    marks = marks_of(
+        ("queued", 4), ("queued", 4), ("scheduled", 4, 1), ("first_token", 14, 1),
+        ("finished", 24), ("scheduled", 24, 3), ("first_token", 34, 3), ("returned", 25), end=44,
+    )  # fmt: skip
+    found = explain(marks, decoding(1, 4, 44))
+    assert (found["prefill"], found["decode"]) == (20, 20)
+
+
+def test_a_stop_string_ends_a_choice_in_the_api_process():
+    marks = [m for m in marks_of(("queued", 4), ("scheduled", 4, 1), ("first_token", 14, 1), end=24)
+             if m.stage != "finished"]  # fmt: skip
+    found = explain(marks, decoding(1, 4, 44))
+    assert found["decode"] == 11 and found["detokenise"] == 1
+
+
+def test_thousands_of_short_spans_are_drawn_as_few():
+    num = 5000
+    steps = [step(i, 4 + 2 * i, 6 + 2 * i, {"b": 10} if i % 2 else None) for i in range(num)]
+    marks = marks_of(("queued", 4), ("scheduled", 4, 0), ("first_token", 6, 0), end=2 * num)
+    found = account(marks, steps, {"own"})
+    assert len(found.spans) <= MAX_SPANS + 1
+    assert found.num_steps > 4000 and len(found.steps) == 512
+    assert_contiguous(found)
+
+
+def assert_contiguous(found: Account) -> None:
+    at = found.begin_ns
+    for span in found.spans:
+        assert span.begin_ns == at < span.end_ns
+        at = span.end_ns
+    assert at == found.end_ns
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 40), st.integers(0, 40),
+        st.dictionaries(st.sampled_from(["own", "b", "c"]), st.integers(2, 99), max_size=2),
+        st.integers(0, 9), st.integers(0, 9), st.sampled_from(["", "slots", "blocks", "budget"]),
+    )
+)  # fmt: skip
+MARKS = st.lists(
+    st.tuples(st.sampled_from(STAGES), st.integers(0, 400), st.integers(0, 9)), min_size=1
+)
+
+
+@given(MARKS, STEPS)
+def test_the_shares_add_up_to_the_whole_and_none_is_negative(marks, parts):
+    """Whatever the marks and the steps are: some may be lost, or come in any order."""
+    begin, end, steps = 0, 0, []
+    for number, (wait, duration, prefills, drafts, accepted, waits_for) in enumerate(parts):
+        begin = max(begin, end - 5) + wait
+        end = max(end, begin) + duration
+        steps.append(
+            step(number, begin, end, prefills, num_drafts=drafts,
+                 num_accepted=min(accepted, drafts), waits_for=waits_for)
+        )  # fmt: skip
+    taken = sorted((Mark(stage, at * MS, number) for stage, at, number in marks),
+                   key=lambda mark: mark.at_ns)  # fmt: skip
+    found = account(taken, steps, {"own"})
+    assert sum(found.causes.values()) == taken[-1].at_ns - taken[0].at_ns
+    assert min(found.causes.values()) >= 0 and set(found.causes) <= set(CAUSES)
+    assert_contiguous(found)
+
+
+def test_the_documentation_has_every_cause():
+    page = (Path(__file__).parents[1] / "docs/observability.md").read_text(encoding="utf8")
+    assert all(f"| `{cause}` | {meaning} |" in page for cause, meaning in CAUSES.items())
