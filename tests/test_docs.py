@@ -39,6 +39,7 @@ OTHER_FLAGS = {
     "--json", "--jsonl", "--plot", "--out",  # servd bench and benchmarks
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
     "--threads", "--work",  # tools.demo_model.train
+    "--method", "--prompts", "--batch-tokens",  # tools.train_speculator
     "--parts",  # benchmarks.gpu
     "--methods", "--depths", "--batches",  # servd bench spec
     "--lengths",  # servd plan

@@ -1,0 +1,1 @@
+"""Training of heads that draft for a model: EAGLE-3 and Medusa."""
