@@ -163,7 +163,7 @@ def check_model(config: Config) -> Iterator[Finding]:
     """All that a server reads of a model."""
     name = "model"
     try:
-        config, spec = launch.find_and_resolve(config)
+        config, spec, _ = launch.find_and_resolve(config)
         layers = f"{spec.num_layers} layers of {spec.hidden_size}"
         yield Finding(name, "ok", f"{config.model.model}: {spec.model_type}, {layers}")
         name = "tokenizer"
