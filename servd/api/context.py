@@ -84,9 +84,10 @@ async def offload(request: Request, size: int, work: Callable[[], T], is_new: bo
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """Read and check a JSON body, which may name the request unless a header did; fields that
     have no effect are named in the headers `request.state.ignored`, so that a typing error does not
-    pass in silence.
+    pass in silence. `request.state.model` is the name of the model for the answer.
 
     Raises:
+        UnknownModel: the body names a model that is not served.
         InvalidRequest: also for another content type, which a browser's form could send across
             origins, and under --strict-fields for fields that have no effect.
         Overloaded: see `AsyncLLM.offload`.
@@ -115,6 +116,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     if asked is not None and "x-request-id" not in request.headers:
         request.state.request_id = asked
         request.state.unique_id = f"{asked}-{request.state.unique_id[:12]}"
+    request.state.model = context.model_name(body.model)
     return body
 
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from servd.api.context import context_of, offload, owned, start_timeline
 from servd.api.prompt import Prompt
+from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.streaming import until_disconnect
 from servd.messages import RequestOptions
 from servd.outputs import unpack_vector
@@ -22,6 +23,11 @@ class Vectors(msgspec.Struct):
 
     data: list[bytes]  # float32, little-endian
     num_prompt_tokens: int  # of all prompts
+
+    @property
+    def usage(self) -> EmbeddingUsage:
+        """Tokens, as answers tell them."""
+        return EmbeddingUsage(self.num_prompt_tokens, self.num_prompt_tokens)
 
     @property
     def num_numbers(self) -> int:

@@ -66,7 +66,7 @@ class ResponseBuilder(ABC):
         self.tokenizer = self.async_llm.processor.tokenizer
         self.stream = bool(body.stream)
         self.id = response_id
-        self.model = self.context.model_name(body.model)
+        self.model = request.state.model
         self.prompts = prompts
         self.params = params
         self.options = owned(request, options)

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, read_body
+from servd.api.context import read_body
 from servd.api.openapi import describes
 from servd.api.protocol.embeddings import VectorRequest
 from servd.api.protocol.pooling import CLASSIFY
@@ -23,10 +23,10 @@ async def classify(request: Request) -> Response:
     Raises:
         InvalidRequest: always.
     """
-    body = await read_body(request, VectorRequest)
-    model = context_of(request).model_name(body.model)
+    await read_body(request, VectorRequest)
+    model = request.state.model[:200]
     raise InvalidRequest(
-        f"{CLASSIFY}, {model[:200]!r} writes text: ask it for a class by /v1/chat/completions with "
+        f"{CLASSIFY}, {model!r} writes text: ask it for a class by /v1/chat/completions with "
         '`structured_outputs`: {"choice": [...]}, or compare embeddings by /score',
         param="model",
     )

@@ -33,7 +33,6 @@ async def create_cohere_embeddings(request: Request) -> Response:
     """A vector for each text, in every form asked for."""
     context = context_of(request)
     body = await read_body(request, CohereEmbedRequest)
-    context.model_name(body.model)
     limit = min(body.max_tokens or context.max_model_len, context.max_model_len)
     parts = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}
     first, last = parts[body.truncate]

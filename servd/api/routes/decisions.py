@@ -10,13 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import (
-    context_of,
-    json_response,
-    owned,
-    read_body,
-    start_timeline,
-)
+from servd.api.context import context_of, json_response, owned, read_body, start_timeline
 from servd.api.decisions import OptionScorer, gather
 from servd.api.openapi import describes
 from servd.api.prompt import Chat, Prompt
@@ -54,7 +48,6 @@ async def create_decision(request: Request) -> Response:
     context = context_of(request)
     async_llm = context.async_llm
     body = await read_body(request, DecisionsRequest)
-    model = context.model_name(body.model)
     request_id = f"decision-{request.state.unique_id}"
     start_timeline(request, request_id)
     own = owned(request, RequestOptions(cache_salt=body.prompt_cache_key))
@@ -67,7 +60,8 @@ async def create_decision(request: Request) -> Response:
         OutputTokensDetails(0),
         scorer.num_prompt_tokens + scorer.num_output_tokens,
     )
-    return json_response(Decision(model, answers, usage), headers=request.state.ignored)
+    decision = Decision(request.state.model, answers, usage)
+    return json_response(decision, headers=request.state.ignored)
 
 
 async def _answers(scorer: OptionScorer, body: DecisionsRequest) -> list[Answer]:

@@ -8,15 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response, context_of, read_body
+from servd.api.context import built_response, read_body
 from servd.api.embedding import embed
 from servd.api.openapi import describes
-from servd.api.protocol.embeddings import (
-    Embedding,
-    EmbeddingRequest,
-    Embeddings,
-    EmbeddingUsage,
-)
+from servd.api.protocol.embeddings import Embedding, EmbeddingRequest, Embeddings
 from servd.outputs import unpack_vector
 
 router = APIRouter()
@@ -27,7 +22,6 @@ router = APIRouter()
 async def create_embeddings(request: Request) -> Response:
     """A vector for each input."""
     body = await read_body(request, EmbeddingRequest)
-    model = context_of(request).model_name(body.model)
     vectors = await embed(
         request, "embd", body.prompts(), body.params(body.pooling), body.request_options
     )
@@ -39,8 +33,8 @@ async def create_embeddings(request: Request) -> Response:
                 Embedding(i, base64.b64encode(data).decode() if as_text else unpack_vector(data))
                 for i, data in enumerate(vectors.data)
             ],
-            model,
-            EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
+            request.state.model,
+            vectors.usage,
         )
 
     return await built_response(request, vectors.num_numbers, build)

@@ -6,12 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import (
-    context_of,
-    json_response,
-    offload,
-    read_body,
-)
+from servd.api.context import context_of, json_response, offload, read_body
 from servd.api.openapi import describes
 from servd.api.processor import Processor
 from servd.api.protocol.anthropic import (
@@ -37,7 +32,6 @@ async def create_message(request: Request) -> Response:
     context = context_of(request)
     can_limit = _can_limit_reasoning(context.async_llm.processor)
     body = await read_body(request, LimitedMessagesRequest if can_limit else MessagesRequest)
-    context.model_name(body.model)
     message_id = f"msg_{request.state.unique_id}"
     with renamed(CHAT_NAMES):
         chat = await offload(
@@ -61,7 +55,6 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     async_llm = context_of(request).async_llm
     body = await read_body(request, CountTokensRequest)
-    context_of(request).model_name(body.model)
     with renamed(CHAT_NAMES):
         chat = await offload(
             request, request.state.num_bytes, lambda: body.as_chat(body.chat_fields())

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from servd.api.context import built_response, context_of, read_body
 from servd.api.embedding import embed
 from servd.api.openapi import describes
-from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
 from servd.errors import InvalidRequest
 from servd.outputs import unpack_vector
@@ -27,7 +26,6 @@ async def pool(request: Request) -> Response:
     """A vector for each input, or for each token of it."""
     context = context_of(request)
     body = await read_body(request, PoolingRequest)
-    model = context.model_name(body.model)
     size = body.dimensions or context.async_llm.spec.hidden_size
 
     def check(num_tokens: int) -> None:
@@ -53,9 +51,9 @@ async def pool(request: Request) -> Response:
     def build() -> Poolings:
         return Poolings(
             f"pool-{request.state.unique_id}",
-            model,
+            request.state.model,
             [PooledInput(i, shown(data)) for i, data in enumerate(vectors.data)],
-            EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
+            vectors.usage,
         )
 
     return await built_response(request, vectors.num_numbers, build)

@@ -20,12 +20,11 @@ async def render_chat_completion(request: Request) -> Response:
     """Template, tokenise and check a chat request, and run nothing."""
     context = context_of(request)
     body = await read_body(request, ChatCompletionRequest)
-    model = context.model_name(body.model)
     params = body.sampling_params(context.async_llm.processor.default_params)
     prompts = [body.prompt(f"render-{request.state.unique_id}")]
     options = owned(request, body.request_options)
     with context.async_llm.admit():
         (prepared,) = await context.async_llm.prepare(prompts, params, options)
     params = msgspec.structs.asdict(prepared.params)
-    answer = RenderedChat(model, prepared.prompt, prepared.prompt_token_ids, params)
+    answer = RenderedChat(request.state.model, prepared.prompt, prepared.prompt_token_ids, params)
     return json_response(answer, headers=request.state.ignored)

@@ -7,11 +7,10 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, json_response, read_body
+from servd.api.context import json_response, read_body
 from servd.api.embedding import embed, similarities
 from servd.api.openapi import describes
 from servd.api.prompt import Prompt
-from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.rerank import RankedDocument, RankedText, Ranking, RerankRequest
 
 router = APIRouter()
@@ -24,7 +23,6 @@ router = APIRouter()
 async def rerank(request: Request) -> Response:
     """The most similar documents first."""
     body = await read_body(request, RerankRequest)
-    model = context_of(request).model_name(body.model)
     prompts = [Prompt(content=body.query, param="query", keep_first=body.max_tokens_per_query)]
     for text in body.documents:
         prompts.append(Prompt(content=text, param="documents", keep_first=body.max_tokens_per_doc))
@@ -37,6 +35,6 @@ async def rerank(request: Request) -> Response:
         )
         for i in order[: body.top_n or None]
     ]
-    usage = EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens)
-    answer = Ranking(f"rerank-{request.state.unique_id}", model, results, usage)
+    response_id = f"rerank-{request.state.unique_id}"
+    answer = Ranking(response_id, request.state.model, results, vectors.usage)
     return json_response(answer, headers=request.state.ignored)

@@ -46,10 +46,8 @@ router = APIRouter()
 @describes(Response, body=ResponsesRequest, events=(ResponseEvent,))
 async def create_response(request: Request) -> HTTPResponse:
     """Answer a conversation, whose earlier turns may be stored here."""
-    context = context_of(request)
     store = _store(request)
     body = await read_body(request, ResponsesRequest)
-    context.model_name(body.model)
     response_id = f"resp_{request.state.unique_id}"
     is_stored = body.store is not False and store.max_responses > 0
     if body.background and not is_stored:
@@ -94,7 +92,6 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
     """How many tokens the prompt of a response would have."""
     context = context_of(request)
     body = await read_body(request, ResponsesRequest)
-    context.model_name(body.model)
     items = _conversation(_previous(_store(request), body), body)
     with renamed(CHAT_NAMES):
         prompt = (await _chat(request, body, items)).prompt(request.state.unique_id)

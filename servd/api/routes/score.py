@@ -6,11 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, json_response, read_body
+from servd.api.context import json_response, read_body
 from servd.api.embedding import embed, similarities
 from servd.api.openapi import describes
 from servd.api.prompt import Prompt
-from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import Score, ScoreRequest, Scores
 
 router = APIRouter()
@@ -22,7 +21,6 @@ router = APIRouter()
 async def create_scores(request: Request) -> Response:
     """A score for each pair."""
     body = await read_body(request, ScoreRequest)
-    model = context_of(request).model_name(body.model)
     prompts = [Prompt(content=text, param="text_1") for text in body.text_1]
     prompts += [Prompt(content=text, param="text_2") for text in body.text_2]
     vectors = await embed(request, "score", prompts, body.params(), body.request_options)
@@ -30,8 +28,8 @@ async def create_scores(request: Request) -> Response:
     scores = await similarities(request, firsts, seconds)
     answer = Scores(
         f"score-{request.state.unique_id}",
-        model,
+        request.state.model,
         [Score(index, score) for index, score in enumerate(scores)],
-        EmbeddingUsage(vectors.num_prompt_tokens, vectors.num_prompt_tokens),
+        vectors.usage,
     )
     return json_response(answer, headers=request.state.ignored)

@@ -22,7 +22,6 @@ async def tokenize(request: Request) -> Response:
     """The token ids that a completion or a chat would compute."""
     context = context_of(request)
     body = await read_body(request, TokenizeRequest)
-    context.model_name(body.model)
     tokenizer = context.async_llm.processor.tokenizer
     content = body.chat() if body.prompt is None else body.prompt
     prompt = Prompt(content=content, add_special_tokens=body.add_special_tokens)
@@ -50,7 +49,6 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     context = context_of(request)
     body = await read_body(request, DetokenizeRequest)
-    context.model_name(body.model)
     processor = context.async_llm.processor
 
     def build() -> Detokenized:
