@@ -16,7 +16,7 @@ from servd import ipc, launch
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
-from servd.api.prompt import Prompt
+from servd.api.prompt import Chat, Prompt, ToolOptions
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.core.client import EngineCoreClient, identity
@@ -92,6 +92,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: list[dict[str, Any]] | None = None,
         use_tqdm: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -100,13 +101,15 @@ class LLM:
         Args:
             messages: OpenAI-style messages.
             params: for all conversations, or one for each.
+            tools: in OpenAI's form; the model sees them.
             use_tqdm: overrides the setting of this LLM.
-            template_options: further arguments of `ChatTemplate.render`, e.g. `tools=[...]`.
+            template_options: further fields of `Chat`, e.g. `add_generation_prompt`.
         """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         render = self.engine.processor.chat_template.render
         # The template writes its own beginning-of-sequence token.
-        prompts = [(render(c, **template_options), False) for c in conversations]  # type: ignore[arg-type]
+        options = {"tool_options": ToolOptions(tools) if tools else None, **template_options}
+        prompts = [(render(Chat(messages=c, **options)), False) for c in conversations]  # type: ignore[arg-type]
         return self._run(prompts, params, use_tqdm)
 
     def embed(

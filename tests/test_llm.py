@@ -147,3 +147,21 @@ def test_without_params_the_model_says_how_long_an_output_may_be(tmp_path):
         assert len(output.outputs[0].token_ids) == 7
     finally:
         llm.close()
+
+
+def test_chat_gives_its_options_to_the_template():
+    template = (
+        "{{ tools[0].name }} {{ messages[0].content }} {{ style }} {{ add_generation_prompt }}"
+    )
+    llm = LLM(executor="fake", use_tqdm=False, chat_template=template)
+    try:
+        (output,) = llm.chat(
+            [{"role": "user", "content": "hi"}],
+            SamplingParams(max_tokens=1),
+            tools=[{"name": "look"}],
+            chat_template_kwargs={"style": "brief"},
+            add_generation_prompt=False,
+        )
+        assert bytes(output.prompt_token_ids) == b"look hi brief False"
+    finally:
+        llm.close()

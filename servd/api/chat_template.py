@@ -19,6 +19,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from servd.api.prompt import Chat
 from servd.api.tokenizer import Tokenizer
 from servd.errors import ConfigError, InvalidRequest, ModelNotFound
 
@@ -91,57 +92,47 @@ class ChatTemplate:
         default = named.get("default") or next(iter(named.values()))
         return cls(default, named.get("tool_use"), tokenizer.special_tokens)
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> str:
+    def render(self, chat: Chat) -> str:
         """The prompt, special tokens written out.
-
-        Args:
-            messages: as in the OpenAI API; content may be a string, null, or a list of text parts.
-            tools: as in the OpenAI API.
-            add_generation_prompt: end with the beginning of an assistant message.
-            continue_final_message: end inside the last message, so that the model goes on with it.
-            chat_template_kwargs: further variables for the template, e.g. enable_thinking.
 
         Raises:
             InvalidRequest: the template refuses the messages or fails on them, does not read the
                 documents, or `chat_template_kwargs` has a reserved name.
         """
-        variables = chat_template_kwargs or {}
+        variables, is_continued = chat.chat_template_kwargs, chat.continue_final_message
         if reserved := RESERVED & variables.keys():
             raise InvalidRequest(
                 f"chat_template_kwargs may not set {min(reserved)}", param="chat_template_kwargs"
             )
-        if continue_final_message and add_generation_prompt:
+        if is_continued and chat.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message goes on with the last message and add_generation_prompt "
                 "begins a new one: set only one of them",
                 param="continue_final_message",
             )
-        compiled = self._tool_template if tools else self._template
+        compiled = self._tool_template if chat.tools else self._template
         if variables.get("documents") and not compiled.reads_documents:
             raise InvalidRequest(
                 "this model's chat template does not read documents: write them in a message",
                 param="documents",
             )
-        messages = [_normalise(m, compiled.wants_parts, index) for index, m in enumerate(messages)]
-        if continue_final_message:
+        messages = [_normalise(m, compiled.wants_parts, i) for i, m in enumerate(chat.messages)]
+        if is_continued:
             _append_to_last(messages, _CONTINUE_HERE)
         context = {"documents": None} | self.special_tokens | variables
         context |= {
             "messages": messages,
-            "tools": tools or None,
-            "add_generation_prompt": add_generation_prompt,
+            "tools": chat.tools or None,
+            "add_generation_prompt": chat.add_generation_prompt,
         }
-        prompt = compiled.render(context)
-        if not continue_final_message:
-            return prompt
-        end = prompt.rfind(_CONTINUE_HERE)
+        try:
+            prompt = compiled.template.render(context)
+        # Templates call Python: TypeError, OverflowError, KeyError... all mean "refused".
+        except Exception as error:
+            raise InvalidRequest(
+                f"the chat template refuses the messages: {error}", param="messages"
+            ) from None
+        end = prompt.rfind(_CONTINUE_HERE) if is_continued else len(prompt)
         if end < 0:
             raise InvalidRequest(
                 "the chat template does not show the last message's content", param="messages"
@@ -169,20 +160,6 @@ class _Compiled:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
-            ) from None
-
-    def render(self, context: dict[str, Any]) -> str:
-        """The text.
-
-        Raises:
-            InvalidRequest: the template fails.
-        """
-        try:
-            return self.template.render(context)
-        # Templates call Python: TypeError, OverflowError, KeyError... all mean "refused".
-        except Exception as error:
-            raise InvalidRequest(
-                f"the chat template refuses the messages: {error}", param="messages"
             ) from None
 
 

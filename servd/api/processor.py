@@ -171,13 +171,7 @@ class Processor:
         """
         content = prompt.content
         if isinstance(content, Chat):
-            return self.chat_template.render(
-                content.messages,
-                content.tools,
-                content.add_generation_prompt,
-                content.continue_final_message,
-                content.chat_template_kwargs,
-            )
+            return self.chat_template.render(content)
         if not prompt.suffix or not isinstance(content, str):
             return content
         if self.fill_in_middle is None:

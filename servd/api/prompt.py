@@ -18,11 +18,12 @@ class ToolOptions(msgspec.Struct, frozen=True):
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation, which the chat template turns into text."""
 
-    messages: list[dict[str, Any]]  # as in the OpenAI API
+    # As in the OpenAI API; the content may be a string, null, or a list of text parts.
+    messages: list[dict[str, Any]]
     tool_options: ToolOptions | None = None  # None: the model sees no tools
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True  # end with the beginning of an assistant message
+    continue_final_message: bool = False  # end inside the last message: the model goes on with it
+    chat_template_kwargs: dict[str, Any] = {}  # variables for the template: enable_thinking, ...
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:

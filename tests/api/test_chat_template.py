@@ -5,9 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from servd.api.chat_template import ChatTemplate
+from servd.api import chat_template
+from servd.api.prompt import Chat, ToolOptions
 from servd.api.tokenizer import Tokenizer
 from servd.errors import ConfigError, InvalidRequest, ModelNotFound
+
+
+class ChatTemplate(chat_template.ChatTemplate):
+    """Takes the parts of a chat."""
+
+    def render(self, messages, tools=None, **options):  # type: ignore[override]
+        tool_options = ToolOptions(tools) if tools else None
+        return super().render(Chat(messages=messages, tool_options=tool_options, **options))
+
 
 CHATML = """{%- if tools %}
 {{- '<|im_start|>system\\n# Tools\\n' }}
@@ -93,7 +103,9 @@ def transformers_render(
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_equals_transformers(template: str, tools, add_generation_prompt: bool):
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    ours = ChatTemplate(template, special_tokens=special).render(CHAT, tools, add_generation_prompt)
+    ours = ChatTemplate(template, special_tokens=special).render(
+        CHAT, tools, add_generation_prompt=add_generation_prompt
+    )
     assert ours == transformers_render(template, CHAT, tools, add_generation_prompt, **special)
 
 

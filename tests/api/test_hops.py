@@ -18,7 +18,7 @@ from servd.api.protocol.validation import parse
 from tests.api.harness import MODEL, Served, serve, user
 
 ROOT = str(Path(servd.__file__).parent)
-MOST = 53
+MOST = 52
 TOOL = {
     "type": "function",
     "function": {

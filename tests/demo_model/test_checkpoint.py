@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from servd.api.chat_template import ChatTemplate
+from servd.api.prompt import Chat, ToolOptions
 from servd.hf import read_spec
 from tools.demo_model.corpus import Corpus
 from tools.demo_model.tokenizer import TEMPLATE, Renderer
@@ -108,7 +109,11 @@ def test_template_gives_the_training_text(tokenizer):
         )
         assert (
             servd_template.render(
-                as_sent(example["messages"]), tools=example["tools"], add_generation_prompt=False
+                Chat(
+                    messages=as_sent(example["messages"]),
+                    tool_options=ToolOptions(example["tools"]) if example["tools"] else None,
+                    add_generation_prompt=False,
+                )
             )
             == text
         )
