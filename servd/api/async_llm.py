@@ -15,6 +15,7 @@ from servd.api.fair_threads import FairThreads
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Prepared, Processor
+from servd.api.progress import Progress, Unfinished, progress
 from servd.api.prompt import Prompt
 from servd.api.timeline import Tracer
 from servd.config import Config
@@ -51,6 +52,7 @@ NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 # one turn are merged, so short turns cost throughput: at 8 messages a turn a third of it.
 MAX_TURN_NS = 10_000_000  # for taking messages in one turn of the event loop
 MAX_MESSAGES = 16  # between two looks at the clock
+STEPS_LOOKED_AT = 256  # for how long the next one should take
 
 
 class _Stream(msgspec.Struct):
@@ -97,6 +99,7 @@ class _Running(msgspec.Struct):
     first: int  # index in the stream of its first choice
     choices: list[ChoiceTimes]
     is_counted: bool  # in the metrics
+    sent_ns: int
 
 
 class AsyncLLM:
@@ -281,13 +284,14 @@ class AsyncLLM:
                     )
                     for _ in range(one.params.n)
                 ]
+                sent = now_ns()
                 self._running[one.request_id] = _Running(
-                    one, stream, num_open, times, is_counted=not one.is_part
+                    one, stream, num_open, times, is_counted=not one.is_part, sent_ns=sent
                 )
                 self.output_processor.add(one)
                 timeline = self.tracer.open(one.request_id)
                 timeline.engine_ids, timeline.choices = one.request.choice_ids, times
-                timeline.marks += [*one.marks, Mark("sent", now_ns())]
+                timeline.marks += [*one.marks, Mark("sent", sent)]
                 self.client.send(one.request)
                 num_open += one.params.n
             while num_open:
@@ -315,6 +319,22 @@ class AsyncLLM:
                 aborted.inc(len(engine_ids))
         if running.is_counted:
             self.metrics.observe_request(running.prepared.params, running.choices)
+
+    def progress(self) -> Progress:
+        """Whether the engine gets on with the requests of this process."""
+        unfinished = [
+            Unfinished(
+                running.sent_ns,
+                running.choices[0].num_prompt_tokens,
+                bool(running.choices[0].marks),
+                # A new grammar is compiled before there is a step.
+                running.prepared.params.structured_output is None or bool(running.choices[0].marks),
+            )
+            for running in self._running.values()
+            if any(map(self.output_processor.owner, running.prepared.request.choice_ids))
+        ]
+        budget = self.config.scheduler.max_num_batched_tokens or 0
+        return progress(unfinished, self.tracer.latest_steps(STEPS_LOOKED_AT), budget, now_ns())
 
     def fail(self, reason: str) -> None:
         """End every open request with EngineDead; used when the engine is gone and when the server

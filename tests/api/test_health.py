@@ -7,7 +7,10 @@ import asyncio
 import pytest
 
 import servd
+from servd.api import async_llm
+from servd.api.progress import Unfinished, progress
 from servd.messages import EngineDead, EngineReady, EngineStatus
+from servd.tracing import StepRecord, now_ns
 from tests.api.harness import Served, serve, until
 
 
@@ -36,6 +39,73 @@ async def test_from_loading_to_ready_to_dead(path):
         await until(lambda: not served.async_llm.is_ready)
         dead = await served.http.get(path)
         assert (dead.status_code, dead.json()) == (503, {"status": "dead", "reason": "killed"})
+
+
+async def test_idle_a_long_prompt_and_decoding(served: Served):
+    async def health():
+        answer = await served.http.get("/health")
+        assert answer.status_code == 200 and answer.json()["status"] == "ready"
+        return answer.json()["activity"], answer.json()["num_unfinished"]
+
+    assert await health() == ("idle", 0)
+    served.engine.may_step.clear()
+    body = {"prompt": "a" * 3000, "max_tokens": 1000}
+    running = asyncio.create_task(served.http.post("/v1/completions", json=body))
+    await until(lambda: served.engine.sent)
+    assert await health() == ("prefill", 1)
+    served.engine.step_seconds = 0.002
+    served.engine.may_step.set()
+    choices = served.async_llm._running
+    await until(lambda: any(running.choices[0].num_tokens for running in choices.values()))
+    assert await health() == ("decoding", 1)
+    running.cancel()
+    await until(lambda: served.async_llm.num_unfinished == 0)
+    assert await health() == ("idle", 0)
+
+
+STEPS = [
+    StepRecord(i, i * 10**8, harvested_ns=i * 10**8 + 5 * 10**7, num_tokens=10) for i in range(9)
+]
+PREFILLS = [*STEPS, StepRecord(9, 9 * 10**8, harvested_ns=10**9, num_tokens=10, prefills={"a": 9})]
+LONG, SHORT = Unfinished(0, 5000, has_begun=False), Unfinished(0, 5000, has_begun=True)
+
+
+@pytest.mark.parametrize(
+    ("requests", "steps", "seconds", "activity"),
+    [
+        ([], PREFILLS, 9999, "idle"),
+        ([SHORT], PREFILLS, 5, "decoding"),
+        ([SHORT], PREFILLS, 30, "stalled"),  # a step of one token takes at most 0.1 s
+        ([SHORT, LONG], PREFILLS, 30, "prefill"),  # one of 2048 takes 20
+        ([SHORT, LONG], PREFILLS, 300, "stalled"),
+        ([LONG], STEPS, 120, "prefill"),  # nothing is known of prompts
+        ([LONG], [], 120, "prefill"),
+        ([LONG], [], 1200, "stalled"),
+        ([Unfinished(0, 9, has_begun=False, is_due=False)], STEPS, 9999, "idle"),
+    ],
+)
+def test_only_work_without_a_step_for_longer_than_the_step_explains_is_a_stall(
+    requests, steps, seconds, activity
+):
+    found = progress(requests, steps, 2048, 10**9 + int(seconds * 1e9))
+    assert found.activity == activity
+    assert (found.status == "stalled") == (activity == "stalled")
+    assert isinstance(found.reason, str) == (activity == "stalled")
+
+
+async def test_an_engine_that_stands_still_is_not_healthy(served: Served, monkeypatch):
+    await served.http.post("/v1/completions", json={"prompt": "a"})
+    served.engine.may_step.clear()
+    running = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "a"}))
+    await until(lambda: served.async_llm.num_unfinished)
+    later = now_ns() + 10**12
+    monkeypatch.setattr(async_llm, "now_ns", lambda: later)
+    answer = await served.http.get("/health")
+    assert answer.status_code == 503 and answer.json()["status"] == "stalled"
+    assert "no step has ended for 1000 s" in answer.json()["reason"]
+    served.engine.may_step.set()
+    await running
+    assert (await served.http.get("/health")).json()["status"] == "ready"
 
 
 async def test_no_path_of_the_server_is_shown(served: Served):

@@ -11,6 +11,7 @@ from starlette.responses import Response
 import servd
 from servd.api.context import context_of, json_response
 from servd.api.openapi import describes
+from servd.api.progress import Progress
 from servd.api.protocol.errors import without_paths
 from servd.messages import EngineDead, EngineReady, EngineStatus
 
@@ -20,15 +21,24 @@ router = APIRouter()
 @router.api_route("/health", methods=["GET", "HEAD"])
 @router.api_route("/ping", methods=["GET", "HEAD", "POST"])
 @describes(
-    dict[str, str],
-    statuses={503: ("The model is loading, or the engine is gone", dict[str, str | float])},
+    Progress,
+    statuses={
+        503: (
+            "The model is loading, the engine stands still, or it is gone",
+            dict[str, str | float],
+        )
+    },
 )
 async def health(request: Request) -> Response:
-    """200 when requests are served; 503 while the model loads, and when the engine is gone."""
+    """200 when requests are served: the `activity` is idle, decoding or prefill. 503 while the
+    model loads, when the engine is gone, and when it has work but has ended no step for longer than
+    the running one can take.
+    """
     context = context_of(request)
     match context.async_llm.status:
         case EngineReady():
-            return json_response({"status": "ready"})
+            progress = context.async_llm.progress()
+            return json_response(progress, 503 if progress.status == "stalled" else 200)
         case EngineStatus() as status:
             elapsed = round(time.time() - context.started_at, 3)
             progress = {

@@ -1,0 +1,83 @@
+"""Progress: whether the engine is idle, decodes, computes long prompts, or stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from servd.tracing import StepRecord
+
+SECOND = 1_000_000_000
+# A step is overdue after so many times what it should take, and some seconds: a busy machine, or
+# the first step of a size, may take as long.
+PATIENCE, GRACE = 5, 10.0
+FIRST_STEP = 120.0  # seconds that a step may take of which nothing is known
+
+
+class Unfinished(msgspec.Struct):
+    """A request that the engine has."""
+
+    sent_ns: int
+    num_prompt_tokens: int
+    has_begun: bool  # its first token is there
+    is_due: bool = True  # it waits for nothing but steps
+
+
+class Progress(msgspec.Struct):
+    """The answer of /health while requests are served."""
+
+    status: str  # "ready" or "stalled"
+    activity: str  # "idle", "decoding", "prefill" or "stalled"
+    num_unfinished: int
+    seconds_since_step: float | msgspec.UnsetType = msgspec.UNSET
+    expected_seconds: float | msgspec.UnsetType = msgspec.UNSET  # the most that a step should take
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+
+
+def progress(
+    unfinished: Iterable[Unfinished], steps: Sequence[StepRecord], budget: int, now_ns: int
+) -> Progress:
+    """How it goes.
+
+    Args:
+        unfinished: of this API process.
+        steps: the latest ones, in order.
+        budget: most tokens of a step.
+        now_ns: on the clock of the steps.
+    """
+    requests = list(unfinished)
+    found = Progress("ready", "idle", len(requests))
+    if steps:
+        found.seconds_since_step = round((now_ns - steps[-1].harvested_ns) / SECOND, 3)
+    due = [request for request in requests if request.is_due]
+    if not due:
+        return found
+    to_compute = sum(request.num_prompt_tokens for request in due if not request.has_begun)
+    found.activity = "prefill" if to_compute else "decoding"
+    expected = _expected_seconds(steps, min(to_compute + len(due), budget))
+    found.expected_seconds = round(expected, 3)
+    begin = min(request.sent_ns for request in due)
+    silent = (now_ns - max(begin, steps[-1].harvested_ns if steps else 0)) / SECOND
+    if silent > PATIENCE * expected + GRACE:
+        found.status = found.activity = "stalled"
+        found.reason = (
+            f"{len(due)} requests are unfinished and no step has ended for {silent:.0f} s; the "
+            f"running one should take {expected:.1f} s: see the log of the engine"
+        )
+    return found
+
+
+def _expected_seconds(steps: Sequence[StepRecord], num_tokens: int) -> float:
+    """The most that a step of so many tokens should take: as long as any of late or, where it is
+    larger, as its tokens do in the slowest of those with prompts.
+    """
+    if not steps:
+        return FIRST_STEP
+    longest = max(step.harvested_ns - step.started_ns for step in steps)
+    token_ns = [
+        (step.harvested_ns - step.started_ns) / step.num_tokens for step in steps if step.prefills
+    ]
+    if not token_ns and num_tokens > max(step.num_tokens for step in steps):
+        return FIRST_STEP
+    return max(longest, max(token_ns, default=0) * num_tokens) / SECOND
