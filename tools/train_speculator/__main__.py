@@ -45,7 +45,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=int, default=3, help="[%(default)s]")
     add("--batch-tokens", type=int, default=4096, help="padding included [%(default)s]")
     add("--max-length", type=int, default=1024, help="tokens read of an example [%(default)s]")
-    add("--learning-rate", type=float, default=4e-3, help="the highest [%(default)s]")
+    add("--learning-rate", type=float, default=1e-2, help="the highest [%(default)s]")
     add("--seed", type=int, default=0)
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[%(default)s]")
     add("--max-num-seqs", type=int, default=32, help="answers at a time [%(default)s]")

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from servd.api.prompt import Chat, ToolOptions
 from servd.llm import LLMEngine
 from servd.outputs import RequestOutput
 from servd.params import SamplingParams
@@ -57,11 +58,13 @@ class Prompts:
         messages = list(line["messages"])
         while messages[-1]["role"] == "assistant":
             messages.pop()
-        return self.template.render(messages, tools=line.get("tools")), False
+        tools = ToolOptions(line["tools"]) if line.get("tools") else None
+        return self.template.render(Chat(messages=messages, tool_options=tools)), False
 
     def of_user(self, text: str) -> tuple[str, bool]:
         """As a chat of one message."""
-        return self.template.render([{"role": "user", "content": text}]), False
+        messages = [{"role": "user", "content": text}]
+        return self.template.render(Chat(messages=messages)), False
 
     @property
     def opening(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,33 @@ class Batch:
     is_output: Tensor  # bool [rows, length]: the model wrote this token
     features: Tensor  # [rows, length, aux layers * hidden]: what enters these layers
     hidden: Tensor  # [rows, length, hidden]: what the output head reads
-    logits: Tensor  # [rows, length, vocab]
+
+    def ahead(self, distance: int) -> tuple[Tensor, Tensor]:
+        """Row and position, int64 [n] each, of the tokens for which that one so far ahead is the
+        model's.
+        """
+        rows, positions = self.is_output[:, distance:].nonzero(as_tuple=True)
+        return rows, positions
+
+
+class Wanted:
+    """What the model says, wherever it spoke.
+
+    Args:
+        batch: what it said.
+        logits: [n, hidden] -> [n, draft vocab].
+    """
+
+    @torch.no_grad()
+    def __init__(self, batch: Batch, logits: Callable[[Tensor], Tensor]) -> None:
+        rows, positions = batch.ahead(1)
+        self.index = torch.zeros_like(batch.ids)
+        self.index[rows, positions] = torch.arange(len(rows), device=rows.device)
+        self.made = logits(batch.hidden[rows, positions]).float().log_softmax(-1)
+
+    def at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Log-probabilities after tokens, [n, draft vocab]."""
+        return self.made[self.index[rows, positions]]
 
 
 @dataclass(frozen=True)
@@ -61,12 +88,6 @@ class Head(nn.Module, ABC):
     def tokens(self, logits: Tensor) -> Tensor:
         """[n, draft vocab] -> the likeliest tokens, int64 [n]."""
         return logits.argmax(-1)
-
-
-def rows_ahead(batch: Batch, distance: int) -> tuple[Tensor, Tensor]:
-    """Row and position, [n] each, of tokens for which that one so far ahead is the model's."""
-    rows, positions = batch.is_output[:, distance:].nonzero(as_tuple=True)
-    return rows, positions
 
 
 class Eagle3(Head):
@@ -119,19 +140,19 @@ class Eagle3(Head):
     def places(self, batch: Batch, teacher: Teacher) -> list[Place]:
         """Training-time test: after the first, a place's features are the head's own."""
         embedded = teacher.embed(batch.ids)
+        wanted = Wanted(batch, lambda hidden: teacher.logits(hidden, self.target_ids))
         x = self.fc(batch.features)
         made, memory = [], Memory()
         for step in range(self.num_steps):
             # The token after the features, which are those of position + step.
             x = self.midlayer(F.pad(embedded[:, 1 + step :], (0, 0, 0, 1 + step)), x, memory)
-            rows, positions = rows_ahead(batch, 2 + step)
+            rows, positions = batch.ahead(2 + step)
             if not len(rows):
                 break
             logits = self.lm_head(self.norm(x[rows, positions]))
-            wanted = batch.logits[rows, positions + 1 + step][:, self.target_ids]
             token_ids = batch.ids[rows, positions + 2 + step]
-            wanted = F.log_softmax(wanted.float(), dim=-1)
-            made.append(Place(rows, positions, logits, wanted, token_ids))
+            at = wanted.at(rows, positions + 1 + step)
+            made.append(Place(rows, positions, logits, at, token_ids))
         return made
 
     def tokens(self, logits: Tensor) -> Tensor:
@@ -270,15 +291,15 @@ class Medusa(Head):
 
     def places(self, batch: Batch, teacher: Teacher) -> list[Place]:
         """Each from the target's last hidden state alone."""
-        made = []
+        made, wanted = [], Wanted(batch, teacher.logits)
         for i, block in enumerate(self.blocks):
-            rows, positions = rows_ahead(batch, 2 + i)
+            rows, positions = batch.ahead(2 + i)
             if not len(rows):
                 break
             logits = teacher.logits(block(batch.hidden[rows, positions]))
-            wanted = F.log_softmax(batch.logits[rows, positions + 1 + i].float(), dim=-1)
             token_ids = batch.ids[rows, positions + 2 + i]
-            made.append(Place(rows, positions, logits, wanted, token_ids))
+            at = wanted.at(rows, positions + 1 + i)
+            made.append(Place(rows, positions, logits, at, token_ids))
         return made
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 
 class Teacher:
-    """Hidden states and logits of a model, without gradients.
+    """Hidden states of a model, without gradients, and its embedding and output head.
 
     Args:
         folder: of the model.
@@ -35,22 +35,26 @@ class Teacher:
         self.is_16_bit = dtype != torch.float32
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows, length] -> features [rows, length, layers * hidden], last hidden states
-        [rows, length, hidden], logits [rows, length, vocab].
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, length] -> features [rows, length, layers * hidden] and last hidden states
+        [rows, length, hidden].
         """
-        made = self.model(ids, output_hidden_states=True, use_cache=False)
+        made = self.model.base_model(ids, output_hidden_states=True, use_cache=False)
         states = made.hidden_states
         features = [states[layer] for layer in self.aux_layers] or [states[0][..., :0]]
-        return torch.cat(features, dim=-1), states[-1], made.logits
+        return torch.cat(features, dim=-1), made.last_hidden_state
 
     def embed(self, ids: Tensor) -> Tensor:
         """As the embedding has them, unscaled."""
         return F.embedding(ids, self.embedding)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
-        return self.output_head(hidden)
+    def logits(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """[n, hidden] -> [n, vocab], or of some tokens alone [n, len(token_ids)]."""
+        head = self.output_head
+        if token_ids is None:
+            return head(hidden)
+        bias = None if head.bias is None else head.bias[token_ids]
+        return F.linear(hidden, head.weight[token_ids], bias)
 
     def last_layer(self) -> dict[str, Tensor]:
         """Weights of the last layer by their names in it."""
