@@ -1,0 +1,143 @@
+"""Slow requests whose cause is known: the account names it as the largest share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from servd.core.executor.fake import FakeExecutor
+from servd.core.structured_output.manager import GrammarManager
+from servd.hf import FAKE_SPEC
+from tests.api.harness import Served, listening, serve, until
+
+COMPLETIONS = "/v1/completions"
+STEP, TOKEN = 0.001, 0.0001  # seconds of a step, and of each token of it
+
+
+@pytest.fixture
+def slow_steps(monkeypatch) -> Callable[[Callable[[Any], float]], None]:
+    """Makes steps of the fake executor take time."""
+    forward = FakeExecutor._forward
+
+    def install(seconds: Callable[[Any], float]) -> None:
+        def slow_forward(executor: FakeExecutor, scheduled: Any) -> Any:
+            result = forward(executor, scheduled)
+            time.sleep(seconds(scheduled))
+            return result
+
+        monkeypatch.setattr(FakeExecutor, "_forward", slow_forward)
+
+    install(lambda scheduled: STEP + TOKEN * scheduled.num_tokens)
+    return install
+
+
+async def post(served: Served, prompt: str, max_tokens: int, **body: Any) -> str:
+    """The id of a finished request."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **body}
+    answer = await served.http.post(COMPLETIONS, json=body)
+    assert answer.status_code == 200
+    return answer.json()["id"]
+
+
+async def causes_of(served: Served, request_id: str) -> list[str]:
+    """Largest first."""
+    url = f"/v1/requests/{request_id}/timeline"
+    timeline = (await served.http.get(url)).json()
+    assert sum(c["ms"] for c in timeline["causes"]) == pytest.approx(timeline["wall_ms"], abs=0.1)
+    return [cause["cause"] for cause in timeline["causes"]]
+
+
+async def has_token(served: Served) -> None:
+    choices = served.async_llm._running
+    await until(lambda: any(one.choices[0].num_tokens for one in choices.values()))
+
+
+async def test_the_prompts_of_neighbours(slow_steps):
+    async with serve() as served:
+        own = asyncio.create_task(post(served, "a", 40))
+        await has_token(served)
+        await asyncio.gather(*(post(served, f"{i}" * 3000, 1) for i in range(2)))
+        assert (await causes_of(served, await own))[0] == "neighbour_prefill"
+
+
+async def test_preemption(slow_steps):
+    cache = 40 * 16 * FAKE_SPEC.kv_bytes_per_token(4)
+    async with serve(kv_cache_memory=cache, max_model_len=512, max_num_seqs=2) as served:
+        first = asyncio.create_task(post(served, "a" * 300, 120))
+        await has_token(served)
+        second = await post(served, "b" * 300, 30)
+        await first
+        assert (await causes_of(served, second))[0] == "preemption"
+
+
+async def test_a_slot(slow_steps):
+    async with serve(max_num_seqs=1) as served:
+        first = asyncio.create_task(post(served, "a", 60))
+        await has_token(served)
+        second = await post(served, "b", 5)
+        await first
+        assert (await causes_of(served, second))[0] == "queue_slots"
+
+
+async def test_a_grammar(monkeypatch):
+    compile_grammar = GrammarManager._compile
+
+    def slow_compile(manager: GrammarManager, output: Any) -> Any:
+        time.sleep(0.3)
+        return compile_grammar(manager, output)
+
+    monkeypatch.setattr(GrammarManager, "_compile", slow_compile)
+    async with serve() as served:
+        await post(served, "a", 1, guided_regex="a")  # what the first one loads
+        own = await post(served, "a", 5, guided_regex="[abc]{9}")
+        assert (await causes_of(served, own))[0] == "grammar_compile"
+
+
+async def test_rejected_drafts(slow_steps, monkeypatch):
+    def wrong_drafts(executor: FakeExecutor, state: int, max_drafts: int) -> list[int]:
+        return [0] * max_drafts  # it only ever says letters and spaces
+
+    slow_steps(lambda scheduled: 0.002 * scheduled.num_tokens)
+    monkeypatch.setattr(FakeExecutor, "_draft", wrong_drafts)
+    async with serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4}) as served:
+        lookahead = served.engine.core.scheduler.lookahead
+        monkeypatch.setattr(lookahead, "num_drafts", lambda acceptance: 4)
+        own = await post(served, "a", 20)
+        assert (await causes_of(served, own))[0] == "rejected_drafts"
+
+
+async def test_a_worker_that_stalls(slow_steps):
+    async with serve() as served:
+        await post(served, "b", 10)
+        pauses = iter([0.0] * 10 + [0.5])
+        slow_steps(lambda scheduled: STEP + next(pauses, 0.0))
+        own = await post(served, "a", 30)
+        assert (await causes_of(served, own))[0] == "stalled_worker"
+
+
+async def test_a_client_that_does_not_read():
+    async with serve() as served, listening(served.app, send_buffer=4096) as url:
+        body = json.dumps({"prompt": "a", "max_tokens": 300, "stream": True, "logprobs": 20})
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            client.sendall((head + body).encode())
+            await until(lambda: served.async_llm.num_unfinished)
+            await until(lambda: not served.engine.core.scheduler.requests, 20)
+            await asyncio.sleep(1.0)
+            loop = asyncio.get_running_loop()
+            while await loop.run_in_executor(None, client.recv, 65536):
+                pass
+        await until(lambda: not served.async_llm.tracer.running)
+        (own,) = served.async_llm.tracer.recent
+        assert (await causes_of(served, own))[0] == "slow_reader"
