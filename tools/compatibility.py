@@ -83,7 +83,7 @@ GENERATION: dict[str, Any] = examples() | {
     "guided_choice": ["a"], "guided_grammar": 'root ::= "a"', "prompt_embeds": "AAAA",
     "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "request_id": "r",
     "prompt_cache_key": "k", "safety_identifier": "s", "session_id": "s",
-    "return_prompt_text": True, "an_unknown_field": 1,
+    "return_prompt_text": True, "timings_per_token": True, "an_unknown_field": 1,
 }  # fmt: skip
 # What the OpenAI SDK sends to chats and responses alike.
 OPENAI: dict[str, Any] = {

@@ -35,6 +35,7 @@ DEFAULTS = {
     "priority": 0,
     "seed": "random",
     "stream": False,
+    "timings_per_token": False,
     "use_beam_search": False,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec import UNSET
@@ -19,7 +19,7 @@ from servd.api.protocol.requests import (
     Trace,
 )
 from servd.api.timeline import Timeline
-from servd.tracing import StepRecord
+from servd.tracing import StepRecord, now_ns
 
 MAX_NEIGHBOURS = 16
 BLOCKING = ("blocked", "resumed")  # stages
@@ -145,6 +145,33 @@ def _phases(record: StepRecord) -> dict[str, float]:
     return {
         name: _ms(end - begin) for name, begin, end in zip(names, times, times[1:], strict=False)
     }
+
+
+def stage_times(timelines: Iterable[Timeline]) -> dict[str, float]:
+    """Milliseconds of the stages of a request with these prompts, as far as its marks say."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for timeline in timelines:
+        for mark in timeline.marks:
+            first[mark.stage] = min(mark.at_ns, first.get(mark.stage, mark.at_ns))
+            last[mark.stage] = max(mark.at_ns, last.get(mark.stage, 0))
+    last.setdefault("finished", last.get("returned", 0))  # a stop string ended it
+    return {
+        name: _ms(max(end, first[begin]) - first[begin])
+        for name, begin, end in (
+            ("prepare", "received", first.get("sent")),
+            ("queue", "queued", first.get("scheduled")),
+            ("prefill", "scheduled", first.get("first_token")),
+            ("decode", "first_token", last["finished"]),
+            ("total", "received", now_ns()),
+        )
+        if begin in first and end
+    }
+
+
+def server_timing(timelines: Iterable[Timeline]) -> str:
+    """The header Server-Timing, which browsers show."""
+    return ", ".join(f"{name};dur={ms}" for name, ms in stage_times(timelines).items())
 
 
 def trace_of(timeline: RequestTimeline) -> Trace:

@@ -50,6 +50,10 @@ HEADERS: Schema = {
         "description": "Names of fields in the body that had no effect.",
         "schema": {"type": "string"},
     },
+    "Server-Timing": {
+        "description": "Milliseconds of the stages of an answer that is not streamed.",
+        "schema": {"type": "string"},
+    },
     "Retry-After": {
         "description": "Seconds after which to try again, where that may help.",
         "schema": {"type": "integer"},

@@ -8,7 +8,7 @@ import pytest
 
 from servd.api.openapi import document
 from servd.api.routes import load_routers
-from tests.api.harness import Served, serve, until, user
+from tests.api.harness import Served, events, serve, until, user
 
 COMPLETIONS = "/v1/completions"
 
@@ -124,3 +124,46 @@ def test_the_description_of_a_timeline_names_its_fields():
     schemas = document(load_routers(), needs_key=False)["components"]["schemas"]
     name = next(name for name in schemas if name.endswith("RequestTimeline"))
     assert {"spans", "causes", "neighbours"} <= set(schemas[name]["properties"])
+
+
+CHATS = "/v1/chat/completions"
+BODIES = [(CHATS, {"messages": user("hi")}), (COMPLETIONS, {"prompt": ["abc", "defg"], "n": 2})]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_server_timing_names_the_stages(served: Served, path, body):
+    served.engine.step_seconds = 0.01
+    answer = await served.http.post(path, json={**body, "max_tokens": 5})
+    stages = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    assert list(stages) == ["prepare", "queue", "prefill", "decode", "total"]
+    times = {name: float(ms) for name, ms in stages.items()}
+    assert times["decode"] >= 40 and sum(times.values()) <= 2 * times["total"]
+    assert "timings" not in answer.json()
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_timings_in_the_form_of_llama_server(served: Served, path, body, include_usage):
+    served.engine.step_seconds = 0.01
+    body = {**body, "max_tokens": 5, "timings_per_token": True}
+    whole = (await served.http.post(path, json=body)).json()
+    timings = whole["timings"]
+    assert timings["cache_n"] + timings["prompt_n"] == whole["usage"]["prompt_tokens"]
+    assert timings["predicted_n"] == whole["usage"]["completion_tokens"]
+    assert timings["predicted_ms"] >= 40
+    assert timings["predicted_per_token_ms"] * timings["predicted_n"] == pytest.approx(
+        timings["predicted_ms"], rel=0.01
+    )
+    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    streamed = events((await served.http.post(path, json={**body, "stream": True, **options})).text)
+    assert streamed[-1]["timings"].keys() == timings.keys() and streamed[-1]["choices"] == []
+    assert ("usage" in streamed[-1]) == include_usage
+    assert not any("timings" in chunk for chunk in streamed[:-1])
+
+
+async def test_an_answer_that_a_stop_string_ends_has_its_times():
+    async with serve(script="abcdefgh") as served:
+        served.engine.step_seconds = 0.01
+        body = {"prompt": "a", "stop": "e", "timings_per_token": True}
+        answer = await served.http.post(COMPLETIONS, json=body)
+        assert answer.json()["timings"]["predicted_ms"] >= 30

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.prompt import Chat, Prompt, ToolOptions
-from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Usage
+from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Timings, Usage
 from servd.api.protocol.validation import RequestBody
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
@@ -388,6 +388,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
@@ -438,6 +439,7 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     usage: Usage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class RenderedChat(msgspec.Struct, tag_field="object", tag="chat.completion.render"):

@@ -160,6 +160,8 @@ class GenerationRequest(StructuredRequest):
     """Send token ids beside the text."""
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens `token_id:123`: different tokens may have the same text."""
+    timings_per_token: bool | None = None
+    """Send `timings`, as llama-server has them: in the answer, or in a last chunk."""
     return_prompt_text: bool | None = None
     """Send the prompt as the model sees it, in `prompt_text`."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
@@ -287,6 +289,22 @@ class CompletionTokensDetails(msgspec.Struct):
     """What the output's tokens were for."""
 
     reasoning_tokens: int
+
+
+class Timings(msgspec.Struct):
+    """How long prompt and output took, under llama-server's names; prompts without their cached
+    tokens, and with the time in the queue left out.
+    """
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
 
 
 class Usage(msgspec.Struct):

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import context_of, owned, start_timeline
+from servd.api.explanation import server_timing
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.processor import Prepared
@@ -20,6 +21,7 @@ from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, until_disconnect
+from servd.api.timeline import Timeline
 from servd.messages import RequestOptions
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams
@@ -126,6 +128,7 @@ class ResponseBuilder(ABC):
                 error_frame=self.error_frame,
             )
         content = await until_disconnect(self._collect(), self.request.receive)
+        headers["server-timing"] = server_timing(self.timelines)
         return Response(content, headers=headers, media_type="application/json")
 
     @asynccontextmanager
@@ -172,6 +175,11 @@ class ResponseBuilder(ABC):
         return await self.async_llm.offload(
             self.options.owner, self.size, lambda: msgspec.json.encode(self.whole())
         )
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """Of the prompts."""
+        return [self.async_llm.tracer.open(prompt.request_id) for prompt in self.prompts]
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -90,6 +90,7 @@ class ChatBuilder(ChunkBuilder):
             prompt_token_ids=prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs(self.choices[0]),
             prompt_text=prompt_text,
+            timings=self.timings(),
         )
 
     def usage(self) -> Usage:

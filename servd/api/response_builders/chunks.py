@@ -11,13 +11,17 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from servd.api import beam_search
+from servd.api.explanation import stage_times
 from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
+from servd.api.protocol.chat import ChatCompletionChunk
+from servd.api.protocol.completions import Completion
 from servd.api.protocol.generation import (
     GenerationRequest,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
+    Timings,
     Usage,
 )
 from servd.api.response_builders.builder import ResponseBuilder
@@ -77,7 +81,7 @@ class ChunkBuilder(ResponseBuilder):
         """What a stream says about an output; may be nothing."""
 
     @abstractmethod
-    def usage_chunk(self) -> msgspec.Struct:
+    def usage_chunk(self) -> ChatCompletionChunk | Completion:
         """A chunk without choices that tells the usage."""
 
     def frames_of(self, output: CompletionOutput) -> bytes:
@@ -88,8 +92,14 @@ class ChunkBuilder(ResponseBuilder):
         return frames
 
     def last_frame(self) -> bytes:
-        """The usage, if the client asked for it."""
-        return event(self.encode(self.usage_chunk())) if self.include_usage else b""
+        """The usage and the timings, as far as the client asked for them."""
+        if not (self.include_usage or self.asked.timings_per_token):
+            return b""
+        chunk = self.usage_chunk()
+        chunk.timings = self.timings()
+        if not self.include_usage:
+            chunk.usage = UNSET
+        return event(self.encode(chunk))
 
     def add(self, output: CompletionOutput) -> None:
         """Append to the choice."""
@@ -114,6 +124,20 @@ class ChunkBuilder(ResponseBuilder):
             total_tokens=num_prompt_tokens + self.num_output_tokens,
             prompt_tokens_details=PromptTokensDetails(sum(self.num_cached_tokens)),
         )
+
+    def timings(self) -> Timings | UnsetType:
+        """How long it took so far, if the client asked for that."""
+        if not self.asked.timings_per_token:
+            return UNSET
+        num_cached = sum(self.num_cached_tokens)
+        num_prompt, num_output = self.num_prompt_tokens - num_cached, self.num_output_tokens
+        times = stage_times(self.timelines)
+        prompt_ms, output_ms = times.get("prefill", 0.0), times.get("decode", 0.0)
+        return Timings(
+            num_cached,
+            num_prompt, prompt_ms, *_rates(num_prompt, prompt_ms),
+            num_output, output_ms, *_rates(num_output, output_ms),
+        )  # fmt: skip
 
     def chunk_usage(self) -> Usage | None | UnsetType:
         """The `usage` of an ordinary chunk: there only if the client asked for usage."""
@@ -157,3 +181,8 @@ class ChunkBuilder(ResponseBuilder):
             ranked[position.token_ids[0]].rank = position.rank
             entries.append(ranked)
         return entries
+
+
+def _rates(num_tokens: int, ms: float) -> tuple[float, float]:
+    """Milliseconds of a token, and tokens per second; 0 where there was nothing to measure."""
+    return round(ms / max(num_tokens, 1), 3), round(1000 * num_tokens / ms, 3) if ms else 0.0

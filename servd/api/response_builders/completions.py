@@ -66,7 +66,9 @@ class CompletionBuilder(ChunkBuilder):
         shown = [self.prompt_logprobs(first) for first in choices[:: self.n]]
         for answer in answers:
             answer.prompt_logprobs = shown[answer.index // self.n]
-        return self._completion(answers, self.usage())
+        whole = self._completion(answers, self.usage())
+        whole.timings = self.timings()
+        return whole
 
     def _completion(
         self, choices: list[CompletionChoice], usage: Usage | None | UnsetType
