@@ -43,6 +43,7 @@ OTHER_FLAGS = {
     "--parts",  # benchmarks.gpu
     "--methods", "--depths", "--batches",  # servd bench spec
     "--lengths",  # servd plan
+    "--raw", "--html", "--max-tokens",  # servd trace
 }  # fmt: skip
 
 

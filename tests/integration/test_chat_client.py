@@ -52,6 +52,17 @@ def test_complete(fake_server: Server):
     assert run(fake_server, "complete", "once upon", "--max-tokens", "9").stdout == expected + "\n"
 
 
+def test_trace_draws_what_the_server_says_of_the_time(fake_server: Server):
+    result = run(fake_server, "trace", "hello", "--max-tokens", "4")
+    assert result.returncode == 0, result.stderr
+    tree, _, tokens = result.stdout.partition("\n\n")
+    request, *spans = tree.splitlines()
+    timeline = httpx.get(f"{fake_server.url}/v1/requests/{request.split()[1]}/timeline").json()
+    assert timeline["explanation"] in request
+    assert [span.split()[1] for span in spans] == [s["cause"].split()[0] for s in timeline["spans"]]
+    assert len(tokens.splitlines()) == 1 + 4
+
+
 def test_errors_are_one_line(fake_server: Server):
     refused = run(fake_server, "complete", "x", "--max-tokens", "99999")
     assert refused.returncode == 2

@@ -1,0 +1,208 @@
+"""Run one prompt and draw its way through servd, call by call, with its messages and tokens."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import html
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from math import exp
+from pathlib import Path
+from typing import NamedTuple
+
+from servd import ipc, launch
+from servd.api.async_llm import AsyncLLM
+from servd.api.metrics import Metrics
+from servd.api.output_processor import OutputProcessor
+from servd.api.processor import Processor
+from servd.api.prompt import Chat, Prompt
+from servd.api.timeline import Tracer
+from servd.api.tokenizer import Tokenizer
+from servd.cli import _calls, _client, _options
+from servd.config import Config
+from servd.core.client import EngineCoreClient, identity
+from servd.core.engine_core_proc import EngineCoreProc, Start
+from servd.errors import ConfigError, EngineError
+from servd.messages import EngineDead, WorkerFailed
+from servd.outputs import CompletionOutput
+from servd.params import SamplingParams
+
+NUM_CANDIDATES = 4
+SETTLING = 0.1  # seconds, for the last words on the request before
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """A prompt, and every option of `servd serve`."""
+    parser.usage = "%(prog)s PROMPT [MODEL] [OPTION ...]"
+    parser.add_argument("prompt", metavar="PROMPT", help="a message to the model")
+    parser.add_argument("--raw", action="store_true", help="text to continue, without a template")
+    parser.add_argument(
+        "--max-tokens", type=int, default=8, metavar="N", help="longest answer [%(default)s]"
+    )
+    parser.add_argument("--url", help="ask a running server instead, and draw its timeline")
+    parser.add_argument("--html", metavar="FILE", help="write a page instead")
+    _options.add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, and print or write."""
+    config = Config.load(_options.load_options(arguments))
+    calls, tokens = (ask_server if arguments.url else ask_here)(arguments, config)
+    lines = [f"{'came after':>12}  {'token':<24}candidates", *map(str, tokens)]
+    if arguments.html:
+        tree, text = "".join(map(_calls.to_html, calls)), html.escape("\n".join(lines))
+        head = f'<!doctype html><meta charset="utf-8"><title>servd trace</title>{_calls.STYLE}'
+        Path(arguments.html).write_text(f"{head}{tree}<pre>{text}</pre>", encoding="utf8")
+    else:
+        print("\n".join([*_calls.draw(calls), "", *lines]))
+    return 0
+
+
+class Token(NamedTuple):
+    """A token of the answer, with what it could have been."""
+
+    id: int | None
+    candidates: list[tuple[str, float]]  # text and log-probability, of itself first
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        (text, chance), *others = [(text, f"{exp(p):.0%}") for text, p in self.candidates]
+        came = "" if self.seconds is None else f"{1000 * self.seconds:.3f} ms"
+        token = f"{'' if self.id is None else self.id} {text!r} {chance}".lstrip()
+        return f"{came:>12}  {token:<24}{', '.join(f'{t!r} {c}' for t, c in others)}"
+
+
+# ---- a running server ----
+
+
+def ask_server(
+    arguments: argparse.Namespace, config: Config
+) -> tuple[list[_calls.Call], list[Token]]:
+    """What the server says of the time, as calls.
+
+    Raises:
+        ServdError: it does not answer, or refuses.
+    """
+    keys = config.server.api_key
+    client = _client.Client(arguments.url, keys[0] if keys else None)
+    body = {
+        "model": client.first_model(),
+        "messages": [{"role": "user", "content": arguments.prompt}],
+        "max_tokens": arguments.max_tokens,
+        "logprobs": True,
+        "top_logprobs": NUM_CANDIDATES,
+    }
+    answer = json.load(client.open("POST", "/v1/chat/completions", body))
+    timeline = json.load(client.open("GET", f"/v1/requests/{answer['id']}/timeline"))
+    content = answer["choices"][0]["logprobs"]["content"]
+    tokens = [
+        Token(None, [(t["token"], t["logprob"]) for t in (each, *each["top_logprobs"])])
+        for each in content
+    ]
+    request = _calls.Call(timeline["id"], text=timeline["explanation"])
+    request.seconds = timeline["wall_ms"] / 1000
+    meanings = {cause["cause"]: cause["meaning"] for cause in timeline["causes"]}
+    for span in timeline["spans"]:
+        call = _calls.Call(span["cause"], text=meanings.get(span["cause"], ""))
+        call.seconds = (span["end_ms"] - span["begin_ms"]) / 1000
+        request.calls.append(call)
+    return [request], tokens
+
+
+# ---- API server and engine as threads of this process, with their sockets between them ----
+
+
+def ask_here(
+    arguments: argparse.Namespace, config: Config
+) -> tuple[list[_calls.Call], list[Token]]:
+    """The calls of each thread.
+
+    Raises:
+        ConfigError: the engine does not start.
+        InvalidRequest: the prompt cannot be served.
+    """
+    config, spec, _ = launch.find_and_resolve(config)
+    assert config.model.max_model_len is not None
+    ipc_dir, recorder = ipc.private_dir(), _calls.Recorder()
+    engine = EngineCoreProc(Start(config, spec, str(ipc_dir), time.monotonic()))
+    threading.setprofile(recorder)
+    thread = threading.Thread(target=run_engine, args=[engine], name="busy loop")
+    thread.start()
+    client = EngineCoreClient(str(ipc_dir), 0, identity(config, spec))
+    tokenizer = Tokenizer.of_model(config, spec)
+    processor = Processor(config, spec, tokenizer, config.model.max_model_len)
+    outputs, metrics = OutputProcessor(tokenizer), Metrics(spec.model_type)
+    llm = AsyncLLM(config, spec, client, processor, outputs, Tracer(), metrics)
+    content = arguments.prompt
+    if not arguments.raw:
+        content = Chat(messages=[{"role": "user", "content": content}])
+    try:
+        calls, answer = asyncio.run(ask(llm, recorder, content, arguments.max_tokens))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        engine.inputs.put(WorkerFailed("the trace has ended"))
+        thread.join()
+        client.close()
+        shutil.rmtree(ipc_dir, ignore_errors=True)
+    for call in calls:
+        is_own = call.name == threading.current_thread().name
+        call.name = "API server" if is_own else f"engine, {call.name}"
+    return calls, [*tokens_of(answer, tokenizer)]
+
+
+def run_engine(engine: EngineCoreProc) -> None:
+    """Its clients hear of its end."""
+    with contextlib.suppress(EngineError, ConfigError):
+        engine.run()
+
+
+async def ask(
+    llm: AsyncLLM, recorder: _calls.Recorder, content: str | Chat, max_tokens: int
+) -> tuple[list[_calls.Call], list[tuple[float, CompletionOutput]]]:
+    """The calls, and what came in how many seconds; raises as `ask_here`."""
+    llm.start()
+    while not llm.is_ready:
+        if isinstance(llm.status, EngineDead):
+            raise ConfigError(llm.status.reason)
+        await asyncio.sleep(0.01)
+    try:
+        warm = SamplingParams(max_tokens=2, ignore_eos=True)
+        [delta async for delta in generate(llm, "warm-up", "What is new takes longer.", warm)]
+        await asyncio.sleep(SETTLING)
+        defaults = llm.processor.default_params
+        params = SamplingParams(**defaults, max_tokens=max_tokens, logprobs=NUM_CANDIDATES)
+        sys.setprofile(recorder)
+        began = recorder.start()
+        stream = generate(llm, "traced", content, params)
+        answer = [(time.perf_counter() - began, delta) async for delta in stream]
+        return recorder.finish(), answer
+    finally:
+        llm.close()
+
+
+async def generate(
+    llm: AsyncLLM, request_id: str, content: str | Chat, params: SamplingParams
+) -> AsyncIterator[CompletionOutput]:
+    """As a route does it."""
+    with llm.admit():
+        prompt = Prompt(content=content, request_id=request_id)
+        async for delta in llm.generate(await llm.prepare([prompt], params)):
+            yield delta
+
+
+def tokens_of(
+    answer: list[tuple[float, CompletionOutput]], tokenizer: Tokenizer
+) -> Iterator[Token]:
+    """Those of each delta."""
+    for seconds, delta in answer:
+        for logprobs in delta.logprobs or []:
+            pairs = zip(logprobs.token_ids, logprobs.logprobs, strict=True)
+            candidates = [(tokenizer.token_string(i), p) for i, p in pairs]
+            yield Token(logprobs.token_ids[0], candidates, seconds)
