@@ -24,7 +24,7 @@ ROOMS = tests/api tests/core tests/demo_model tests/parity
 FAST = --ignore=tests/core/structured_output tests/core tests/cli $(filter-out tests/test_docs.py tests/test_llm.py tests/test_messages.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-unit test-slow test-sanitizers test-gpu check format format-check lint typecheck architecture \
+.PHONY: help install serve test test-unit test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
 	docs bench bench-cpu bench-gpu docker clean
 
 help: ## Show this help
@@ -49,8 +49,13 @@ test: $(VENV)/.dev ## Run the tests in three processes, or with ARGS what it say
 test-unit: $(VENV)/.dev ## Run the tests that start no server
 	$(BIN)/python -m pytest --ignore=tests/integration $(ARGS)
 
-test-slow: $(VENV)/.dev ## Run the tests at full model size
+test-slow: $(VENV)/.dev ## Run the tests at full model size, and those of the console
+	@tests/console/install.sh
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-console: $(VENV)/.dev ## Run the tests of the console in headless Chromium, which it installs
+	@tests/console/install.sh
+	$(BIN)/python -m pytest -m slow tests/console $(ARGS)
 
 # A copy of the tree with instrumented kernels, for which Python loads the run-time libraries first. Their `new` ends the
 # process where it should throw, so the test of that is left out.

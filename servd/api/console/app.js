@@ -2,7 +2,7 @@
 import { json } from "./api.js";
 import { h } from "./dom.js";
 
-const VIEWS = { playground: "Playground", server: "Server" };
+const VIEWS = { playground: "Playground", live: "Live", requests: "Requests", server: "Server" };
 const main = document.getElementById("main");
 const status = document.getElementById("status");
 const shown = {}; // view name -> { root, view }

@@ -55,6 +55,14 @@ export const percent = (share) =>
 export const visible = (text) =>
   text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 
+/** What went wrong, for people. */
+export const problem = (error) => h("p.problem", { role: "alert" }, error.message);
+
+/** Names and values; those that are not known are left out. */
+export const facts = (entries, style = "") => h("dl.facts", { class: `facts ${style}` },
+  Object.entries(entries).filter(([, value]) => value != null).map(([name, value]) =>
+    h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+
 /** A table whose rows are lists of cells. */
 export function table(label, heads, rows) {
   const head = h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)));

@@ -1,7 +1,7 @@
 // A conversation with the model.
 import { events, json } from "./api.js";
 import { curl, python, showCode } from "./code.js";
-import { button, counted, h, short, span } from "./dom.js";
+import { button, counted, h, problem, short, span } from "./dom.js";
 import { requestBody, settingsForm } from "./settings.js";
 import { timeline } from "./timeline.js";
 import { explainTokens, tokenWriter } from "./tokens.js";
@@ -68,7 +68,7 @@ export default function playground(root) {
   function ask(text) {
     if (!messages.length) log.replaceChildren();
     messages.push({ role: "user", content: text });
-    log.append(h("article.turn.user", {}, h("h3", {}, "You"), h("div.text", {}, text)));
+    log.append(h("article.turn.user", {}, h("h2", {}, "You"), h("div.text", {}, text)));
     return answer();
   }
 
@@ -116,13 +116,11 @@ export default function playground(root) {
   return { show: () => input.focus() };
 }
 
-const problem = (error) => h("p.problem", { role: "alert" }, error.message);
-
 /** One answer of the model, while it comes and afterwards. */
 class Answer {
   constructor(model) {
     this.text = h("div.text");
-    this.root = h("article.turn.assistant", {}, h("h3", {}, model), this.text);
+    this.root = h("article.turn.assistant", {}, h("h2", {}, model), this.text);
     this.content = "";
     this.calls = [];
     this.began = performance.now();

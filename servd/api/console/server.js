@@ -1,6 +1,6 @@
 // How the server is set up, and why.
 import { json } from "./api.js";
-import { count, h, span, table } from "./dom.js";
+import { count, facts, h, problem, span, table } from "./dom.js";
 
 const SECTIONS = {
   model: "Model", cache: "KV cache", scheduler: "Scheduler", parallel: "Devices and processes",
@@ -16,7 +16,7 @@ export default function server(root) {
           json("server_info"), json("health", { also: [503] })]);
         root.replaceChildren(h("div.page", {}, ...parts(info, health)));
       } catch (error) {
-        root.replaceChildren(h("p.problem", { role: "alert" }, error.message));
+        root.replaceChildren(problem(error));
       }
     },
   };
@@ -72,22 +72,19 @@ function engineFacts(engine) {
   };
 }
 
-const facts = (entries) => h("dl.facts", {}, Object.entries(entries).map(([name, value]) =>
-  h("div", {}, h("dt", {}, name), h("dd", {}, value))));
-
 function startup(seconds) {
   const phases = Object.entries(seconds);
   const whole = phases.reduce((sum, [, spent]) => sum + spent, 0);
   let before = 0;
   const rows = phases.map(([phase, spent]) => {
-    const row = h("li.computes", { "--from": before / whole, "--share": spent / whole },
-      h("span", {}, phase), h("span.track", { "aria-hidden": "true" }),
-      h("span.figure", {}, span(spent * 1000)));
+    const bar = h("i", { "--from": before / whole, "--share": spent / whole });
+    const row = h("li.computes", {}, h("span", {}, phase),
+      h("span.track", { "aria-hidden": "true" }, bar), h("span.figure", {}, span(spent * 1000)));
     before += spent;
     return row;
   });
   if (!rows.length) return h("p.hint", {}, "The model is still loading.");
-  return h("section.timeline", { "aria-label": "Start-up" },
+  return h("div.timeline", {},
     h("p.hint", {}, `${span(whole * 1000)} from the command until requests were served.`),
     h("ol", {}, rows));
 }

@@ -1,32 +1,87 @@
-// Where the time of one request went, drawn.
+// Where the time of one request went, drawn: a row for each cause.
 import { json } from "./api.js";
-import { h, span } from "./dom.js";
+import { button, count, counted, h, short, span, table } from "./dom.js";
 
-const MEANING = {
-  parsed: "Reading the request",
-  templated: "Chat template",
-  tokenised: "Text to tokens",
-  sent: "Handing over to the engine",
-  queued: "On the way to the engine",
-  scheduled: "Waiting in the queue",
-  preempted: "Computing, then preempted",
-  first_token: "Prompt to first token",
-  finished: "All further tokens",
-  detokenised: "Last tokens to text",
-  written: "Writing the answer",
-  done: "Closing",
+const OWN = {
+  parse: "Reading the request", template: "Chat template", tokenise: "Text to tokens",
+  grammar_check: "Checking the schema", prefill: "Computing its prompt",
+  decode: "Computing its tokens", detokenise: "Tokens to text", write: "Writing the answer",
 };
-const COMPUTES = ["first_token", "finished"];
+const WAITS = {
+  event_loop: "API process busy", ipc: "Between processes", grammar_compile: "Compiling the schema",
+  queue_step: "Queue: a step was running", queue_slots: "Queue: all slots taken",
+  queue_blocks: "Queue: KV cache full", queue_budget: "Queue: steps were full",
+  neighbour_prefill: "Another request's prompt", preemption: "Preempted",
+  rejected_drafts: "Rejected drafts", stalled_worker: "Worker stalled", start_up: "Server starting",
+  slow_reader: "Client reads slowly", unaccounted: "Unaccounted",
+};
+const COMPUTES = ["prefill", "decode"];
 
-/** The waterfall of a request, by the id of its answer. */
-export async function timeline(id) {
-  const { wall_ms: wall, stages } = await json(`debug/requests/${encodeURIComponent(id)}`);
-  const rows = stages.filter((stage) => stage.took_ms > 0).map((stage) => h("li", {
-    class: COMPUTES.includes(stage.stage) && "computes",
-    "--from": (stage.at_ms - stage.took_ms) / wall,
-    "--share": stage.took_ms / wall,
-  }, h("span", {}, MEANING[stage.stage] ?? stage.stage), h("span.track", { "aria-hidden": "true" }),
-    h("span.figure", {}, span(stage.took_ms))));
-  return h("section.timeline", { "aria-label": "Timeline" },
-    h("p.hint", {}, `${span(wall)} from the request to the last byte.`), h("ol", {}, rows));
+/** What a cause is called. */
+export const causeName = (cause) => OWN[cause] ?? WAITS[cause] ?? cause;
+
+/** The account of a request, by the id of its answer; `full` with its neighbours and steps. */
+export async function timeline(id, full = false) {
+  const path = `v1/requests/${encodeURIComponent(id)}/timeline`;
+  const account = await json(path);
+  const parts = [h("p", {}, account.explanation), waterfall(account)];
+  if (account.prefix_cache) parts.push(prefix(account.prefix_cache));
+  if (full) parts.push(...neighbours(account), ...steps(account));
+  if (full) parts.push(button("Save for Perfetto", save));
+  return h("div.timeline", {}, parts);
+
+  async function save() {
+    const trace = JSON.stringify(await json(`${path}?format=perfetto`));
+    const link = h("a", { href: URL.createObjectURL(new Blob([trace])), download: `${id}.json` });
+    link.click();
+    URL.revokeObjectURL(link.href);
+  }
+}
+
+function waterfall({ wall_ms: wall, causes, spans }) {
+  const first = (cause) => spans.findIndex((part) => part.cause === cause);
+  const small = causes.filter(({ ms, share }) => ms > 0 && share < 0.001);
+  const rows = causes.filter(({ share }) => share >= 0.001)
+    .sort((a, b) => first(a.cause) - first(b.cause));
+  const rest = small.map(({ cause, ms }) => `${causeName(cause)} ${span(ms)}`).join(", ");
+  return [h("ol", {}, rows.map(({ cause, ms, share, meaning }) => {
+    const kind = COMPUTES.includes(cause) ? "computes" : cause in OWN ? "works" : "waits";
+    const parts = spans.filter((part) => part.cause === cause).map((part) => h("i", {
+      "--from": part.begin_ms / wall, "--share": (part.end_ms - part.begin_ms) / wall,
+    }));
+    return h(`li.${kind}`, { title: meaning },
+      h("span", {}, causeName(cause)), h("span.track", { "aria-hidden": "true" }, parts),
+      h("span.figure", {}, span(ms)),
+      kind === "waits" && share >= 0.05 && h("span.hint", {}, meaning));
+  })), rest && h("p.hint", {}, `Too short to draw: ${rest}.`)];
+}
+
+function prefix({ num_blocks: all, num_matched: matched, block_size: size, text }) {
+  return h("p.hint", {}, `Prefix cache: ${matched} of ${counted(all, "block")} of ${size} tokens `
+    + `were there. ${text}`);
+}
+
+function neighbours({ neighbours: others }) {
+  if (!others.length) return [];
+  return [h("h3", {}, "Neighbours, whose prompts were computed in its steps"),
+    table("Neighbours", ["Request", "Prompt", "Time"], others.map((other) => [
+      other.id ? requestLink(other.id) : "of another API key",
+      counted(other.num_prompt_tokens, "token"), span(other.ms)]))];
+}
+
+function steps({ steps: all, num_steps: number }) {
+  const took = (step) => step.end_ms - step.begin_ms;
+  const longest = [...all].sort((a, b) => took(b) - took(a)).slice(0, 8);
+  if (!longest.length) return [];
+  return [h("h3", {}, `The longest of its ${counted(number, "step")}`),
+    table("Longest steps", ["Step", "After", "Took", "Forward", "Tokens", "of prompts", "Requests",
+      "Waiting"], longest.map((step) => [count(step.step), span(step.begin_ms), span(took(step)),
+      span(step.forward_ms), step.num_tokens, step.num_prompt_tokens, step.num_requests,
+      step.waits_for ? `${step.num_waiting}, for ${step.waits_for}` : short(step.num_waiting)]))];
+}
+
+/** A link to the account of a request. */
+export function requestLink(id) {
+  const name = h("code", {}, id.length > 20 ? `${id.slice(0, 18)}…` : id);
+  return h("a", { href: `#/requests/${encodeURIComponent(id)}`, title: id }, name);
 }

@@ -1,0 +1,66 @@
+// What the server does now: each panel is a file in panels/, and draws what a poll found.
+import { json, send } from "./api.js";
+import { h } from "./dom.js";
+
+const REFRESH = 1000; // milliseconds
+
+/** Panels export `title`, `order`, and by default a function of their element, which returns a
+ * function that draws what `take` found. */
+export default function live(root) {
+  const problem = h("p.problem", { role: "alert", hidden: true });
+  const grid = h("div.panels");
+  root.append(problem, grid);
+  const links = [...document.querySelectorAll('link[href^="console/panels/"]')];
+  const panels = Promise.all(links.map((link) => import(link.href))).then((modules) =>
+    modules.sort((a, b) => a.order - b.order).map((panel) => {
+      const place = h("div");
+      const head = h("h2", {}, panel.title);
+      grid.append(h("section.panel", { "aria-label": panel.title }, head, place));
+      return panel.default(place);
+    }));
+  let timer = null;
+
+  async function poll() {
+    clearTimeout(timer);
+    try {
+      if (!document.hidden) {
+        const sample = await take();
+        await Promise.all((await panels).map((draw) => draw(sample)));
+      }
+      problem.hidden = true;
+    } catch (error) {
+      problem.textContent = error.message;
+      problem.hidden = false;
+    }
+    timer = setTimeout(poll, REFRESH);
+  }
+
+  return { show: poll, hide: () => clearTimeout(timer) };
+}
+
+async function take() {
+  const [text, steps, requests, health] = await Promise.all([
+    send("metrics", { accept: "text/plain" }).then((response) => response.text()),
+    json("v1/steps?recent=120"), json("v1/requests?recent=50"), json("health", { also: [503] })]);
+  const running = requests.data.filter((request) => request.status === "running");
+  return { metrics: new Metrics(text), steps: steps.data, requests: running, health,
+    seconds: performance.now() / 1000 };
+}
+
+/** The lines of Prometheus' text: name{labels} value. */
+class Metrics {
+  constructor(text) {
+    this.samples = [...text.matchAll(/^([\w:]+)(?:\{(.*)\})? (\S+)$/gm)].map(
+      ([, name, labels, value]) => ({ name, value: Number(value), labels: Object.fromEntries(
+        [...(labels ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)].map(([, k, v]) => [k, v])) }));
+  }
+
+  all(name) {
+    return this.samples.filter((sample) => sample.name === name);
+  }
+
+  /** The sum over all engines and processes. */
+  sum(name) {
+    return this.all(name).reduce((sum, sample) => sum + sample.value, 0);
+  }
+}

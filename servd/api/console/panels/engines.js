@@ -1,0 +1,26 @@
+// The processes: engine, workers, this API server.
+import { json } from "../api.js";
+import { facts, span } from "../dom.js";
+
+export const title = "Engine and workers";
+export const order = 5;
+
+export default function panel(place) {
+  let info = null;
+  return async ({ metrics, health, steps }) => {
+    info = info?.engine ? info : await json("server_info");
+    const lag = "servd:event_loop_lag_seconds";
+    const option = (flag) => info.options.find((option) => option.flag === flag)?.value;
+    const last = steps.at(-1);
+    place.replaceChildren(facts({
+      Engine: [health.status, health.activity].filter(Boolean).join(", "),
+      "Last step": health.seconds_since_step == null ? null
+        : `${span(health.seconds_since_step * 1000)} ago`,
+      "Last step took": last && span(last.end_ms - last.begin_ms),
+      Workers: info.engine && `${option("--tensor-parallel-size")} × ${info.engine.device}, `
+        + option("--executor"),
+      "API servers": option("--api-server-count"),
+      "Their lag": span((metrics.sum(`${lag}_sum`) / metrics.sum(`${lag}_count`)) * 1000),
+    }));
+  };
+}

@@ -1,0 +1,88 @@
+// Recent and slow requests, and where the time of each went.
+import { json } from "./api.js";
+import { counted, h, percent, problem, span, table } from "./dom.js";
+import { causeName, requestLink, timeline } from "./timeline.js";
+
+const REFRESH = 2000; // milliseconds
+const HEADS = ["When", "Request", "Took", "First token", "Prompt", "Answer", "Waited most for"];
+
+export default function requests(root) {
+  let timer = null;
+  let found = [];
+  const order = h("select", { change: refresh }, h("option", { value: "recent" }, "Most recent"),
+    h("option", { value: "slowest" }, "Slowest"));
+  const cause = h("select", { change: draw }, h("option", { value: "" }, "Anything"));
+  const text = h("input", { type: "search", placeholder: "id or route", input: draw });
+  const filters = h("form.filters", { submit: (event) => event.preventDefault() },
+    h("label", {}, "Show", order), h("label", {}, "That waited for", cause),
+    h("label", {}, "Containing", text));
+  const place = h("div");
+  const list = h("div.page", {}, h("h2", {}, "Requests"), filters, place);
+  const one = h("div.page", { hidden: true });
+  root.append(list, one);
+
+  async function refresh() {
+    clearTimeout(timer);
+    try {
+      found = (await json(`v1/requests?${order.value}=100`)).data;
+      draw();
+    } catch (error) {
+      place.replaceChildren(problem(error));
+    }
+    timer = setTimeout(refresh, REFRESH);
+  }
+
+  function draw() {
+    const causes = [...new Set(found.map((request) => request.cause).filter(Boolean))].sort();
+    if (causes.join() !== [...cause.options].slice(1).map((option) => option.value).join()) {
+      const chosen = cause.value;
+      cause.replaceChildren(cause.options[0],
+        ...causes.map((name) => h("option", { value: name }, causeName(name))));
+      cause.value = causes.includes(chosen) ? chosen : "";
+    }
+    const wanted = found.filter((request) => (!cause.value || request.cause === cause.value)
+      && `${request.id} ${request.route}`.includes(text.value.trim()));
+    const focused = document.activeElement?.getAttribute("href"); // keep the place of the keyboard
+    const scrolled = place.firstElementChild?.scrollLeft ?? 0;
+    place.replaceChildren(wanted.length ? table("List of requests", HEADS, wanted.map(row))
+      : h("p.hint", {}, found.length ? "None of them fits." : "No request has come yet: send one "
+        + "from the playground."));
+    place.firstElementChild.scrollLeft = scrolled;
+    if (focused) place.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  async function open(id) {
+    one.replaceChildren(h("p", {}, h("a", { href: "#/requests" }, "← All requests")),
+      h("h2", {}, h("code", {}, id)));
+    try {
+      one.append(await timeline(id, true));
+    } catch (error) {
+      one.append(problem(error));
+    }
+  }
+
+  return {
+    show(id) {
+      clearTimeout(timer);
+      list.hidden = id !== "";
+      one.hidden = id === "";
+      return id ? open(id) : refresh();
+    },
+    hide: () => clearTimeout(timer),
+  };
+}
+
+function row(request) {
+  const { num_prompt_tokens: prompt, num_cached_tokens: cached } = request;
+  const waited = request.cause && `${causeName(request.cause)}: ${span(request.cause_ms)}, `
+    + percent(request.cause_ms / request.wall_ms);
+  return [
+    new Date(request.created * 1000).toLocaleTimeString("en-GB"),
+    h("div", {}, requestLink(request.id), h("div.hint", {}, request.route)),
+    request.status === "running" ? `${span(request.wall_ms)}, running` : span(request.wall_ms),
+    span(request.ttft_ms),
+    counted(prompt, "token") + (cached ? `, ${cached} cached` : ""),
+    counted(request.num_output_tokens, "token"),
+    waited ?? "–",
+  ];
+}
