@@ -42,7 +42,8 @@ async function take() {
   const [text, steps, requests, health] = await Promise.all([
     send("metrics", { accept: "text/plain" }).then((response) => response.text()),
     json("v1/steps?recent=120"), json("v1/requests?recent=50"), json("health", { also: [503] })]);
-  const running = requests.data.filter((request) => request.status === "running");
+  const running = requests.data.filter((request) => request.status === "running")
+    .sort((a, b) => b.wall_ms - a.wall_ms);
   return { metrics: new Metrics(text), steps: steps.data, requests: running, health,
     seconds: performance.now() / 1000 };
 }

@@ -32,10 +32,12 @@ export default function panel(place) {
   };
 }
 
-/** Who has how many blocks: a block that requests share counts for the first of them. */
+/** Who has how many blocks: those with tokens come before those that may still wait; a block that
+ * requests share counts for the first of them. */
 function shares(requests, size, used) {
   let left = used;
-  const owners = requests.map((request) => {
+  const computing = requests.filter((request) => request.num_output_tokens);
+  const owners = [...new Set([...computing, ...requests])].map((request) => {
     const tokens = request.num_prompt_tokens + request.num_output_tokens;
     const num = Math.min(left, Math.ceil(tokens / size));
     left -= num;
