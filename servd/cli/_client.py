@@ -22,14 +22,19 @@ LONGEST_WAIT = 60.0  # seconds between them
 REOPEN = (ConnectionError, http.client.ImproperConnectionState)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of the commands that speak to a running server."""
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Flags that name a running server."""
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="any OpenAI-compatible server [%(default)s]"
     )
     key = os.environ.get("SERVD_API_KEY")
     parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $SERVD_API_KEY")
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of the commands that ask a running server for text."""
+    add_server_options(parser)
     parser.add_argument(
         "--temperature",
         type=float,

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict
 
-from servd.api.protocol.chat import OPEN, ChatCompletionRequest, idle_strict
+from servd.api.protocol.chat import ChatCompletionRequest, idle_strict
 from servd.api.protocol.translation import TranslatedRequest
+from servd.api.protocol.validation import OpenObject
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
 
@@ -92,10 +92,8 @@ def _check_tool(tool: Any) -> Any:
     return tool
 
 
-class Tool(TypedDict):
+class Tool(OpenObject):
     """A tool that the client runs."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     input_schema: dict[str, Any]
@@ -103,29 +101,23 @@ class Tool(TypedDict):
     strict: NotRequired[bool | None]
 
 
-class ToolChoice(TypedDict):
+class ToolChoice(OpenObject):
     """Whether, and which, tool is to be used."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Literal["auto", "any", "tool", "none"]
     name: NotRequired[str]
     disable_parallel_tool_use: NotRequired[bool | None]
 
 
-class Thinking(TypedDict):
+class Thinking(OpenObject):
     """Whether the model thinks first."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: NotRequired[Annotated[int, Field(ge=1, le=INT32_MAX)] | None]
 
 
-class OutputConfig(TypedDict, total=False):
+class OutputConfig(OpenObject, total=False):
     """What the text must look like, and how much the model thinks."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     format: dict[str, Any] | None
     effort: str | None

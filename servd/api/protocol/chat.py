@@ -7,21 +7,19 @@ from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.prompt import Chat, Prompt, ToolOptions
 from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Timings, Usage
-from servd.api.protocol.validation import RequestBody
+from servd.api.protocol.validation import OpenObject, RequestBody
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
 from servd.params import MAX_LOGPROBS, SamplingParams
 
 # ---- request ----
-
-OPEN = ConfigDict(extra="allow", strict=True)  # templates may read more keys than OpenAI defines
 
 
 class TextPart(TypedDict):
@@ -70,29 +68,23 @@ def _check_content(content: Any) -> Any:
 ChatContent = str | list[TextPart | RefusalPart] | None
 
 
-class FunctionCall(TypedDict):
+class FunctionCall(OpenObject):
     """The function that an earlier answer called; `arguments` is JSON text."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     name: str
     arguments: str
 
 
-class ToolCall(TypedDict):
+class ToolCall(OpenObject):
     """One call of an earlier answer."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: NotRequired[Literal["function"]]
     id: NotRequired[str | None]
     function: FunctionCall
 
 
-class ChatMessage(TypedDict):
+class ChatMessage(OpenObject):
     """One message. Any role may go to the template."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: NotRequired[Annotated[Any, BeforeValidator(_check_content, ChatContent)]]
@@ -118,20 +110,16 @@ def _check_parameters(parameters: Any) -> Any:
     return parameters
 
 
-class Function(TypedDict):
+class Function(OpenObject):
     """A function that the model may call; `parameters` is a JSON schema."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: NotRequired[str | None]
     parameters: NotRequired[Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)]]
 
 
-class Tool(TypedDict):
+class Tool(OpenObject):
     """A tool of the request, for the template."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Literal["function"]
     function: Function
@@ -147,18 +135,14 @@ def _check_tools(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
-class FunctionName(TypedDict):
+class FunctionName(OpenObject):
     """Names a function of `tools`."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     name: str
 
 
-class NamedTool(TypedDict):
+class NamedTool(OpenObject):
     """The function that has to be called."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: NotRequired[Literal["function"]]
     function: FunctionName

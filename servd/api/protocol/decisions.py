@@ -6,11 +6,11 @@ import json
 from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from servd.api.protocol.responses import InputItem, ResponseUsage, as_items, check_kind
-from servd.api.protocol.validation import RequestBody
+from servd.api.protocol.validation import ClosedObject, RequestBody
 from servd.errors import InvalidRequest
 
 # ---- request ----
@@ -65,32 +65,25 @@ Instructions = Annotated[
     BeforeValidator(_joined, str | list[InstructionText | InstructionJSON]),
     Field(min_length=1),
 ]
-STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-class Predicate(TypedDict):
+class Predicate(ClosedObject):
     """Whether a statement about the input is true."""
-
-    __pydantic_config__ = STRICT  # type: ignore[misc]
 
     type: Literal["predicate"]
     instructions: Instructions
     name: NotRequired[str]
 
 
-class Choice(TypedDict):
+class Choice(ClosedObject):
     """An option; a text and a boolean that are written alike are two options."""
-
-    __pydantic_config__ = STRICT  # type: ignore[misc]
 
     value: str | bool
     description: NotRequired[str]
 
 
-class ChoiceQuestion(TypedDict):
+class ChoiceQuestion(ClosedObject):
     """Which of the options holds."""
-
-    __pydantic_config__ = STRICT  # type: ignore[misc]
 
     type: Literal["choice"]
     instructions: Instructions
@@ -98,19 +91,15 @@ class ChoiceQuestion(TypedDict):
     name: NotRequired[str]
 
 
-class Level(TypedDict):
+class Level(ClosedObject):
     """A step of a scale."""
-
-    __pydantic_config__ = STRICT  # type: ignore[misc]
 
     label: str
     description: NotRequired[str]
 
 
-class ScoreQuestion(TypedDict):
+class ScoreQuestion(ClosedObject):
     """Where the input is on a scale, whose levels are in order."""
-
-    __pydantic_config__ = STRICT  # type: ignore[misc]
 
     type: Literal["score"]
     instructions: Instructions

@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict
 
 from servd.api.protocol.structured import StructuredRequest
-from servd.api.protocol.validation import REQUEST_ID, FewKeys, KeptTokens
+from servd.api.protocol.validation import REQUEST_ID, ClosedObject, FewKeys, KeptTokens, OpenObject
 from servd.errors import InvalidRequest
 from servd.messages import RequestOptions
 from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
@@ -66,19 +65,15 @@ def _bias_by_id(value: Any) -> Any:
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
-class StreamOptions(TypedDict, total=False):
+class StreamOptions(OpenObject, total=False):
     """What a stream carries besides text."""
-
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
     include_usage: bool | None
     continuous_usage_stats: bool | None
 
 
-class RepetitionFields(TypedDict, total=False):
+class RepetitionFields(ClosedObject, total=False):
     """Which repetitions end the output; see `servd.params.RepetitionDetection`."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     max_pattern_size: int
     min_pattern_size: int

@@ -10,7 +10,6 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import (
-    OPEN,
     Function,
     RefusalPart,
     TokenLogprob,
@@ -19,7 +18,7 @@ from servd.api.protocol.chat import (
 )
 from servd.api.protocol.response_items import chat_messages
 from servd.api.protocol.translation import TranslatedRequest
-from servd.api.protocol.validation import FewKeys
+from servd.api.protocol.validation import FewKeys, OpenObject
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
 from servd.params import MAX_LOGPROBS
@@ -53,20 +52,16 @@ class TextPart(TypedDict):
 Content = Annotated[Any, BeforeValidator(_check_content, str | list[TextPart | RefusalPart])]
 
 
-class InputMessage(TypedDict):
+class InputMessage(OpenObject):
     """A message of the client, or one of an earlier answer."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class FunctionCall(TypedDict):
+class FunctionCall(OpenObject):
     """A call of an earlier answer."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Literal["function_call"]
     call_id: str
@@ -74,20 +69,16 @@ class FunctionCall(TypedDict):
     arguments: str
 
 
-class FunctionCallOutput(TypedDict):
+class FunctionCallOutput(OpenObject):
     """What the client's function returned."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Literal["function_call_output"]
     call_id: str
     output: Content
 
 
-class Reasoning(TypedDict):
+class Reasoning(OpenObject):
     """The reasoning of an earlier answer."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Literal["reasoning"]
     summary: NotRequired[Content]
@@ -144,10 +135,8 @@ def _check_tool_choice(choice: Any) -> Any:
     )
 
 
-class NamedFunction(TypedDict):
+class NamedFunction(OpenObject):
     """The function that has to be called."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Literal["function"]
     name: str
@@ -163,18 +152,14 @@ class FunctionTool(Function):
     strict: NotRequired[bool | None]
 
 
-class ReasoningOptions(TypedDict, total=False):
+class ReasoningOptions(OpenObject, total=False):
     """How much the model thinks."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     effort: str | None
 
 
-class TextOptions(TypedDict, total=False):
+class TextOptions(OpenObject, total=False):
     """What the text must look like: `format` is checked by the chat request."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     format: dict[str, Any] | None
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, Field
-from typing_extensions import TypedDict
+from pydantic import Field
 
-from servd.api.protocol.validation import FewKeys, RequestBody
+from servd.api.protocol.validation import ClosedObject, FewKeys, OpenObject, RequestBody
 from servd.errors import InvalidRequest
 from servd.params import StructuredOutput
 
@@ -16,10 +15,8 @@ Schema = dict[str, Any] | str  # JSON, or JSON as text
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
 
 
-class JsonSchemaFormat(TypedDict):
+class JsonSchemaFormat(OpenObject):
     """The schema of `response_format`; every output follows it, whatever `strict` says."""
-
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
     schema: dict[str, Any]
     name: NotRequired[str | None]
@@ -27,19 +24,15 @@ class JsonSchemaFormat(TypedDict):
     strict: NotRequired[bool | None]
 
 
-class ResponseFormat(TypedDict):
+class ResponseFormat(ClosedObject):
     """OpenAI's way to ask for JSON."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NotRequired[JsonSchemaFormat | None]
 
 
-class StructuredOutputs(TypedDict, total=False):
+class StructuredOutputs(ClosedObject, total=False):
     """vLLM's way to ask for one of these."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     json: Schema | None
     json_object: bool | None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
+from typing_extensions import TypedDict
 
 from servd.api.protocol.json_size import has_more_values
 from servd.bounds import shorten
@@ -56,6 +57,18 @@ def _check_size(value: Any) -> Any:
 # For objects whose every key is checked: pydantic would list one error per key, and there may be a
 # million.
 FewKeys = BeforeValidator(_check_size)
+
+
+class OpenObject(TypedDict):
+    """Base of the objects in bodies that may have more keys: templates may read them."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+
+class ClosedObject(TypedDict):
+    """Base of those that may not."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
 
 class RequestBody(BaseModel):

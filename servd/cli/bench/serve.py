@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 
 from servd.cli import _client
 from servd.cli.bench import _data, _load, _report
@@ -12,11 +11,7 @@ from servd.cli.bench import _data, _load, _report
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="of the server [%(default)s]"
-    )
-    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
-    parser.add_argument("--api-key", default=os.environ.get("SERVD_API_KEY"), metavar="KEY")
+    _client.add_server_options(parser)
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help="most requests at once [no limit]"
     )
@@ -42,9 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 1 if any request failed."""
     figure = _report.new_figure() if arguments.plot else None
-    url = arguments.url.rstrip("/").removesuffix("/v1")
     prompts = _data.make_prompts(arguments, more=arguments.warmup)
-    records, seconds = asyncio.run(_measure(arguments, url, prompts))
+    records, seconds = asyncio.run(_measure(arguments, prompts))
     summary = _report.summarise(records, seconds)
     _report.show(summary, arguments.json)
     if summary["failed"]:
@@ -55,11 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _measure(
-    arguments: argparse.Namespace, url: str, prompts: list[_data.Prompt]
+    arguments: argparse.Namespace, prompts: list[_data.Prompt]
 ) -> tuple[list[_load.Record], float]:
+    client = _client.Client(arguments.url, arguments.api_key)
     load = _load.Load(
-        url=url,
-        model=arguments.model or _client.Client(url, arguments.api_key).first_model(),
+        url=client.url,
+        model=arguments.model or client.first_model(),
         concurrency=arguments.concurrency,
         request_rate=arguments.request_rate,
         api_key=arguments.api_key,
