@@ -39,6 +39,7 @@ class Weightless(TorchFunctionMode):
     same: ClassVar[dict[Any, Callable[[Tensor], Tensor]]] = {
         torch.zeros_like: lambda x: torch.empty(x.shape, dtype=x.dtype),
         Tensor.abs: lambda x: x,
+        Tensor.normal_: lambda x: x,
     }
 
     def __init__(self, device: torch.device) -> None:
@@ -56,6 +57,8 @@ class Weightless(TorchFunctionMode):
             return self.device
         if func in (torch.empty, torch.zeros):
             kwargs = kwargs | {"device": "meta"}
+        elif kwargs.get("device") is not None:  # small, and made of numbers that are needed
+            kwargs = kwargs | {"device": "cpu"}
         elif func in self.same and args[0].is_meta:
             with self:  # a mode does not see the functions that it calls
                 return self.same[func](*args)

@@ -11,10 +11,11 @@ import torch
 
 from servd import plugins
 from servd.errors import ModelNotFound, UnsupportedModel
-from servd.hf import read_spec
+from servd.hf import DEMO_FOLDER, read_spec
 from servd.worker import dry_run
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.layers.weight import Weight
+from servd.worker.model_loader import tensor_shapes
 from servd.worker.worker import Worker
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import config_for
@@ -77,6 +78,42 @@ def test_drafts_are_counted(tmp_path: Path, method: str):
     assert sizes.draft_weights == sum(map(bytes_of, modules))
     assert (sizes.draft_weights > 0) == (make is not None)
     assert sizes.kv_per_block * 5 == cache
+
+
+class Meter:
+    """A GPU of 100 MB with 10 MB in use."""
+
+    total = 100_000_000
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
+
+    def taken(self) -> int:
+        return 10_000_000
+
+    def held(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("utilization", [0.5, 0.15])
+def test_a_gpu(monkeypatch: pytest.MonkeyPatch, utilization: float):
+    """Everything in the model's type; of the device, its share counts."""
+    monkeypatch.setattr(dry_run, "CudaMeter", Meter)
+    monkeypatch.setattr(dry_run, "name_of", lambda _: "a GPU")
+    options = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_utilization": utilization}
+    config = config_for(DEMO_FOLDER, **options, kv_cache_memory=None, max_model_len=2000)
+    plan = dry_run.plan(config, read_spec(DEMO_FOLDER))
+    sizes = plan.sizes
+    shapes = tensor_shapes(str(DEMO_FOLDER)).values()
+    assert sizes.weights == sum(2 * shape.numel() for shape in shapes)
+    assert plan.free == round(100_000_000 * utilization) - 10_000_000
+    room = plan.free - sizes.weights - sizes.requests - sizes.step
+    needed = 500 * sizes.kv_per_block  # one request
+    if room >= needed:
+        assert plan.num_blocks == min(room // sizes.kv_per_block, 8 * 500) and not plan.shortage
+    else:
+        assert plan.num_blocks == 0 and "raise --gpu-memory-utilization to " in plan.shortage
+    assert (utilization == 0.5) == (room >= needed)
 
 
 def test_nothing_is_allocated(tmp_path: Path):
