@@ -150,7 +150,10 @@ REFUSED = {
     ),
     "use_heterogeneous_vocab": "a draft must have the target's vocabulary",
     "parallel_drafting": NO_SUCH_DRAFT,
-    "speculative_token_tree": NO_SUCH_DRAFT,
+    "speculative_token_tree": (
+        "servd chooses the tree: method medusa has one where num_speculative_tokens is above the "
+        "number of its heads"
+    ),
     "enable_adaptive_verification": NOT_NEEDED,
     "use_local_argmax_reduction": NOT_NEEDED,
     "disable_padded_drafter_batch": NOT_NEEDED,

@@ -51,8 +51,9 @@ class GPUModelRunner(ModelRunner):
             (self.max_num_samples, self.spec.hidden_size), dtype=self.dtype, device=self.device
         )
         return GraphRunner(
-            self._decode, self.max_num_samples, self.states.null_slot, hidden, self.recorder()
-        )
+            self._decode, self.max_num_samples, self.states.null_slot, hidden, self.recorder(),
+            2 if self.states.tree is None else 3,
+        )  # fmt: skip
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Decode steps by graphs, others kernel by kernel."""
@@ -60,9 +61,12 @@ class GPUModelRunner(ModelRunner):
             return self.graphs(batch.tokens)
         return super().forward(batch)
 
-    def _decode(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        attention = decode_attention(self.states, slots, positions)
-        return self.run(self.states.token_ids[slots, positions].long(), positions, attention)
+    def _decode(
+        self, slots: torch.Tensor, columns: torch.Tensor, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        attention = decode_attention(self.states, slots, columns, places)
+        input_ids = self.states.token_ids[slots, columns].long()
+        return self.run(input_ids, self.states.positions(columns, places), attention)
 
     @torch.inference_mode()
     def _capture(self, graphs: GraphRunner, size: int) -> None:

@@ -35,34 +35,35 @@ class GraphRunner:
     """Makes a graph when its size is first needed.
 
     Args:
-        forward: slots and positions, int64 [num_rows] each, to hidden states [num_rows, hidden];
-            one token of each row.
+        forward: `InputBatch.tokens`, one of each row, to hidden states [num_rows, hidden].
         max_num_rows: the largest step.
         null_slot: the slot of padding.
         hidden: where hidden states are written, [max_num_rows, hidden].
         record: see `Record`.
+        num_inputs: rows of `InputBatch.tokens`.
     """
 
     def __init__(
         self,
-        forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        forward: Callable[..., torch.Tensor],
         max_num_rows: int,
         null_slot: int,
         hidden: torch.Tensor,
         record: Record,
+        num_inputs: int = 2,
     ) -> None:
         self.forward = forward
         self.record = record
         self.hidden = hidden
-        # Its slot and its position.
-        self.padding = torch.tensor([[null_slot], [0]], device=hidden.device)
-        self.inputs = self.padding.repeat(1, max_num_rows)  # int64 [2, max_num_rows]
+        padding = [[null_slot], *[[0]] * (num_inputs - 1)]
+        self.padding = torch.tensor(padding, device=hidden.device)
+        self.inputs = self.padding.repeat(1, max_num_rows)  # int64 [num_inputs, max_num_rows]
         self.sizes = graph_sizes(max_num_rows)
         self.graphs: dict[int, Run] = {}
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_rows, hidden] of `tokens` [2, num_rows], slots and positions; until
-        the next call.
+        """Hidden states [num_rows, hidden] of `tokens` [num_inputs, num_rows]; until the next
+        call.
         """
         num_rows = tokens.shape[1]
         size = self.sizes[bisect_left(self.sizes, num_rows)]
@@ -78,10 +79,10 @@ class GraphRunner:
         """Make the graph for `size` rows."""
         started = time.monotonic()
         self.inputs[:, :size] = self.padding
-        slots, positions = self.inputs[:, :size]
+        inputs = tuple(self.inputs[:, :size])
 
         def run() -> None:
-            self.hidden[:size] = self.forward(slots, positions)
+            self.hidden[:size] = self.forward(*inputs)
 
         # kernels are compiled and libraries set up at their first run, which cannot be captured
         run()

@@ -34,7 +34,10 @@ class InputBatch:
     """
 
     states: RequestStates
-    tokens: torch.Tensor  # int64 [2, num_tokens]: slot and position in the sequence of each
+    # int64 [2 or 3, num_tokens]: slot and column of each, and where drafts may be trees its place;
+    # see `DraftTree`.
+    tokens: torch.Tensor
+    positions: torch.Tensor  # int64 [num_tokens]: of each in its sequence
     host_slots: np.ndarray  # int64 [num_rows], on the host
     query_lens: np.ndarray  # int64 [num_rows], on the host
     # int64 [num_rows], on the host: with the tokens of this step, if all drafts before are kept.
@@ -72,23 +75,31 @@ class InputBatch:
             sample_tokens = np.repeat(sample_tokens - np.cumsum(counts) + counts, counts)
             sample_tokens += np.arange(len(sample_tokens))
 
+        places = token_slots[:0]
+        if states.tree is not None:
+            places = np.maximum(offsets + 1 - np.repeat(query_lens - num_drafts, query_lens), 0)
+            places *= states.is_tree[token_slots]
+            bounds += states.tree.host_shifts[places]
+
         # One copy to the device for all indices of the step.
         parts = (
-            token_slots, offsets, row_ends, known_ends, sample_tokens,
+            token_slots, offsets, places, row_ends, known_ends, sample_tokens,
             states.block_tables.take_changes(),
         )  # fmt: skip
         packed = upload(np.concatenate(parts), states.token_ids.device)
-        slots_d, positions, row_ends_d, known_ends_d, sample_tokens_d, changes = packed.split(
-            [len(part) for part in parts]
+        slots_d, columns, places_d, row_ends_d, known_ends_d, sample_tokens_d, changes = (
+            packed.split([len(part) for part in parts])
         )
         states.block_tables.apply(changes)
-        positions += states.num_computed[slots_d]
-        states.num_computed[slots_d[known_ends_d]] = positions[known_ends_d] + 1
+        columns += states.num_computed[slots_d]
+        states.num_computed[slots_d[known_ends_d]] = columns[known_ends_d] + 1
+        positions = states.positions(columns, places_d)
         if positions.device.type == "cpu":
             bounds = positions.numpy() + 1  # at hand, so they need not be bounds
         return cls(
             states=states,
-            tokens=packed[: 2 * len(positions)].view(2, -1),
+            tokens=packed[: 2 * len(columns) + len(places)].view(-1, len(columns)),
+            positions=positions,
             host_slots=slots,
             query_lens=query_lens,
             seq_lens=computed + query_lens,
@@ -105,14 +116,16 @@ class InputBatch:
         )
 
     @property
-    def positions(self) -> torch.Tensor:
-        """Position of each token in its sequence, int64 [num_tokens]."""
-        return self.tokens[1]
-
-    @property
     def is_decode(self) -> bool:
         """Whether each row of the attention computes one token."""
         return len(self.attention_rows.query_lens) == self.tokens.shape[1]
+
+    @cached_property
+    def sample_columns(self) -> torch.Tensor:
+        """Where each sampled token is written, int64 [m]; before, a draft stands there."""
+        if self.states.tree is None:
+            return self.sample_positions
+        return self.tokens[1, self.sample_tokens] + 1
 
     @cached_property
     def input_ids(self) -> torch.Tensor:
@@ -134,19 +147,25 @@ class AttentionRows:
     ends: torch.Tensor  # int64 [num_rows]: index in the step of the last token
 
     def gather(
-        self, states: RequestStates, slots: torch.Tensor, positions: torch.Tensor
+        self,
+        states: RequestStates,
+        slots: torch.Tensor,
+        columns: torch.Tensor,
+        places: torch.Tensor | None = None,
     ) -> AttentionBatch:
-        """The attention of tokens, slot and position int64 [num_tokens] each."""
+        """The attention of tokens, see `InputBatch.tokens`."""
         tables, ends = states.block_tables, self.ends
+        last = slots[ends], columns[ends], None if places is None else places[ends]
         starts = ends.new_zeros(len(ends) + 1, dtype=torch.int32)
         starts[1:] = ends + 1
         return AttentionBatch(
             query_lens=self.query_lens,
             seq_lens=self.seq_lens,
             query_start_loc=starts,
-            seq_lens_device=(positions[ends] + 1).int(),
-            block_tables=tables.tables[slots[ends], : tables.blocks_for(int(self.seq_lens.max()))],
-            slot_mapping=tables.slot_mapping(slots, positions),
+            seq_lens_device=(states.positions(*last[1:]) + 1).int(),
+            block_tables=tables.tables[last[0], : tables.blocks_for(int(self.seq_lens.max()))],
+            slot_mapping=tables.slot_mapping(slots, columns),
+            tails=states.tails(*last),
         )
 
 
@@ -160,12 +179,16 @@ def _columns(scheduled: list[ScheduledRequest]) -> np.ndarray:
 
 
 def decode_attention(
-    states: RequestStates, slots: torch.Tensor, positions: torch.Tensor
+    states: RequestStates,
+    slots: torch.Tensor,
+    columns: torch.Tensor,
+    places: torch.Tensor | None = None,
 ) -> AttentionBatch:
-    """The attention of one token per row, [num_rows] int64 each, in a form that a graph can capture
-    (see `Backend`); on a CPU, with lengths that are exact.
+    """The attention of one token per row, see `InputBatch.tokens`, in a form that a graph can
+    capture (see `Backend`); on a CPU, with lengths that are exact.
     """
     num_rows, tables = len(slots), states.block_tables
+    positions = states.positions(columns, places)
     if positions.device.type == "cpu":
         seq_lens = positions.numpy() + 1
     else:
@@ -176,5 +199,6 @@ def decode_attention(
         query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device),
         seq_lens_device=(positions + 1).int(),
         block_tables=tables.tables[slots],
-        slot_mapping=tables.slot_mapping(slots, positions),
+        slot_mapping=tables.slot_mapping(slots, columns),
+        tails=states.tails(slots, columns, places),
     )

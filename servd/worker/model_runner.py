@@ -282,7 +282,10 @@ class ModelRunner(ABC):
         if launched.computed is not None:
             batch, hidden = launched.computed
             if len(batch.sample_rows):
-                parts.append(self._sample(batch, hidden[batch.sample_tokens], bitmask))
+                part = self._sample(batch, hidden[batch.sample_tokens], bitmask)
+                parts.append(part)
+                if part.sampled.order is not None:
+                    hidden = self._line_up(batch, hidden, part.sampled.order)
             if self.proposer is not None and (drafts := self.proposer.draft(batch, hidden)):
                 parts.append(drafts)
         return AsyncOutput(launched.num_scheduled, *self.to_host(parts), launched.times_ns)
@@ -299,13 +302,28 @@ class ModelRunner(ABC):
             self._unpack(bitmask, batch) if bitmask else None,
             SpecDecodeMetadata.of(batch, self.acceptance_chances),
         )
-        self.states.write(batch.sample_slots, batch.sample_positions, sampled.token_ids)
+        self.states.write(batch.sample_slots, batch.sample_columns, sampled.token_ids)
         if sampled.num_kept is not None:
             last = np.cumsum(batch.num_drafts[batch.sample_rows] + 1) - 1
             slots = batch.sample_slots[upload(last, self.device)]
             self.states.num_computed[slots] += sampled.num_kept
         num_drafts = batch.num_drafts[batch.sample_rows].tolist()
         return SampledTokens(batch.sample_rows.tolist(), num_drafts, sampled)
+
+    def _line_up(
+        self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
+    ) -> torch.Tensor:
+        """Move the keys, values and hidden states of kept drafts behind their rows' known tokens;
+        see `SamplerOutput.order`.
+        """
+        tokens, moved = batch.sample_tokens, batch.sample_tokens[order]
+        if self.device.type == "cpu":  # at hand: mostly few have to move
+            changed = tokens != moved
+            tokens, moved = tokens[changed], moved[changed]
+        mapping = self.states.block_tables.slot_mapping(*batch.tokens[:2])
+        for cache in self.kv_caches:
+            self.backend.move(cache, mapping[moved], mapping[tokens])
+        return hidden.index_copy(0, tokens, hidden[moved])
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for slot in scheduled.freed_slots:
@@ -336,7 +354,9 @@ class ModelRunner(ABC):
         if is_sampling:
             outputs = request.token_ids[prompt_len:]
             prompt = request.token_ids[:prompt_len]
-            self.sampler.add(request.slot, params, prompt, outputs, request.eos_token_ids)
+            self.states.is_tree[request.slot] = self.sampler.add(
+                request.slot, params, prompt, outputs, request.eos_token_ids
+            )
 
     def _remove(self, slot: int) -> None:
         self.sampler.remove(slot)

@@ -45,6 +45,7 @@ class ProgramRunner:
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
         self.seq_lens = torch.ones(max_num_rows, dtype=torch.int64)
         self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
+        self.tails: Tensor | None = None
         self.memory = Memory(max_num_rows)
         self.programs: dict[int, Program] = {}
 
@@ -65,6 +66,10 @@ class ProgramRunner:
         self.tokens[2, :num_rows] = attention.slot_mapping
         self.seq_lens[:num_rows] = attention.seq_lens_device
         self.block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
+        if attention.tails is not None:
+            if self.tails is None:
+                self.tails = attention.tails.new_zeros(len(self.seq_lens), attention.tails.shape[1])
+            self.tails[:num_rows] = attention.tails
         if (program := self.programs.get(num_rows)) is None:
             program = self.programs[num_rows] = self._record(num_rows)
         else:
@@ -80,6 +85,7 @@ class ProgramRunner:
             seq_lens_device=self.seq_lens[:num_rows],
             block_tables=self.block_tables[:num_rows],
             slot_mapping=slot_mapping,
+            tails=None if self.tails is None else self.tails[:num_rows],
         )
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
             hidden = self.forward(input_ids, positions, attention)

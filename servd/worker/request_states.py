@@ -9,6 +9,7 @@ from servd.errors import InvalidRequest
 from servd.messages import NewRequest, ScheduledRequest
 from servd.worker.block_table import BlockTables
 from servd.worker.device import upload
+from servd.worker.draft_tree import DraftTree
 
 
 class RequestStates:
@@ -39,6 +40,8 @@ class RequestStates:
         self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.num_drafts = torch.zeros_like(self.num_computed)
+        self.tree: DraftTree | None = None  # what the drafts of `is_tree` make; of others a chain
+        self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 
     def add(self, request: NewRequest) -> None:
         """A request enters its slot, in full.
@@ -60,9 +63,23 @@ class RequestStates:
         if request.block_ids:
             self.block_tables.append(slot, request.block_ids)
 
-    def write(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Store tokens at their indices in the sequences of their slots. [n] int64 each."""
-        self.token_ids[slots, positions] = token_ids.int()
+    def write(self, slots: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Store tokens in the rows of their slots. [n] int64 each."""
+        self.token_ids[slots, columns] = token_ids.int()
+
+    def positions(self, columns: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """Positions of tokens in their texts, int64 [n]; places are those of `DraftTree`."""
+        return (
+            columns if self.tree is None or places is None else self.tree.positions(columns, places)
+        )
+
+    def tails(
+        self, slots: torch.Tensor, columns: torch.Tensor, places: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """See `AttentionBatch.tails`."""
+        if self.tree is None or places is None:
+            return None
+        return self.block_tables.slot_mapping(slots[:, None], self.tree.tails(columns, places))
 
     def write_drafts(self, scheduled: list[ScheduledRequest]) -> None:
         """Store the engine's drafts behind the known tokens of their rows."""

@@ -68,10 +68,13 @@ class GraphBackend(torch_sdpa.Backend):
             return super().attend(q, kv_cache, metadata, scale)
         shape = (len(q), -1, self.spec.num_kv_heads, self.spec.head_dim)
         groups = self.spec.num_heads // self.spec.num_kv_heads
-        keys, values = (
-            part[metadata.block_tables].view(shape).repeat_interleave(groups, 2)
-            for part in kv_cache
-        )  # [rows, keys, heads, head_dim]
+        parts = kv_cache[:, metadata.block_tables].view(2, *shape)
+        if metadata.tails is not None:
+            numbers = torch.arange(-metadata.tails.shape[1], 0) + metadata.seq_lens_device[:, None]
+            tails = kv_cache.flatten(1, 2)[:, metadata.tails]
+            parts[:, torch.arange(len(q))[:, None], numbers.clamp(min=0)] = tails
+        # [rows, keys, heads, head_dim] each
+        keys, values = parts.repeat_interleave(groups, 3)
         scores = torch.einsum("rhd,rkhd->rhk", q, keys) * scale
         hidden = torch.arange(keys.shape[1]) >= metadata.seq_lens_device[:, None]
         return torch.einsum(

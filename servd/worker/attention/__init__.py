@@ -64,6 +64,10 @@ class AttentionBatch:
     # int32 [num_rows, max_blocks], on the device; entries past the length are any block.
     block_tables: torch.Tensor
     slot_mapping: torch.Tensor  # int64 [num_tokens]: block * block_size + offset, on the device
+    # int64 [num_rows, n], on the device: in a step where tokens may be drafts of a tree, the slots
+    # of the last n tokens that each row sees; any before its first one. Others are where
+    # block_tables say.
+    tails: torch.Tensor | None = None
 
 
 class Backend(ABC, Generic[Metadata]):
@@ -79,6 +83,7 @@ class Backend(ABC, Generic[Metadata]):
     """
 
     supports_graphs: ClassVar[bool] = False
+    supports_tails: ClassVar[bool] = False  # see AttentionBatch.tails
     # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.
     auto_order: ClassVar[Mapping[str, int]] = {}
 
@@ -135,6 +140,11 @@ class Backend(ABC, Generic[Metadata]):
         cache[0, metadata.slot_mapping] = k.to(cache.dtype)
         cache[1, metadata.slot_mapping] = v.to(cache.dtype)
         return q
+
+    def move(self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy keys and values of a layer from slots to slots, int64 [n] each."""
+        cache = kv_cache.view(2, -1, *kv_cache.shape[3:])
+        cache[:, targets] = cache[:, sources]
 
     @abstractmethod
     def attend(

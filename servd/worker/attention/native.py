@@ -25,6 +25,7 @@ class Metadata:
     query_lens: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
+    tails: torch.Tensor | None
 
 
 class Backend(AttentionBackend[Metadata]):
@@ -33,6 +34,7 @@ class Backend(AttentionBackend[Metadata]):
     """
 
     auto_order = {"cpu": 10}
+    supports_tails = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -72,7 +74,8 @@ class Backend(AttentionBackend[Metadata]):
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
         """Nothing to compute."""
         query_lens, seq_lens = torch.from_numpy(batch.query_lens), torch.from_numpy(batch.seq_lens)
-        return Metadata(batch.slot_mapping, query_lens, seq_lens, batch.block_tables.contiguous())
+        tables = batch.block_tables.contiguous()
+        return Metadata(batch.slot_mapping, query_lens, seq_lens, tables, batch.tails)
 
     def rotate_and_store(
         self,
@@ -98,16 +101,26 @@ class Backend(AttentionBackend[Metadata]):
         )  # fmt: skip
         return turned
 
+    def move(self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """In the layout of `kv_cache_shape`."""
+        size = self.spec.block_size
+        keys, values = kv_cache[0].unflatten(-1, (-1, size)), kv_cache[1].unflatten(-1, (size, -1))
+        (block, offset), (to_block, to_offset) = (
+            (slots // size, slots % size) for slots in (sources, targets)
+        )
+        keys[to_block, :, :, to_offset] = keys[block, :, :, offset]
+        values[to_block, :, to_offset] = values[block, :, offset]
+
     def attend(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
     ) -> torch.Tensor:
         """See ops/cpu/attention.cpp."""
-        spec, tables = self.spec, metadata.block_tables
+        spec, tables, tails = self.spec, metadata.block_tables, metadata.tails
         out = torch.empty(q.shape)
         call(
             "attend", self.type, q, q.stride(0), len(q), *kv_cache, kv_cache.shape[1],
             tables, tables.shape[1], metadata.query_lens, metadata.seq_lens, len(tables),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
-            spec.sliding_window or 0, scale, out,
+            spec.sliding_window or 0, tails, 0 if tails is None else tails.shape[1], scale, out,
         )  # fmt: skip
         return out

@@ -34,6 +34,8 @@ class Group:
     tokens: torch.Tensor | None
     blocks: torch.Tensor  # int64 [num_rows * num_blocks]
     mask: torch.Tensor  # [num_rows, 1, query_len, num_blocks * block_size], 0 or -inf
+    # int64 [num_rows, n] each: numbers of the tails' keys in all of the group's, and their slots.
+    tails: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Backend(AttentionBackend[Metadata]):
     """Makes no difference between prefill and decode: decode rows are a group of query_len 1."""
 
     auto_order = {"cuda": 90, "cpu": 90}  # copies what it reads
+    supports_tails = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -111,11 +114,23 @@ class Backend(AttentionBackend[Metadata]):
             hidden, -torch.inf
         )
 
+        tails = None
+        if batch.tails is not None:
+            keys = torch.arange(-batch.tails.shape[1], 0, device=device) + (
+                batch.seq_lens_device[rows_d] - first_d * block_size
+            ).unsqueeze(1)
+            # Of keys that are not gathered, the row's last one stands in the place.
+            keys, slots = (
+                torch.where(keys < 0, each[:, -1:], each) for each in (keys, batch.tails[rows_d])
+            )
+            keys += torch.arange(len(rows), device=device)[:, None] * num_blocks * block_size
+            tails = keys, slots
+
         tokens = None
         if len(rows) < len(batch.query_lens):
             starts = batch.query_start_loc[rows_d].long()
             tokens = (starts[:, None] + torch.arange(query_len, device=device)).flatten()
-        return Group(len(rows), tokens, blocks, mask.unsqueeze(1))
+        return Group(len(rows), tokens, blocks, mask.unsqueeze(1), tails)
 
     def attend(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
@@ -141,7 +156,9 @@ class Backend(AttentionBackend[Metadata]):
 
     def _gather(self, blocks: torch.Tensor, group: Group) -> torch.Tensor:
         """The group's keys or values, [num_rows, kv_heads, num_blocks * block_size, head_dim]."""
-        rows = blocks.index_select(0, group.blocks).to(self.spec.dtype)
-        return rows.view(group.num_rows, -1, self.spec.num_kv_heads, self.spec.head_dim).transpose(
-            1, 2
-        )
+        spec, shape = self.spec, (-1, self.spec.num_kv_heads, self.spec.head_dim)
+        keys = blocks.index_select(0, group.blocks).to(spec.dtype).view(shape)
+        if group.tails is not None:
+            numbers, slots = group.tails
+            keys[numbers] = blocks.view(shape)[slots].to(spec.dtype)
+        return keys.unflatten(0, (group.num_rows, -1)).transpose(1, 2)

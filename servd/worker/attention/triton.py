@@ -38,6 +38,7 @@ class Backend(AttentionBackend[Metadata]):
 
     auto_order = {"cuda": 20}  # reads the cache in place
     supports_graphs = True
+    supports_tails = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -93,4 +94,5 @@ class Backend(AttentionBackend[Metadata]):
             metadata.plan,
             scale,
             self.spec.sliding_window,
+            batch.tails,
         )

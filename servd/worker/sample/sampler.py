@@ -44,6 +44,9 @@ class SamplerOutput:
     token_ids: Tensor  # [n] int64
     logprobs: LogprobsTensors | None  # None if no row asked
     num_kept: Tensor | None = None  # [rows] int64: drafts of each row; None if there were none
+    # [n] int64: index in the step of each of these tokens, so that those after kept drafts come
+    # first in each row; None: of itself.
+    order: Tensor | None = None
 
     def to_host(self) -> SamplerOutput:
         """Start the copy to the host."""
@@ -96,7 +99,7 @@ class Sampler:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
-    ) -> None:
+    ) -> bool:
         """A request enters the slot. After preemption it enters with its outputs so far and goes on
         as if never gone.
 
@@ -107,6 +110,9 @@ class Sampler:
             output_token_ids: sampled before; empty at first.
             eos_token_ids: forbidden, with params.stop_token_ids, for the first params.min_tokens
                 outputs.
+
+        Returns:
+            Whether its drafts may branch: nothing else follows its tokens one by one.
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
         self.uses[slot] = 0
@@ -117,6 +123,7 @@ class Sampler:
             self.seeds[slot] = params.seed or 0
             uses |= NARROWED * self.narrowing.add(slot, params)
         self.uses[slot] = uses | LOGPROBS * self.logprobs.add(slot, params)
+        return not (uses & self.stateful or params.structured_output)
 
     def remove(self, slot: int) -> None:
         """The request leaves its slot."""
@@ -148,17 +155,25 @@ class Sampler:
         step = Rows(slots, positions, host_slots, self.uses[host_slots])
         used = int(np.bitwise_or.reduce(step.uses))
         asked = step.subset(LOGPROBS) if used & LOGPROBS else None
-        raw_logits = None if asked is None else asked.copy_of(logits)
+        raw_logits = None
+        if asked is not None:
+            in_order = drafts is None or drafts.parents is None
+            raw_logits = asked.copy_of(logits) if in_order else logits.clone()
         if drafts is not None and used & self.stateful:
             token_ids = self._choose_in_turn(logits, step, bitmask, drafts)
         else:
             token_ids = self._choose(logits, step, bitmask)
+        num_kept = order = logprobs = None
         if drafts is not None:
             token_ids = drafts.settle(token_ids)
-        logprobs = None
+            num_kept, order = drafts.verify(token_ids)
+        if order is not None:
+            token_ids = token_ids[order]
+            if asked is not None and raw_logits is not None:
+                raw_logits = raw_logits[order[asked.index]]
         if asked is not None and raw_logits is not None:
             logprobs = self.logprobs.gather(raw_logits, token_ids, asked, len(host_slots))
-        return SamplerOutput(token_ids, logprobs, drafts and drafts.count_kept(token_ids))
+        return SamplerOutput(token_ids, logprobs, num_kept, order)
 
     def _choose(
         self,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from servd.worker.device import upload
@@ -32,6 +33,8 @@ class SpecDecodeMetadata:
     num_drafts: Int64Array  # [n], on the host
     draft_ids: Tensor  # [m] int64: the draft in the place of each sampled token; -1: none is there
     is_synthetic: bool = False  # those drafts are kept, whatever is sampled
+    # [n, max_drafts + 1]: the places of `DraftTree` before those of each row; None: all are chains.
+    parents: Int64Array | None = None
 
     @classmethod
     def of(cls, batch: InputBatch, chances: Tensor | None) -> SpecDecodeMetadata | None:
@@ -50,11 +53,16 @@ class SpecDecodeMetadata:
         # Fewer may have been found than were hoped for when the step was scheduled.
         offsets[np.cumsum(counts) - 1] = 2**62
         is_there = upload(offsets, slots.device) < states.num_drafts[slots]
-        found = states.token_ids[slots, batch.sample_positions].long()
+        found = states.token_ids[slots, batch.sample_columns].long()
         if chances is not None:
             numbers = upload(offsets.clip(max=len(chances) - 1), slots.device)
             is_there &= uniform(slots, batch.sample_positions) < chances[numbers]
-        return cls(num_drafts, found.masked_fill_(~is_there, -1), chances is not None)
+        parents = None
+        if states.tree is not None:
+            is_tree = states.is_tree[batch.host_slots[batch.sample_rows]]
+            parents = np.tile(np.arange(num_drafts.max() + 1) - 1, (len(num_drafts), 1)).clip(0)
+            parents[is_tree, : len(states.tree.parents)] = states.tree.parents[: parents.shape[1]]
+        return cls(num_drafts, found.masked_fill_(~is_there, -1), chances is not None, parents)
 
     @cached_property
     def grid(self) -> Int64Array:
@@ -79,7 +87,21 @@ class SpecDecodeMetadata:
             token_ids.where(self.draft_ids < 0, self.draft_ids) if self.is_synthetic else token_ids
         )
 
-    def count_kept(self, token_ids: Tensor) -> Tensor:
-        """[n] int64: how many drafts of each row were kept, by the sampled tokens [m]."""
-        is_equal = (token_ids == self.draft_ids)[upload(self.grid, token_ids.device)]
-        return is_equal.cumprod(dim=1).sum(dim=1)
+    def verify(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """How many drafts of each row were kept, [n] int64, by the sampled tokens [m]; and where
+        they need not be its first ones, an order of the tokens in which they are, [m] int64.
+        """
+        grid = upload(self.grid, token_ids.device)
+        if self.parents is None:
+            is_equal = (token_ids == self.draft_ids)[grid]
+            return is_equal.cumprod(dim=1).sum(dim=1), None
+        before = upload(self.parents, token_ids.device)
+        is_kept = torch.ones_like(grid, dtype=torch.bool)
+        is_kept[:, 1:] = token_ids[grid].gather(1, before)[:, 1:] == self.draft_ids[grid[:, :-1]]
+        for _ in range(grid.shape[1].bit_length()):  # with twice as many before each every time
+            is_kept &= is_kept.gather(1, before)
+            before = before.gather(1, before)
+        order = grid[:, :1] + (~is_kept).byte().argsort(dim=1, stable=True)
+        is_there = np.arange(grid.shape[1]) <= self.num_drafts[:, None]
+        order = order.flatten()[upload(np.flatnonzero(is_there), token_ids.device)]
+        return is_kept.sum(dim=1) - 1, order

@@ -8,7 +8,7 @@ drafts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from servd.speculative import SpeculativeConfig
 from servd.worker import model_loader
 from servd.worker.attention import Backend, make_backend
 from servd.worker.device import upload
+from servd.worker.draft_tree import DraftTree, Path
 from servd.worker.input_batch import Decode, Forward, InputBatch
 from servd.worker.model_loader import Loadable, Model
 from servd.worker.parallel import Parallel
@@ -93,6 +94,24 @@ class Proposer(ABC):
         self.target = target
         self.states = target.states
 
+    def draft_tree(self, paths: Sequence[Path]) -> None:
+        """Let drafts branch: `propose` yields the token of each path.
+
+        Raises:
+            ConfigError: where they cannot.
+        """
+        if not self.target.backend.supports_tails:
+            raise ConfigError(
+                "--speculative-config: this attention backend computes no tree of drafts; add "
+                "--attention-backend triton, or lower num_speculative_tokens for a chain"
+            )
+        if self.config.acceptance_chances is not None:
+            raise ConfigError(
+                '--speculative-config: rejection_sample_method "synthetic" is for chains of '
+                "drafts; lower num_speculative_tokens"
+            )
+        self.states.tree = DraftTree(paths, self.states.token_ids.device)
+
     @property
     def bytes_per_block(self) -> int:
         """Bytes of its own that it keeps for a block of the target's KV cache."""
@@ -139,13 +158,16 @@ class Proposer(ABC):
         states = self.states
         states.num_drafts[slots] = limits
         token_ids, counts = self.propose(slots, max_len, int(most.max()))
+        if states.tree is not None:  # rows that may not have it get its likeliest drafts
+            rows = upload(np.flatnonzero(~states.is_tree[batch.host_slots[wanted]]), slots.device)
+            chain = [draft for draft in states.tree.chain if draft < token_ids.shape[1]]
+            token_ids[rows, : len(chain)] = token_ids[rows][:, chain]
+            counts[rows] = len(chain)
         counts = torch.minimum(counts, limits)
         after = torch.arange(token_ids.shape[1], device=slots.device) + 1
         # Past the row's end there is a column for nobody.
-        positions = (states.num_computed[slots].unsqueeze(1) + after).clamp_(
-            max=states.max_model_len
-        )
-        states.write(slots.unsqueeze(1), positions, token_ids)
+        columns = (states.num_computed[slots].unsqueeze(1) + after).clamp_(max=states.max_model_len)
+        states.write(slots.unsqueeze(1), columns, token_ids)
         states.num_drafts[slots] = counts
         return Drafts(wanted, token_ids, counts)
 
@@ -155,8 +177,8 @@ def last_kept(batch: InputBatch) -> tuple[Tensor, Tensor]:
     token that is known to be right: no draft, or one that was kept. [num_rows] int64 each.
     """
     ends = upload(np.cumsum(batch.query_lens) - 1, batch.tokens.device)
-    slots, positions = batch.tokens[:, ends]
-    return slots, ends - (positions + 1 - batch.states.num_computed[slots])
+    slots, columns = batch.tokens[:2, ends]
+    return slots, ends - (columns + 1 - batch.states.num_computed[slots])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """medusa: heads on the last hidden state, each of which guesses one token further ahead
 (https://arxiv.org/abs/2401.10774).
 
-The draft is the likeliest token of each head, one after another, as in vLLM.
+The draft is the likeliest token of each head, one after another, as in vLLM, or a tree of the
+likeliest ones.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from heapq import heappop, heappush
 from typing import ClassVar
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from servd.errors import ConfigError
 from servd.speculative import SpeculativeConfig
+from servd.worker.draft_tree import Path
 from servd.worker.input_batch import InputBatch
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.embedding import VocabEmbedding
@@ -41,6 +44,22 @@ def rename(name: str) -> str:
         if found := pattern.match(name):
             return found.expand(known) + name[found.end() :]
     return name
+
+
+def best_paths(num_drafts: int, num_heads: int) -> list[Path]:
+    """The paths most worth drafting, if heads are right about as often as those of the paper. Fewer
+    drafts are the first ones.
+    """
+    paths: list[Path] = []
+    rest: list[tuple[float, Path]] = [(-1.0, (0,))]
+    while len(paths) < num_drafts:
+        chance, path = heappop(rest)
+        paths.append(path)
+        rank = path[-1]
+        heappush(rest, (chance * ((rank + 1) / (rank + 2)) ** 2, (*path[:-1], rank + 1)))
+        if len(path) < num_heads:
+            heappush(rest, (chance * 0.6, (*path, 0)))
+    return paths
 
 
 class MedusaHead(nn.Module):
@@ -90,11 +109,16 @@ class MedusaHeads(nn.Module):
             self.token_map = Weight(shapes["token_map"], parallel)
             self.token_map.data = torch.zeros(shapes["token_map"], dtype=torch.int64)
 
-    def forward(self, hidden: Tensor, num_heads: int) -> Tensor:
-        """[n, hidden] -> the likeliest token of each head [n, num_heads]."""
+    def forward(self, hidden: Tensor, num_heads: int, width: int = 1) -> Tensor:
+        """[n, hidden] -> the likeliest tokens of each head [n, num_heads, width]."""
         pairs = zip(self.heads[:num_heads], self.compute_logits[:num_heads], strict=True)
-        top = torch.stack([logits(head(hidden)).argmax(-1) for head, logits in pairs], dim=1)
+        top = torch.stack([likeliest(logits(head(hidden)), width) for head, logits in pairs], dim=1)
         return top if self.token_map is None else self.token_map[top]
+
+
+def likeliest(logits: Tensor, width: int) -> Tensor:
+    """[n, vocab] -> token ids [n, width]."""
+    return logits.argmax(-1, keepdim=True) if width == 1 else logits.topk(width).indices
 
 
 class MedusaProposer(Proposer):
@@ -111,11 +135,9 @@ class MedusaProposer(Proposer):
                 f"{size} numbers, which the model has; name heads that were trained for it"
             )
         self.heads = target.load(lambda: MedusaHeads(shapes, target), folder, rename)
-        if (num_heads := len(self.heads.heads)) < config.num_speculative_tokens:
-            raise ConfigError(
-                f"--speculative-config: {config.model} has {num_heads} Medusa heads: lower "
-                f"num_speculative_tokens from {config.num_speculative_tokens} to {num_heads}"
-            )
+        num_heads, num_drafts = len(self.heads.heads), config.num_speculative_tokens
+        if num_drafts > num_heads:
+            self.draft_tree(best_paths(num_drafts, num_heads))
         spec = target.backend.spec
         self.hidden = torch.zeros(
             (target.states.max_num_seqs + 1, size), dtype=spec.dtype, device=spec.device
@@ -128,8 +150,11 @@ class MedusaProposer(Proposer):
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
         """The first head's token comes after the one just sampled."""
-        drafts = self.heads(self.hidden[slots], num_drafts)
-        return drafts, torch.full_like(slots, num_drafts)
+        tree, heads, ranks = self.states.tree, [*range(num_drafts)], [0] * num_drafts
+        if tree is not None:
+            heads, ranks = tree.heads[:num_drafts], tree.ranks[:num_drafts]
+        candidates = self.heads(self.hidden[slots], max(heads) + 1, max(ranks) + 1)
+        return candidates[:, heads, ranks], torch.full_like(slots, num_drafts)
 
 
 Proposer = MedusaProposer  # the name that every file of this package has

@@ -48,18 +48,27 @@ class Rows:
         spec: of the attention.
         lens: (tokens computed before, tokens of this step) per row.
         rotary: queries and keys are turned.
+        tail: so many of each row's last tokens lie scattered over blocks that are no row's.
         seed: of row r is `seed + r`: equal rows of different batches have equal tokens.
     """
 
     def __init__(
-        self, spec: AttentionSpec, lens: list[tuple[int, int]], rotary: bool = False, seed: int = 0
+        self,
+        spec: AttentionSpec,
+        lens: list[tuple[int, int]],
+        rotary: bool = False,
+        seed: int = 0,
+        tail: int = 0,
     ) -> None:
         self.spec = spec
+        self.tail = tail
         self.computed, self.query_lens = np.array(lens).T
         self.seq_lens = self.computed + self.query_lens
         blocks_of = -(-self.seq_lens // spec.block_size)
-        self.num_blocks = int(blocks_of.sum()) + 3
+        self.num_blocks = int(blocks_of.sum()) + 3 + tail * len(lens)
         shuffled = np.random.default_rng(seed).permutation(self.num_blocks)
+        scattered = shuffled[-tail * len(lens) :] * spec.block_size + spec.block_size // 2
+        self.tails = scattered[: tail * len(lens)].reshape(len(lens), tail)
         # Past a row's end there is any block of another.
         self.tables = np.random.default_rng(seed).integers(
             0, self.num_blocks, (len(lens), int(blocks_of.max()))
@@ -101,15 +110,22 @@ class Rows:
     def slots(self, row: int, first: int, last: int) -> np.ndarray:
         """Where tokens [first, last) of a row are in the cache."""
         positions = np.arange(first, last)
-        return self.tables[row, positions // self.spec.block_size] * self.spec.block_size + (
+        slots = self.tables[row, positions // self.spec.block_size] * self.spec.block_size + (
             positions % self.spec.block_size
         )
+        in_tail = positions - (self.seq_lens[row] - self.tail)
+        slots[in_tail >= 0] = self.tails[row, in_tail[in_tail >= 0]]
+        return slots
 
     def batch(self, first: np.ndarray, last: np.ndarray) -> AttentionBatch:
         """The step that computes tokens [first, last) of each row that has some."""
         rows = np.flatnonzero(last > first)
         lens, device = (last - first)[rows], self.spec.device
         slots = np.concatenate([self.slots(row, first[row], last[row]) for row in rows])
+        tails = np.zeros((len(rows), self.tail), dtype=np.int64)
+        for tail, row in zip(tails, rows, strict=True):
+            found = self.slots(row, max(last[row] - self.tail, 0), last[row])
+            tail[self.tail - len(found) :] = found
         return AttentionBatch(
             query_lens=lens,
             seq_lens=last[rows],
@@ -117,6 +133,7 @@ class Rows:
             seq_lens_device=torch.tensor(last[rows], dtype=torch.int32, device=device),
             block_tables=torch.tensor(self.tables[rows], dtype=torch.int32, device=device),
             slot_mapping=torch.tensor(slots, device=device),
+            tails=torch.tensor(tails, device=device) if self.tail else None,
         )
 
     def write(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +67,51 @@ def test_equals_dense_attention(name, device, dtype, batch, shape, block_size, w
         out.shape == (rows.query_lens.sum(), spec.num_heads, spec.head_dim) and out.is_contiguous()
     )
     torch.testing.assert_close(out.double(), rows.expected(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("tail", [1, 5])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_last_tokens_of_rows_may_lie_anywhere(name, device, tail, window):
+    """As drafts of a tree do: each sees those before it on its own branch. In float32 it is the
+    same to the bit as if they lay one after another.
+    """
+    spec = AttentionSpec(8, 2, 16, 16, window, torch.float32, torch.float32, torch.device(device))
+    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    if (reason := backend_class.supports(spec)) is not None:
+        pytest.skip(f"{name}: {reason}")
+    if not backend_class.supports_tails:
+        pytest.skip(f"{name} has no tails")
+    lens = [(40, 1), (0, 23), (257, 1), (16, 16), (0, 1), (1026, 1), (2, 1)]
+    rows, in_order = (Rows(spec, lens, rotary=True, tail=n) for n in (tail, 0))
+    out = rows.run(backend_class(spec))
+    torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
+    assert torch.equal(out, in_order.run(backend_class(spec)))
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_moved_keys_and_values_are_found_where_they_went(name, kv_dtype):
+    spec = AttentionSpec(4, 2, 16, 16, None, torch.float32, kv_dtype, torch.device("cpu"))
+    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    if (reason := backend_class.supports(spec)) is not None or not backend_class.supports_tails:
+        pytest.skip(f"{name}: {reason}")
+    rows, backend = Rows(spec, [(0, 34), (0, 7)], tail=4), backend_class(spec)
+    first, last = np.zeros_like(rows.seq_lens), rows.seq_lens
+    cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks)).to(kv_dtype)
+    expected = rows.step(backend, cache, first, last)
+    slots = []
+    for rows.tail in (4, 0):
+        slots.append(np.concatenate([rows.slots(row, n - 4, n) for row, n in enumerate(last)]))
+
+    backend.move(cache, *(torch.from_numpy(each) for each in slots))
+
+    metadata = backend.build_metadata(rows.batch(first, last))
+    out = backend.attend(torch.cat(rows.q), cache, metadata, spec.head_dim**-0.5)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")

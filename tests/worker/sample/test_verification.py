@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,29 +62,48 @@ class Row:
 
     def __init__(self, slot: int, params: SamplingParams, has_grammar: bool) -> None:
         self.slot, self.params, self.has_grammar = slot, params, has_grammar
+        self.branches = False
         self.tokens = PROMPT.copy()
         self.logprobs: list[object] = []
 
-    def inputs(self, drafts: list[int]) -> list[list[int]]:
+    def inputs(self, drafts: list[int], parents: Sequence[int]) -> list[list[int]]:
         """What stands before each token to sample."""
-        return [self.tokens + drafts[:i] for i in range(len(drafts) + 1)]
+        inputs = [self.tokens]
+        for draft, parent in zip(drafts, parents, strict=True):
+            inputs.append([*inputs[parent], draft])
+        return inputs
 
 
-def step(sampler: Sampler, rows: list[Row], drafts: list[list[int]]) -> None:
-    """Sample for all rows, and append what holds."""
-    before = [tokens for row, d in zip(rows, drafts, strict=True) for tokens in row.inputs(d)]
+def step(
+    sampler: Sampler,
+    rows: list[Row],
+    drafts: list[list[int]],
+    branches: list[list[int]] | None = None,
+) -> None:
+    """Sample for all rows, and append what holds. A draft follows the one before it, or of the
+    row's inputs the one that `branches` says.
+    """
+    parents = branches or [[*range(len(d))] for d in drafts]
+    before = [
+        tokens
+        for row, d, p in zip(rows, drafts, parents, strict=True)
+        for tokens in row.inputs(d, p)
+    ]
     counts = [len(d) + 1 for d in drafts]
     owners = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
     draft_ids = torch.tensor([token for d in drafts for token in [*d, -1]])
     masks = [bitmask_after(t, row.has_grammar) for t, row in zip(before, owners, strict=True)]
     slots = [row.slot for row in owners]
+    padded = None
+    if branches is not None:
+        padded = np.array([([0, *b] + [0] * max(counts))[: max(counts)] for b in branches])
     output: SamplerOutput = sampler(
         torch.stack([logits_after(tokens) for tokens in before]),
         torch.tensor(slots),
         slots,
         torch.tensor([len(tokens) for tokens in before]),
         torch.tensor(masks, dtype=torch.int32) if any(row.has_grammar for row in rows) else None,
-        SpecDecodeMetadata(np.array(counts) - 1, draft_ids) if any(drafts) else None,
+        SpecDecodeMetadata(np.array(counts) - 1, draft_ids, False, padded) if any(drafts) else None,
     )
     kept = [0] * len(rows) if output.num_kept is None else output.num_kept.tolist()
     logprobs = output.logprobs.to_lists() if output.logprobs else [None] * len(before)
@@ -123,6 +142,48 @@ def test_drafts_change_no_token_and_no_logprob(cases, seed, quality):
         return [t if chance.random() < quality else chance.randrange(VOCAB) for t in follows]
 
     assert generate(cases, draft) == without
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    cases=st.lists(st.tuples(params, st.booleans()), min_size=1, max_size=3),
+    seed=st.integers(0, 2**32),
+)
+def test_branches_change_no_token_and_no_logprob(cases, seed):
+    """The text goes on in a random branch, among wrong ones, as far as it is drafted; there are
+    chains beside it, where other processors follow the tokens.
+    """
+    without = [generate([case], lambda *_: [])[0] for case in cases]
+    chance = random.Random(seed)
+    sampler = Sampler(VOCAB, 8, CPU)
+    rows = [Row(i, *case) for i, case in enumerate(cases)]
+    for row in rows:
+        row.branches = sampler.add(row.slot, row.params, PROMPT, [], EOS)
+    while active := [row for row in rows if len(row.tokens) < NUM_TOKENS]:
+        drafts, branches, lengths = [], [], []
+        for row in active:
+            text = without[row.slot][0]
+            known = len(row.tokens)
+            tree, parents = [], []
+            texts = [row.tokens]
+            for _ in range(chance.randrange(9)):
+                parent = chance.randrange(len(texts)) if row.branches else len(texts) - 1
+                siblings = [tree[i] for i, each in enumerate(parents) if each == parent]
+                follows = text[len(texts[parent]) :][:1]
+                token = chance.choice([*follows * 20, *range(VOCAB)])
+                if token not in siblings:
+                    tree.append(token)
+                    parents.append(parent)
+                    texts.append([*texts[parent], token])
+            drafts.append(tree)
+            branches.append(parents)
+            right = [len(each) - known for each in texts if each == text[: len(each)]]
+            lengths.append(min(known + max(right) + 1, NUM_TOKENS))
+        step(sampler, active, drafts, branches)
+        assert [min(len(row.tokens), NUM_TOKENS) for row in active] == lengths
+    for row, (tokens, logprobs) in zip(rows, without, strict=True):
+        assert row.tokens[:NUM_TOKENS] == tokens
+        assert row.logprobs[: NUM_TOKENS - len(PROMPT)] == logprobs
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0], ids=["at once", "in turn"])
@@ -205,13 +266,16 @@ def test_synthetic_acceptance_keeps_drafts_at_the_given_rates(keys, rates):
         sample_rows=np.arange(num_rows),
         sample_slots=slots,
         sample_positions=positions,
-        states=SimpleNamespace(num_drafts=torch.full((num_rows,), num_drafts), token_ids=drafts),
+        sample_columns=positions,
+        states=SimpleNamespace(
+            num_drafts=torch.full((num_rows,), num_drafts), token_ids=drafts, tree=None
+        ),
     )
     metadata = SpecDecodeMetadata.of(batch, torch.tensor(config.acceptance_chances))
     assert metadata is not None
     sampled = torch.randint(0, 50, (len(slots),))  # never what was drafted
     token_ids = metadata.settle(sampled).view(num_rows, -1)
-    num_kept = metadata.count_kept(token_ids.flatten())
+    num_kept, _ = metadata.verify(token_ids.flatten())
     for number, rate in enumerate(rates):
         assert (num_kept > number).float().mean().item() == pytest.approx(rate, abs=0.03)
     for row, kept in enumerate(num_kept.tolist()):  # the drafts, then what the model says

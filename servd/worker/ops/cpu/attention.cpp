@@ -25,6 +25,7 @@ constexpr int64_t SPLIT_KEYS = 1024;  // whatever the batch, so that a request g
 constexpr int64_t MIN_TILES = 64;
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int MIN_BLOCK_SIZE = 16;
+constexpr int MAX_TAIL = 64;
 
 struct Attention {
     const float* q;  // [num_tokens, num_heads, head_dim]
@@ -33,6 +34,8 @@ struct Attention {
     const void* values;
     int64_t num_heads, kv_heads, head_dim, block_size, window, max_blocks;
     const int32_t* block_tables;  // [num_rows, max_blocks]
+    const int64_t* tails;  // [num_rows, tail_size]
+    int64_t tail_size;
     float scale;
 
     // The first key that a query sees which sees the keys before `key_end`.
@@ -48,6 +51,8 @@ struct QueryTile {
     int64_t key_begin[MAX_TILE_QUERIES], key_end[MAX_TILE_QUERIES];  // what each may see
     float max[MAX_TILE_QUERIES], sum[MAX_TILE_QUERIES];  // max score; sum of e^(score - max)
     alignas(64) float acc[MAX_TILE_QUERIES][MAX_HEAD_DIM];  // values times e^(score - max)
+    int64_t tail_begin;   // keys from it on are not where the block table says,
+    const int64_t* tail;  // but at these slots of the cache
 };
 
 // Memory that is read next is prefetched: a head of a block is but a page or two, and the
@@ -177,19 +182,27 @@ template <typename C>
 void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table, int64_t kv_head,
                  int64_t begin, int64_t end) {
     alignas(64) float scores[MAX_TILE_QUERIES][TILE_KEYS];
-    ValueSpan<C> spans[TILE_KEYS / MIN_BLOCK_SIZE + 1];
+    ValueSpan<C> spans[TILE_KEYS / MIN_BLOCK_SIZE + 1 + MAX_TAIL];
     const int64_t head_size = a.head_dim * a.block_size;
-    const auto head_of = [&](const void* cache, int64_t key) {  // in the key's block
-        const int64_t block = block_table[key / a.block_size];
+    const auto head_in = [&](const void* cache, int64_t block) {
         return static_cast<const C*>(cache) + (block * a.kv_heads + kv_head) * head_size;
+    };
+    const auto head_of = [&](const void* cache, int64_t key) {  // in the key's block
+        return head_in(cache, block_table[key / a.block_size]);
     };
     for (int64_t start = begin; start < end; start += TILE_KEYS) {
         const int count = int(std::min<int64_t>(TILE_KEYS, end - start));
+        // The first of the tail's keys.
+        const int tail = int(std::clamp<int64_t>(tile.tail_begin - start, 0, count));
+        const auto slot_of = [&](int j) { return tile.tail[start + j - tile.tail_begin]; };
         int num_spans = 0;
         for (int j = 0; j < count; num_spans++) {
-            const int64_t offset = (start + j) % a.block_size;  // not 0: blocks do not fill a tile
-            const int size = int(std::min<int64_t>(a.block_size - offset, count - j));
-            const C* values = head_of(a.values, start + j) + offset * a.head_dim;
+            // Not 0: blocks do not fill a tile.
+            const int64_t offset = (j < tail ? start + j : slot_of(j)) % a.block_size;
+            const int size = j < tail ? int(std::min<int64_t>(a.block_size - offset, tail - j)) : 1;
+            const C* head = j < tail ? head_of(a.values, start + j)
+                                     : head_in(a.values, slot_of(j) / a.block_size);
+            const C* values = head + offset * a.head_dim;
             spans[num_spans] = {values, j, size, nullptr};
             if (num_spans > 0) spans[num_spans - 1].next = values;
             j += size;
@@ -213,6 +226,15 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
                 compute_scores<rows.value>(a, tile, row, keys, next, scores, j);
             });
             keys = next;
+        }
+        for (int j = tail; j < count; j++) {  // again, with the vector that the key is in
+            alignas(64) float found[MAX_TILE_QUERIES][TILE_KEYS];
+            const int64_t offset = slot_of(j) % a.block_size;
+            const C* key = head_in(a.keys, slot_of(j) / a.block_size) + offset / WIDTH * WIDTH;
+            for_rows(tile.count, [&](auto rows, int row) {
+                compute_scores<rows.value, C>(a, tile, row, {key, key}, {key, key}, found, 0);
+            });
+            for (int row = 0; row < tile.count; row++) scores[row][j] = found[row][offset % WIDTH];
         }
         for (int row = 0; row < tile.count; row++)
             online_softmax(tile, row, scores[row], start, count, a.head_dim);
@@ -320,6 +342,8 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
             new float[shares ? 0 : num_splits * MAX_TILE_QUERIES * partial_size]);
         const int64_t num_computed = seq_lens[row] - query_lens[row];
         tile.count = int(std::min(tile_size, query_lens[row] * group - task.query));
+        tile.tail_begin = seq_lens[row] - a.tail_size;
+        tile.tail = a.tails + row * a.tail_size;
         int64_t places[MAX_TILE_QUERIES];  // where a query lies: token * num_heads + head
         for (int i = 0; i < tile.count; i++) {
             const int64_t position = (task.query + i) / group;
@@ -419,14 +443,19 @@ void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_
 }
 
 // Row r computes the last query_lens[r] of its seq_lens[r] tokens; q has those of one row after
-// those of another. A window of 0 is none.
+// those of another. A window of 0 is none. The last tail_size tokens of a row are not where its
+// block table says, but at the slots tails[row] of the cache; those before its first may be any.
 void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, const void* keys,
             const void* values, int64_t num_blocks, const int32_t* block_tables,
             int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
             int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
-            int64_t block_size, int64_t window, float scale, float* out) {
+            int64_t block_size, int64_t window, const int64_t* tails, int64_t tail_size,
+            float scale, float* out) {
     const Attention a{q,        q_stride,   keys,   values,     num_heads,    kv_heads,
-                      head_dim, block_size, window, max_blocks, block_tables, scale};
+                      head_dim, block_size, window, max_blocks, block_tables, tails,
+                      tail_size, scale};
+    check_at_most("tail_size", tail_size, MAX_TAIL);
+    check_ids("tails", tails, 0, num_rows * tail_size, num_blocks * block_size);
     int64_t num_queries = 0;
     for (int64_t row = 0; row < num_rows; row++) {
         check_ids("seq_lens", seq_lens, row, row + 1, max_blocks * block_size + 1, 1);

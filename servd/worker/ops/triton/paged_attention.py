@@ -109,6 +109,7 @@ def paged_attention(
     plan: Plan,
     scale: float,
     window: int | None,
+    tails: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of each row over the row's keys and values in the cache.
 
@@ -122,6 +123,8 @@ def paged_attention(
         plan: this step's.
         scale: factor on the scores.
         window: a token sees itself and the window - 1 tokens before; None: all before.
+        tails: int64 [num_rows, n], the slots of each row's last n tokens, where those are not in
+            the row's blocks.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous.
@@ -142,10 +145,10 @@ def paged_attention(
     }  # fmt: skip
     attention_kernel[plan.num_tiles + num_rows * plan.max_splits, num_kv_heads](
         q, kv_cache[0], kv_cache[1], out, partials, lses, block_tables, query_start_loc, seq_lens,
-        q.stride(0), block_tables.stride(0), num_rows, plan.num_tiles,
+        tails, q.stride(0), block_tables.stride(0), num_rows, plan.num_tiles,
         plan.max_queries, plan.max_splits, scale * math.log2(math.e),
         **sizes, GROUP=group, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size,
-        HAS_TILES=plan.num_tiles > 0,
+        TAIL=0 if tails is None else tails.shape[1], HAS_TILES=plan.num_tiles > 0,
         DECODE_LINES=_lines_of(DECODE_LINES, group), PREFILL_LINES=_lines_of(PREFILL_LINES, group),
         num_warps=tuned.num_warps, num_stages=tuned.num_stages,
     )  # fmt: skip
@@ -172,10 +175,11 @@ def _lines_of(least: int, group: int) -> int:
 )
 def attention_kernel(
     q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    q_stride, table_stride, num_rows, num_tiles, max_queries, max_splits, score_scale,
+    tails_ptr, q_stride, table_stride, num_rows, num_tiles, max_queries, max_splits, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_TILES: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr,
+    HAS_TILES: tl.constexpr,
     DECODE_LINES: tl.constexpr, PREFILL_LINES: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of the rows that are not split, then all splits; axis 1: kv heads."""
@@ -186,29 +190,30 @@ def attention_kernel(
     if HAS_TILES:
         if program < num_tiles:
             _prefill_tile(
-                q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
+                q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr,
                 q_stride, table_stride, num_rows, num_tiles - 1 - program, score_scale,
-                HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, GROUP, KV_HEADS, BLOCK_SIZE,
+                HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, GROUP, KV_HEADS, BLOCK_SIZE, TAIL,
                 PREFILL_LINES,
             )  # fmt: skip
     if program >= num_tiles:
         row, split = (program - num_tiles) // max_splits, (program - num_tiles) % max_splits
         _decode_split(
             q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr,
-            tables_ptr, starts_ptr, seq_lens_ptr,
+            tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr,
             q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
             HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, MIN_SPLIT, MAX_SPLITS,
-            GROUP, KV_HEADS, BLOCK_SIZE, DECODE_LINES,
+            GROUP, KV_HEADS, BLOCK_SIZE, TAIL, DECODE_LINES,
         )  # fmt: skip
 
 
 @triton.jit
 def _prefill_tile(
-    q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
+    q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr,
     q_stride, table_stride, num_rows, tile, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     SPLIT_QUERIES: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a row that is not split, over all keys that they see."""
     QUERIES: tl.constexpr = LINES // GROUP
@@ -221,9 +226,9 @@ def _prefill_tile(
         q = _load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM)
         result, _ = _attend(
             q, seq_len - query_len + query, key_ptr, value_ptr, tables_ptr + row * table_stride,
-            first_key, first_key // TILE_KEYS * TILE_KEYS,
+            tails_ptr, row, seq_len - TAIL, first_key, first_key // TILE_KEYS * TILE_KEYS,
             tl.minimum(first_position + QUERIES, seq_len), score_scale,
-            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, LINES,
+            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, LINES,
         )  # fmt: skip
         at = (start + query) * (KV_HEADS * GROUP) + head
         _store(out_ptr, at, valid, result, HEAD_DIM)
@@ -232,10 +237,11 @@ def _prefill_tile(
 @triton.jit
 def _decode_split(
     q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
+    tails_ptr, q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     """All tokens of a row, over one split of its keys, or over all if there is one."""
     start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
@@ -246,9 +252,9 @@ def _decode_split(
         q = _load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM)
         result, lse = _attend(
             q, seq_len - query_len + query, key_ptr, value_ptr, tables_ptr + row * table_stride,
-            first_key, begin + split * size,
+            tails_ptr, row, seq_len - TAIL, first_key, begin + split * size,
             tl.minimum(begin + (split + 1) * size, seq_len), score_scale,
-            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, LINES,
+            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, LINES,
         )  # fmt: skip
         if num_splits == 1:
             at = (start + query) * (KV_HEADS * GROUP) + head
@@ -261,9 +267,10 @@ def _decode_split(
 
 @triton.jit
 def _attend(
-    q, position, key_ptr, value_ptr, table_ptr, first_key, begin, end, score_scale,
+    q, position, key_ptr, value_ptr, table_ptr, tails_ptr, row, tail_begin,
+    first_key, begin, end, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Softmax in one pass (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from `begin` to
     `end`.
@@ -282,7 +289,11 @@ def _attend(
         # What no line can see is not loaded: it may be infinite, and 0 times infinity is not 0.
         visible = (key >= first_key) & (key < end)
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
-        at = (block * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+        slot = block * BLOCK_SIZE + key % BLOCK_SIZE
+        if TAIL > 0:
+            in_tail = visible & (key >= tail_begin)
+            slot = tl.load(tails_ptr + row * TAIL + key - tail_begin, mask=in_tail, other=slot)
+        at = slot * (KV_HEADS * HEAD_DIM)
         k = tl.load(key_ptr + at[None, :] + dim[:, None], mask=visible[None, :], other=0.0).to(
             q.dtype
         )

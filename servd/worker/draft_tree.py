@@ -1,0 +1,58 @@
+"""DraftTree: drafts that branch, so that a place of the text may have several.
+
+A row's drafts have *columns* one after another behind its known tokens, in `RequestStates` and in
+the KV cache. Those of a tree have the *positions* of their depths, and each sees the known tokens
+and the drafts on its own branch. A token's *place* is 0 if it is known, or 1 + the number of the
+draft. After verification the kept drafts move to the first columns, as if they alone had been
+drafted, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Path = tuple[int, ...]
+"""A draft: ranks of the candidates on the way to it, its own the last."""
+
+
+class DraftTree:
+    """The tree that the drafts of all rows make; a row with fewer has the first ones.
+
+    Args:
+        paths: of each draft, after that of the draft before it on its branch.
+        device: of the tokens.
+    """
+
+    def __init__(self, paths: Sequence[Path], device: torch.device) -> None:
+        places = {path: place for place, path in enumerate([(), *paths])}
+        self.depth = max(map(len, paths))
+        self.heads = [len(path) - 1 for path in paths]  # of each draft: its depth, from 0
+        self.ranks = [path[-1] for path in paths]
+        # The drafts that are the likeliest at every depth.
+        self.chain = [place - 1 for path, place in places.items() if path and not any(path)]
+        # The place before each on its branch, [num_drafts + 1].
+        self.parents = np.array([places[path[:-1]] for path in places])
+        seen = [
+            [*range(len(path) + 1 - self.depth, 1)]
+            + [places[path[:end]] for end in range(1, len(path) + 1)]
+            for path in places
+        ]
+        # Columns of the last tokens that each place sees, counted from the last known token's.
+        self.seen = torch.tensor(seen, device=device)  # int64 [num_drafts + 1, depth]
+        # Position less column of each place, int64 [num_drafts + 1].
+        self.host_shifts = np.array([len(path) - place for path, place in places.items()])
+        self.shifts = torch.tensor(self.host_shifts, device=device)
+
+    def positions(self, columns: Tensor, places: Tensor) -> Tensor:
+        """Positions of tokens, int64 [n] each."""
+        return columns + self.shifts[places]
+
+    def tails(self, columns: Tensor, places: Tensor) -> Tensor:
+        """Columns of the last tokens that each token sees, itself with them, int64 [n, depth];
+        0 before the first one.
+        """
+        return ((columns - places).unsqueeze(1) + self.seen[places]).clamp_(min=0)
