@@ -131,11 +131,24 @@ def find_draft(config: Config) -> Config:
 
     Raises:
         ModelNotFound: there is no such draft.
+        ConfigError: it is the demo model's, and the model another one.
     """
     speculative = config.model.speculative_config
     if speculative is None or speculative.model is None:
         return config
-    folder = hf.find_model(speculative.model, speculative.revision, config.model.download_dir)
+    draft = speculative.model
+    if draft == hf.DEMO_MODEL and speculative.method == "medusa":
+        model = config.model.model
+        assert model is not None
+        if hf.local_folder(model) != hf.DEMO_FOLDER:
+            raise ConfigError(
+                "--speculative-config demo: that head drafts for servd's demo model, and the model "
+                f'is {model}; use e.g. \'{{"method": "ngram"}}\', or train a head: '
+                "docs/speculative-decoding.md"
+            )
+        draft = str(hf.DEMO_HEAD)
+        speculative = msgspec.structs.replace(speculative, model=draft)
+    folder = hf.find_model(draft, speculative.revision, config.model.download_dir)
     method = hf.read_json(folder / "config.json").get("speculators_model_type")
     if method and speculative.method == "draft_model":
         speculative = msgspec.structs.replace(speculative, method=method)

@@ -14,6 +14,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from servd.errors import ConfigError
+from servd.hf import DEMO_MODEL
 
 MAX_FORCED_TOKENS = 16  # computed with the token before them, for one request in one step
 
@@ -163,6 +164,7 @@ REFUSED = {
 
 
 FLAG = "--speculative-config"
+DEMO_KEYS = {"method": "medusa", "model": DEMO_MODEL, "num_speculative_tokens": 4}
 # Options that are keys of it.
 FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
@@ -187,6 +189,8 @@ def gather(options: dict[str, Any]) -> None:
 
 def read_keys(value: Any) -> dict[str, Any]:
     """The keys of `--speculative-config`, as JSON or a table; see `gather` for what is raised."""
+    if value == DEMO_MODEL:
+        value = DEMO_KEYS
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -39,7 +39,8 @@ OTHER_FLAGS = {
     "--json", "--jsonl", "--plot", "--out",  # servd bench and benchmarks
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
     "--threads", "--work",  # tools.demo_model.train
-    "--method", "--prompts", "--batch-tokens",  # tools.train_speculator
+    "--method", "--prompts", "--batch-tokens", "--num-drafts", "--learning-rate",  # the same
+    "--temperature", "--num", "--seed",  # tools.train_speculator, tools.demo_model.corpus
     "--parts",  # benchmarks.gpu
     "--methods", "--depths", "--batches",  # servd bench spec
     "--lengths",  # servd plan

@@ -1,0 +1,34 @@
+"""The head that drafts for the demo model: outputs stay, and steps yield several tokens."""
+
+from servd import LLM
+from servd.llm import InProcess
+from servd.messages import DraftStats
+from servd.params import SamplingParams
+
+QUESTIONS = ("What is servd?", "What is 7 + 5?", "Count from 3 to 9.", "Tell me a story about Tom.")
+
+
+def test_most_steps_yield_more_than_one_token(monkeypatch):
+    from servd.core.lookahead import Lookahead
+
+    monkeypatch.setattr(Lookahead, "num_drafts", lambda self, acceptance: self.max_drafts)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    outputs = []
+    for config in (None, "demo"):
+        llm = LLM("demo", device="cpu", use_tqdm=False, speculative_config=config)
+        assert isinstance(llm.engine.port, InProcess)
+        engine, drafts = llm.engine.port.engine, DraftStats()
+        step = engine.step
+
+        def watch(step=step, drafts=drafts):
+            made = step()
+            for message in made.values():
+                drafts.add(message.stats.drafts)
+            return made
+
+        monkeypatch.setattr(engine, "step", watch)
+        outputs.append([output.outputs[0].token_ids for output in llm.chat(chats, params)])
+        llm.close()
+    assert outputs[0] == outputs[1]
+    assert drafts.num_accepted_tokens > drafts.num_drafts
