@@ -173,6 +173,9 @@ class EngineCoreOutput(Message):
     pooled: bytes | None = None  # float32, little-endian: what PoolingParams ask for
     # It stops because nothing may follow: its last token is text, not a stop token.
     ended_by_grammar: bool = False
+    # On the first output: when the first block of the prompt that the prefix cache had not was
+    # evicted from it; 0 if it was not, or that was long ago.
+    evicted_at_ns: int = 0
 
 
 class DraftStats(Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -291,6 +292,9 @@ class AsyncLLM:
                 self.output_processor.add(one)
                 timeline = self.tracer.open(one.request_id)
                 timeline.engine_ids, timeline.choices = one.request.choice_ids, times
+                timeline.prompt = array("I", one.prompt_token_ids)
+                timeline.salt = one.request.options.cache_salt
+                timeline.reads_prompt = one.params.prompt_logprobs is not None
                 timeline.marks += [*one.marks, Mark("sent", sent)]
                 self.client.send(one.request)
                 num_open += one.params.n

@@ -121,6 +121,7 @@ class ChoiceTimes(msgspec.Struct):
     num_tokens: int = 0  # generated
     num_cached_tokens: int = 0  # of the prompt, in the prefix cache
     num_preemptions: int = 0
+    evicted_at_ns: int = 0  # see EngineCoreOutput
     last_ns: int = 0  # when the latest tokens came
     marks: dict[str, int] = {}  # the engine's stages of this choice
     exemplar: dict[str, str] | None = None  # for OpenMetrics: what leads to its trace
@@ -128,6 +129,7 @@ class ChoiceTimes(msgspec.Struct):
     def add(self, output: EngineCoreOutput) -> None:
         """Take what the engine tells of this choice beside its tokens."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.evicted_at_ns = max(self.evicted_at_ns, output.evicted_at_ns)
         for mark in output.marks:
             # The first time counts: after a preemption a request is scheduled again.
             self.marks.setdefault(mark.stage, mark.at_ns)

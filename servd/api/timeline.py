@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -15,6 +16,7 @@ from servd.tracing import Mark, StepRecord, now_ns
 
 MAX_RECENT = 1024  # about 3 KB each
 MAX_SLOWEST = 32  # each with its account, up to 300 KB
+MAX_PROMPT_TOKENS = 2_000_000  # of finished requests, 4 bytes each
 MAX_STEPS = 8192  # about 700 bytes each
 STEPS_BEFORE = 256  # which tell what is normal
 
@@ -29,6 +31,9 @@ class Timeline(msgspec.Struct):
     marks: list[Mark] = []
     engine_ids: list[str] = []  # of its choices
     choices: Sequence[ChoiceTimes] = ()
+    prompt: array[int] = array("I")  # token ids; empty when it is no longer kept
+    salt: str | None = None  # of the prefix cache
+    reads_prompt: bool = False  # so that nothing comes from the prefix cache
     is_finished: bool = False
     account: Account | None = None  # only of the slowest: the steps of others are still there
 
@@ -78,6 +83,8 @@ class Tracer:
         self.recent: OrderedDict[str, Timeline] = OrderedDict()
         self.slowest: dict[str, Timeline] = {}
         self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self._prompts: deque[Timeline] = deque()  # finished, with their prompts
+        self._num_prompt_tokens = 0
 
     def open(self, request_id: str, owner: str = "", route: str = "") -> Timeline:
         """The timeline of a running request, which may be new."""
@@ -106,7 +113,17 @@ class Tracer:
             self.recent.popitem(last=False)
         if timeline.marks:
             self._rank(timeline)
+        self._keep_prompt(timeline)
         return timeline
+
+    def _keep_prompt(self, timeline: Timeline) -> None:
+        """Later prompts are compared with it; the oldest are dropped."""
+        self._prompts.append(timeline)
+        self._num_prompt_tokens += len(timeline.prompt)
+        while self._num_prompt_tokens > MAX_PROMPT_TOKENS or len(self._prompts) > self.keep:
+            oldest = self._prompts.popleft()
+            self._num_prompt_tokens -= len(oldest.prompt)
+            oldest.prompt = array("I")
 
     def _rank(self, timeline: Timeline) -> None:
         """Keep a finished request if it is among the slowest."""

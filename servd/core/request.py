@@ -76,6 +76,7 @@ class Request:
     num_found_drafts: int = 0  # by the workers, when last harvested: later steps hope for more
     acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
+    evicted_at_ns: int = 0  # see EngineCoreOutput
     num_preemptions: int = 0
     slot: int = -1  # row in the workers while running
     block_ids: list[int] = field(default_factory=list)
@@ -197,5 +198,6 @@ class Request:
             output.logprobs = logprobs and logprobs[:num_tokens]
         if self.num_output_tokens == num_tokens:
             output.num_cached_tokens = self.num_cached_tokens
+            output.evicted_at_ns = self.evicted_at_ns
             output.prompt_logprobs = self.prompt_logprobs or None
         return output

@@ -264,6 +264,7 @@ class Scheduler:
         insort(self.running, request, key=by_order)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
+            request.evicted_at_ns = self.kv_cache.evicted_at_ns(request)
             self._stats.prefix_cache_queries += request.num_prompt_tokens
             self._stats.prefix_cache_hits += request.num_cached_tokens
         request.marks.append(Mark("scheduled", now, step.record.step))

@@ -17,7 +17,7 @@ from servd.hf import FAKE_SPEC
 from tests.api.harness import Served, listening, serve, until
 
 COMPLETIONS = "/v1/completions"
-STEP, TOKEN = 0.001, 0.0001  # seconds of a step, and of each token of it
+STEP, TOKEN = 0.001, 0.0003  # seconds of a step, and of each token of it
 
 
 @pytest.fixture
@@ -60,9 +60,13 @@ async def has_token(served: Served) -> None:
 
 async def test_the_prompts_of_neighbours(slow_steps):
     async with serve() as served:
-        own = asyncio.create_task(post(served, "a", 40))
+        own = asyncio.create_task(post(served, "a", 12))
         await has_token(served)
-        await asyncio.gather(*(post(served, f"{i}" * 3000, 1) for i in range(2)))
+        served.engine.may_step.clear()
+        others = [asyncio.create_task(post(served, f"{i}" * 2000, 1)) for i in range(2)]
+        await until(lambda: len(served.engine.sent) == 3)
+        served.engine.may_step.set()
+        await asyncio.gather(*others)
         assert (await causes_of(served, await own))[0] == "neighbour_prefill"
 
 
@@ -103,21 +107,21 @@ async def test_rejected_drafts(slow_steps, monkeypatch):
     def wrong_drafts(executor: FakeExecutor, state: int, max_drafts: int) -> list[int]:
         return [0] * max_drafts  # it only ever says letters and spaces
 
-    slow_steps(lambda scheduled: 0.002 * scheduled.num_tokens)
+    slow_steps(lambda scheduled: 0.01 * scheduled.num_tokens)
     monkeypatch.setattr(FakeExecutor, "_draft", wrong_drafts)
     async with serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4}) as served:
         lookahead = served.engine.core.scheduler.lookahead
         monkeypatch.setattr(lookahead, "num_drafts", lambda acceptance: 4)
-        own = await post(served, "a", 20)
+        own = await post(served, "a", 10)
         assert (await causes_of(served, own))[0] == "rejected_drafts"
 
 
 async def test_a_worker_that_stalls(slow_steps):
     async with serve() as served:
         await post(served, "b", 10)
-        pauses = iter([0.0] * 10 + [0.5])
+        pauses = iter([0.0] * 4 + [0.8])
         slow_steps(lambda scheduled: STEP + next(pauses, 0.0))
-        own = await post(served, "a", 30)
+        own = await post(served, "a", 8)
         assert (await causes_of(served, own))[0] == "stalled_worker"
 
 
@@ -134,7 +138,7 @@ async def test_a_client_that_does_not_read():
             client.sendall((head + body).encode())
             await until(lambda: served.async_llm.num_unfinished)
             await until(lambda: not served.engine.core.scheduler.requests, 20)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(3.0)
             loop = asyncio.get_running_loop()
             while await loop.run_in_executor(None, client.recv, 65536):
                 pass

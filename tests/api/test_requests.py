@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
+from itertools import takewhile
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from servd.api.openapi import document
+from servd.api.prefix_explanation import common_length
 from servd.api.routes import load_routers
+from servd.hf import FAKE_SPEC
 from tests.api.harness import Served, events, serve, until, user
 
 COMPLETIONS = "/v1/completions"
@@ -167,3 +173,54 @@ async def test_an_answer_that_a_stop_string_ends_has_its_times():
         body = {"prompt": "a", "stop": "e", "timings_per_token": True}
         answer = await served.http.post(COMPLETIONS, json=body)
         assert answer.json()["timings"]["predicted_ms"] >= 30
+
+
+PREFIX = "The capital of France is the city which "  # two full blocks of 16 bytes, and 8 more
+
+
+async def prefix_cache_of(served: Served, prompt: str, **body: object):
+    request = {"prompt": prompt, "max_tokens": 1, **body}
+    answer = await served.http.post(COMPLETIONS, json=request)
+    return (await timeline_of(served, answer.json()["id"]))["prefix_cache"]
+
+
+async def test_why_no_more_of_a_prompt_was_cached(served: Served):
+    first = await prefix_cache_of(served, PREFIX + "everybody likes")
+    assert (first["num_matched"], first["num_blocks"], first["reason"]) == (0, 3, "unknown")
+    again = await prefix_cache_of(served, PREFIX + "everybody likes")
+    assert (again["num_matched"], again["reason"]) == (3, "complete")
+    other = await prefix_cache_of(served, PREFIX + "nobody knows well")
+    assert (other["num_matched"], other["num_blocks"]) == (2, 3)
+    difference = other["difference"]
+    assert (difference["index"], difference["text"], difference["other_text"]) == (40, "n", "e")
+    assert other["reason"] == "different_token" and "'n'" in other["text"]
+    salted = await prefix_cache_of(served, PREFIX + "everybody likes", cache_salt="s")
+    assert (salted["num_matched"], salted["reason"]) == (0, "salt")
+    longer = await prefix_cache_of(served, PREFIX + "everybody likes, and more")
+    assert (longer["num_matched"], longer["reason"]) == (3, "last_block")
+    read = await prefix_cache_of(served, PREFIX, prompt_logprobs=1)
+    assert (read["num_matched"], read["reason"]) == (0, "prompt_is_read")
+
+
+async def test_a_prompt_that_was_evicted():
+    memory = 8 * 16 * FAKE_SPEC.kv_bytes_per_token(4)
+    async with serve(kv_cache_memory=memory, max_model_len=128) as served:
+        await prefix_cache_of(served, "a" * 100)
+        await prefix_cache_of(served, "b" * 100)
+        found = await prefix_cache_of(served, "a" * 100)
+        assert found["num_matched"] < found["num_blocks"] == 6
+        assert found["reason"] == "evicted"
+        assert 0 <= found["evicted_seconds_ago"] < 60
+
+
+async def test_a_cache_that_is_off():
+    async with serve(enable_prefix_caching=False) as served:
+        assert (await prefix_cache_of(served, "a" * 100))["reason"] == "disabled"
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
+def test_common_length(a, b):
+    pairs = zip(a, b, strict=False)
+    assert common_length(array("I", a), array("I", b)) == len(
+        [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    )

@@ -90,6 +90,31 @@ class TimelineNeighbour(msgspec.Struct):
     id: str | UnsetType = UNSET  # of the same API key
 
 
+class PrefixDifference(msgspec.Struct):
+    """The first token in which a prompt differs from the earlier one that is most like it."""
+
+    index: int
+    token_id: int
+    text: str
+    other_token_id: int
+    other_text: str
+    other_id: str  # of the earlier request
+
+
+class PrefixCache(msgspec.Struct):
+    """How much of a prompt was found in the prefix cache, in blocks, and why no more."""
+
+    block_size: int
+    num_blocks: int  # full ones of the prompt
+    num_matched: int
+    # "complete", "different_token", "salt", "last_block", "evicted", "disabled", "prompt_is_read"
+    # or "unknown"
+    reason: str = "unknown"
+    text: str = ""
+    difference: PrefixDifference | UnsetType = UNSET
+    evicted_seconds_ago: float | UnsetType = UNSET
+
+
 class RequestTimeline(RequestSummary, kw_only=True):
     """Where the time of a request went."""
 
@@ -102,6 +127,7 @@ class RequestTimeline(RequestSummary, kw_only=True):
     steps: list[TimelineStep]  # the longest, in order
     neighbours: list[TimelineNeighbour]
     blocked_ms: float
+    prefix_cache: PrefixCache | UnsetType = UNSET  # once it is scheduled
 
 
 class Trace(msgspec.Struct, rename="camel"):

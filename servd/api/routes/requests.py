@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from servd.account import Account
 from servd.api.context import context_of, json_response, offload
 from servd.api.explanation import explain, steps_of, summarize, trace_of
 from servd.api.openapi import describes
+from servd.api.prefix_explanation import explain_prefix
 from servd.api.protocol.requests import RequestList, RequestTimeline, StepList, Trace
 from servd.api.timeline import Timeline, Tracer
 from servd.errors import InvalidRequest, NotFound
@@ -52,6 +54,8 @@ async def request_timeline(request: Request, request_id: str) -> Response:
     millisecond has a cause. `format=perfetto` gives it as trace events for ui.perfetto.dev.
     """
     tracer, owner = _tracer(request), request.state.owner
+    async_llm = context_of(request).async_llm
+    cache, token_text = async_llm.config.cache, async_llm.processor.tokenizer.token_string
     kind = request.query_params.get("format", "json")
     if kind not in ("json", "perfetto"):
         raise InvalidRequest("format must be json or perfetto", param="format")
@@ -63,6 +67,12 @@ async def request_timeline(request: Request, request_id: str) -> Response:
         )
     (account,) = await _accounts(request, [timeline])
     answer = explain(timeline, account, lambda engine_id: tracer.knows(engine_id, owner))
+    if timeline.prompt and any(mark.stage == "scheduled" for mark in timeline.marks):
+        others = tracer.latest(owner, tracer.keep)
+        size = sum(len(other.prompt) for other in others)
+        answer.prefix_cache = await offload(
+            request, size, partial(explain_prefix, timeline, others, cache, token_text)
+        )
     return json_response(answer if kind == "json" else trace_of(answer))
 
 

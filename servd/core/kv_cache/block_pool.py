@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from servd.tracing import now_ns
+
 
 class BlockPool:
     """Hands out block ids 0 to `num_blocks` - 1; every operation is O(1) per block.
@@ -21,6 +23,7 @@ class BlockPool:
         self._block_of_hash: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, least recently used first
+        self.evicted_at_ns: OrderedDict[bytes, int] = OrderedDict()  # as many as there are blocks
 
     @property
     def num_free(self) -> int:
@@ -61,6 +64,7 @@ class BlockPool:
         assert self.ref_counts[block] > 0 and self.hashes[block] is None
         if self._block_of_hash.setdefault(block_hash, block) == block:
             self.hashes[block] = block_hash
+            self.evicted_at_ns.pop(block_hash, None)
 
     def find(self, block_hash: bytes) -> int | None:
         """The block that holds this content, owned or free."""
@@ -77,4 +81,7 @@ class BlockPool:
         assert block_hash is not None
         del self._block_of_hash[block_hash]
         self.hashes[block] = None
+        self.evicted_at_ns[block_hash] = now_ns()
+        if len(self.evicted_at_ns) > self.num_blocks:
+            self.evicted_at_ns.popitem(last=False)
         return block

@@ -65,6 +65,11 @@ class KVCacheManager:
         request.num_registered_blocks = len(cached)
         request.num_computed_tokens = len(cached) * self.block_size
 
+    def evicted_at_ns(self, request: Request) -> int:
+        """When the first block was evicted that a request, just admitted, had to do without."""
+        hashes, at = request.block_hashes, request.num_registered_blocks
+        return self.pool.evicted_at_ns.get(hashes[at], 0) if at < len(hashes) else 0
+
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
         """Make room for the next `num_tokens` tokens: the new blocks, or None if too few."""
         num_blocks = (
