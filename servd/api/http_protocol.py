@@ -10,7 +10,11 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from servd.api.protocol.errors import ErrorBody, ErrorDetail
 from servd.config import ServerConfig
@@ -76,6 +80,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_body = False
         self._is_surplus = False
         self._has_refused = False
+        self._served: RequestResponseCycle | None = None  # the one that the application answers
         self._read_timer: asyncio.TimerHandle | None = None  # runs while the client owes bytes
         self._write_timer: asyncio.TimerHandle | None = None  # runs while it owes its attention
 
@@ -98,6 +103,9 @@ class HttpProtocol(HttpToolsProtocol):
         self.shared.idle.pop(self, None)
         self._stop_read_timer()
         self._stop_write_timer()
+        if self._served is not None:  # uvicorn tells the newest, which may wait for this one
+            self._served.disconnected = True
+            self._served.message_event.set()
         super().connection_lost(exc)
 
     # ---- clients that send slowly, or too much ----
@@ -155,6 +163,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_read_timer()
         super().on_message_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
         """The answer is written, at least to the transport."""
         super().on_response_complete()
@@ -209,7 +221,7 @@ class HttpProtocol(HttpToolsProtocol):
         While bytes that nobody reads are in the socket, its close would reset the connection, and
         the client might lose the answer. So it is closed a little later, or by the client.
         """
-        cycle = self.cycle
+        cycle = self._served
         has_answer = cycle is not None and cycle.response_started
         if has_answer and not self._is_in_body:
             has_answer = not cycle.response_complete  # a complete one was for the request before

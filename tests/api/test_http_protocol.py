@@ -288,3 +288,14 @@ async def test_a_target_that_is_no_path_is_refused(served: Served, connect, targ
             client.writer.write(f"{target} HTTP/1.1\r\nhost: a\r\n\r\n".encode("latin-1"))
             answer = await asyncio.wait_for(client.reader.read(), 10)
             assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_client_that_leaves_drops_the_request_before_a_pipelined_one(served: Served):
+    served.engine.step_seconds = 0.001
+    async with listening(served.app) as url:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+            for num_tokens in (4000, 1):
+                body = json.dumps({"prompt": "a", "max_tokens": num_tokens}).encode()
+                client.sendall(completion(len(body)) + body)
+        await until(lambda: any(isinstance(sent, AbortRequests) for sent in served.engine.sent))
+        await until(lambda: not served.async_llm.num_unfinished)
