@@ -223,8 +223,8 @@ class HttpProtocol(HttpToolsProtocol):
         """
         cycle = self._served
         has_answer = cycle is not None and cycle.response_started
-        if has_answer and not self._is_in_body:
-            has_answer = not cycle.response_complete  # a complete one was for the request before
+        if cycle is not None and cycle.response_complete and not self._is_in_body:
+            has_answer = False  # it was for the request before
         if not has_answer and not self.pipeline:
             known = (self.scope["path"], self.scope["method"]) if self._is_in_body else ("", "")
             self.shared.on_refused(status, *known)
@@ -233,14 +233,14 @@ class HttpProtocol(HttpToolsProtocol):
                 b"%bcontent-type: application/json\r\nconnection: close\r\n"
                 b"content-length: %d\r\n\r\n%b" % (STATUS_LINE[status], len(body), body)
             )
-            self.transport.write_eof()
+        self.transport.write_eof()
         self._has_refused = True
         self._stop_read_timer()
         self.shared.idle[self] = None  # it may yield its place
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
-        self.loop.call_later(0 if has_answer else LINGER, self.transport.close)
+        self.loop.call_later(LINGER, self.transport.close)
 
     # ---- clients that do not read ----
 
