@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     lengths = arguments.lengths or sorted(
         {*(n for n in LENGTHS if n < report.max_model_len), report.max_model_len}
     )
+    if min(lengths) < 1:
+        raise ConfigError("--lengths: a request has at least one token")
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report.facts(lengths))).decode())
         print()
@@ -113,8 +115,8 @@ class Report:
         # What one more request, or one more block of each, takes beside the cache.
         budget = self.config.scheduler.max_num_batched_tokens or 1
         row = (sizes.requests + sizes.sampling) // seqs + sizes.forward // budget
-        found, beside = [], self.for_kv_cache + (sizes.requests + sizes.sampling)
-        if (more := beside // (each + row)) > seqs:
+        found = []
+        if (more := (self.for_kv_cache + sizes.requests) // (each + row)) > seqs:
             cache = format_bytes(more * each)
             found.append(f"--max-num-seqs could be {more}, with --kv-cache-memory {cache}")
         block = sizes.kv_per_block + sizes.requests // (seqs * self._blocks(length))

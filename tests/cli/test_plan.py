@@ -73,6 +73,12 @@ def test_what_could_be_raised(capsys, monkeypatch):
         assert taken + more["num_blocks"] * sizes["kv_per_block"] <= 200 << 20
 
 
+def test_lengths_are_positive(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["plan", "demo", *SMALL, "--lengths", "0"])
+    assert end.value.code == 2 and "--lengths" in capsys.readouterr().err
+
+
 def test_not_one_request_fits(capsys):
     code, facts = plan(capsys, "demo", *SMALL, "--kv-cache-memory", "1MiB")
     assert code == 1 and facts["num_blocks"] == 0
