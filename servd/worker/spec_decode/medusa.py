@@ -8,20 +8,20 @@ likeliest ones.
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from servd.errors import ConfigError
-from servd.speculative import SpeculativeConfig
+from servd.speculative import MOST_DRAFTS, SpeculativeConfig
 from servd.worker.draft_tree import Path
 from servd.worker.input_batch import InputBatch
-from servd.worker.layers.activation import Activation
 from servd.worker.layers.embedding import VocabEmbedding
-from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.weight import Weight
 from servd.worker.model_loader import tensor_shapes
 from servd.worker.parallel import Parallel
@@ -29,8 +29,8 @@ from servd.worker.spec_decode import Proposer, Target, last_kept
 
 # Names of vLLM's layout and of https://github.com/FasterDecoding/Medusa, and the names here.
 NAMES = (
-    (re.compile(r"blocks\.(\d+)\.layers\."), r"heads.\1.layers."),
-    (re.compile(r"(\d+)\.(\d+)\.linear\."), r"heads.\1.layers.\2."),
+    (re.compile(r"blocks\.(\d+)\.layers\.(\d+)\."), r"layers.\2.head\1."),
+    (re.compile(r"(\d+)\.(\d+)\.linear\."), r"layers.\2.head\1."),
     (re.compile(r"lm_heads\.(\d+)\."), r"lm_heads.\1."),
     (re.compile(r"lm_head\."), r"lm_heads.0."),
     (re.compile(r"(\d+)\.\d+\."), r"lm_heads.\1."),
@@ -62,27 +62,30 @@ def best_paths(num_drafts: int, num_heads: int) -> list[Path]:
     return paths
 
 
-class MedusaHead(nn.Module):
-    """`x + silu(W x)`, some times."""
+class ResidualLayer(nn.Module):
+    """`x + silu(W x)` of all heads at once: one alone is less work than calling it."""
 
-    def __init__(self, size: int, num_layers: int, parallel: Parallel, *, bias: bool) -> None:
+    def __init__(self, num_heads: int, size: int, parallel: Parallel, *, bias: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            ReplicatedLinear(size, size, parallel, bias=bias) for _ in range(num_layers)
-        )
-        self.act = Activation("silu")
+        parts = [size] * num_heads
+        self.weight = Weight((num_heads * size, size), parallel, parts=parts)
+        self.bias = Weight((num_heads * size,), parallel, parts=parts) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]."""
-        for layer in self.layers:
-            x = x + self.act(layer(x))
-        return x
+        """[num_heads, n, hidden], of as many heads as are wanted."""
+        num_heads, _, size = x.shape
+        made = x @ self.weight.view(-1, size, size)[:num_heads].mT
+        if self.bias is not None:
+            made += self.bias.view(-1, 1, size)[:num_heads]
+        return x + F.silu(made)
 
 
 class MedusaHeads(nn.Module):
     """All heads, with an output head for each, one for all, or the target's."""
 
-    packed: ClassVar[dict[str, tuple[str, int]]] = {}
+    packed: ClassVar[dict[str, tuple[str, int]]] = {
+        f"head{head}": ("heads", head) for head in range(MOST_DRAFTS)
+    }
     ignored: ClassVar[tuple[str, ...]] = ()
     base_prefix: ClassVar[str] = ""
 
@@ -90,11 +93,14 @@ class MedusaHeads(nn.Module):
         super().__init__()
         size, parallel = target.spec.hidden_size, target.parallel
         names = [name.split(".") for name in shapes]
-        layers = {(int(name[1]), int(name[3])) for name in names if name[0] == "heads"}
-        num_heads, num_layers = (1 + max(column) for column in zip(*layers, strict=True))
-        bias = "heads.0.layers.0.bias" in shapes
-        self.heads = nn.ModuleList(
-            MedusaHead(size, num_layers, parallel, bias=bias) for _ in range(num_heads)
+        parts = {(int(name[1]), int(name[2][4:])) for name in names if name[0] == "layers"}
+        num_layers, self.num_heads = (1 + max(column) for column in zip(*parts, strict=True))
+        bias = "layers.0.head0.bias" in shapes
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                OrderedDict(heads=ResidualLayer(self.num_heads, size, parallel, bias=bias))
+            )
+            for _ in range(num_layers)
         )
         lm_heads = [
             VocabEmbedding(shape[0], size, parallel)
@@ -102,8 +108,8 @@ class MedusaHeads(nn.Module):
             if name.startswith("lm_heads.")
         ]
         self.lm_heads = nn.ModuleList(lm_heads)
-        each = [lm_head.logits for lm_head in lm_heads] or [target.model.compute_logits]
-        self.compute_logits = each if len(each) > 1 else each * num_heads
+        self.compute_logits = [lm_head.logits for lm_head in lm_heads]
+        self.compute_logits = self.compute_logits or [target.model.compute_logits]
         self.token_map: Weight | None = None
         if "token_map" in shapes:
             self.token_map = Weight(shapes["token_map"], parallel)
@@ -111,8 +117,15 @@ class MedusaHeads(nn.Module):
 
     def forward(self, hidden: Tensor, num_heads: int, width: int = 1) -> Tensor:
         """[n, hidden] -> the likeliest tokens of each head [n, num_heads, width]."""
-        pairs = zip(self.heads[:num_heads], self.compute_logits[:num_heads], strict=True)
-        top = torch.stack([likeliest(logits(head(hidden)), width) for head, logits in pairs], dim=1)
+        x = hidden.expand(num_heads, *hidden.shape)
+        for layer in self.layers:
+            x = layer(x)
+        if len(self.compute_logits) == 1:
+            top = likeliest(self.compute_logits[0](x.flatten(0, 1)), width)
+        else:
+            pairs = zip(self.compute_logits, x, strict=False)
+            top = torch.cat([likeliest(logits(of_head), width) for logits, of_head in pairs])
+        top = top.view(num_heads, -1, width).transpose(0, 1)
         return top if self.token_map is None else self.token_map[top]
 
 
@@ -128,14 +141,14 @@ class MedusaProposer(Proposer):
         super().__init__(config, target)
         folder = target.find_draft()
         shapes = {rename(name): shape for name, shape in tensor_shapes(folder).items()}
-        size, first = target.spec.hidden_size, shapes.get("heads.0.layers.0.weight")
+        size, first = target.spec.hidden_size, shapes.get("layers.0.head0.weight")
         if first != (size, size):
             raise ConfigError(
                 f"--speculative-config: {config.model} has no Medusa heads for hidden states of "
                 f"{size} numbers, which the model has; name heads that were trained for it"
             )
         self.heads = target.load(lambda: MedusaHeads(shapes, target), folder, rename)
-        num_heads, num_drafts = len(self.heads.heads), config.num_speculative_tokens
+        num_heads, num_drafts = self.heads.num_heads, config.num_speculative_tokens
         if num_drafts > num_heads:
             self.draft_tree(best_paths(num_drafts, num_heads))
         spec = target.backend.spec
