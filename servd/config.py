@@ -109,7 +109,7 @@ class ModelConfig(Section, frozen=True):
         about(
             "Draft tokens ahead of the model, as JSON: "
             '`{"method": "ngram", "num_speculative_tokens": 4}`, keys as in vLLM. Outputs stay as '
-            "they are, and come faster where the drafts are right."
+            "they are, and come faster where the drafts are right. `demo` is the demo model's head."
         ),
     ] = None
     spec_method: Annotated[
