@@ -191,9 +191,11 @@ class _Explainer:
         each = [
             max(b.duration - (self.plain_ns or 0), 0) / num
             for b in busy
-            if (num := _num_extra(b.record))
+            if (b.record.prefills or b.record.num_drafts) and (num := _num_extra(b.record))
         ]
         self.token_ns = median(each) if each else 0.0
+        # What a plain step may take and be no stall.
+        self.longest_ns = max(STALL_FACTOR * (self.plain_ns or 0), LEAST_STALL)
 
     def explain(self, marks: Sequence[Mark]) -> Account:
         at = 0  # index of the first step that is not over
@@ -236,11 +238,13 @@ class _Explainer:
             is_late = record.started_ns < begin or phase != "queued" or not record.waits_for
             cause = "queue_step" if is_late else f"queue_{record.waits_for}"
             return self._add(cause, begin, end, number)
-        share = (end - begin) / max(step.duration, 1)
-        for cause, ns in self._beyond(step, share).items():
-            at = min(begin + round(ns), end)
-            self._add(cause, begin, at, number)
-            begin = at
+        # Most steps only decode, and there may be thousands.
+        if record.prefills or record.num_drafts or step.duration > self.longest_ns:
+            share = (end - begin) / max(step.duration, 1)
+            for cause, ns in self._beyond(step, share).items():
+                at = min(begin + round(ns), end)
+                self._add(cause, begin, at, number)
+                begin = at
         self._add("decode" if phase == "decoding" else "prefill", begin, end, number)
 
     def _beyond(self, step: Busy, share: float) -> dict[str, float]:

@@ -31,9 +31,10 @@ class Step:
         """A request takes part."""
         self.scheduled.append(scheduled)
         self.requests.append(request)
-        num_tokens = scheduled.num_tokens - scheduled.num_drafts
-        if num_tokens > 1 or not scheduled.samples:
-            self.record.prefills[request.request_id] = num_tokens
+        if scheduled.num_tokens > 1 or not scheduled.samples:
+            num_tokens = scheduled.num_tokens - scheduled.num_drafts
+            if num_tokens > 1 or not scheduled.samples:
+                self.record.prefills[request.request_id] = num_tokens
 
     def end_scheduling(self, num_tokens: int, num_waiting: int, lacks: str) -> None:
         """All that take part are added. The first of those that wait lacks what `lacks` names."""
