@@ -140,11 +140,6 @@ class Request:
         """Tokens sampled, or about to be, by steps that are not harvested yet."""
         return self.num_tokens - len(self.token_ids)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether its terminal output is made, or it was aborted."""
-        return self.status is RequestStatus.FINISHED
-
     def read(self, result: ModelRunnerOutput, row: int) -> None:
         """Take in what a step found of the prompt; what is known already was computed again after a
         preemption.
@@ -159,14 +154,62 @@ class Request:
         self.num_tokens -= num_rejected
         self.num_computed_tokens -= num_rejected
 
-    def extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-        """Add harvested tokens in place of their placeholders, up to the one that ends the output.
+    def harvest(
+        self, result: ModelRunnerOutput, row: int, end: GrammarEnd | None, now: int, step: int
+    ) -> EngineCoreOutput:
+        """Add a step's tokens in place of their placeholders, up to the one that ends the output.
+
+        Args:
+            result: what came out of the step.
+            row: index in the step.
+            end: how the grammar ends the output with one of these tokens.
+            now: for the marks.
+            step: its number.
 
         Returns:
-            How many were added, and why the last one ends the output.
+            what the client gets.
         """
-        if len(self.token_ids) == self.num_prompt_tokens:
+        token_ids = result.sampled_token_ids[row]
+        if end is not None:
+            token_ids = token_ids[: end.num_tokens]
+        is_first = len(self.token_ids) == self.num_prompt_tokens
+        if is_first:
             self.token_ids = self.token_ids.copy()
+        num_tokens, finish_reason = self._extend(token_ids)
+        output = EngineCoreOutput(self.request_id, finish_reason=finish_reason)
+        if row in result.pooled:
+            output.pooled = result.pooled[row]
+        if not self.is_prompt_only:
+            output.new_token_ids = token_ids[:num_tokens]
+            if row in result.logprobs:
+                output.logprobs = result.logprobs[row][:num_tokens]
+        if is_first:
+            output.num_cached_tokens = self.num_cached_tokens
+            output.evicted_at_ns = self.evicted_at_ns
+            output.prompt_logprobs = self.prompt_logprobs or None
+            output.marks = [*self.marks, Mark("first_token", now, step)]
+            self.marks = []
+        if end is not None and num_tokens == end.num_tokens:
+            self._end(output, end)
+        if (
+            output.finish_reason is FinishReason.STOP
+            and not output.ended_by_grammar
+            and self.token_ids[-1] not in self.eos_token_ids
+        ):
+            output.stop_reason = self.token_ids[-1]
+        return output
+
+    def _end(self, output: EngineCoreOutput, end: GrammarEnd) -> None:
+        """The last token of an output ends it by its grammar."""
+        if end.error is not None:
+            output.finish_reason, output.stop_reason = FinishReason.LENGTH, end.error
+            output.new_token_ids = output.new_token_ids[:-1]
+            output.logprobs = (output.logprobs or [])[:-1] or None
+        elif output.finish_reason is not FinishReason.STOP:
+            output.finish_reason, output.ended_by_grammar = FinishReason.STOP, True
+
+    def _extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
+        """How many are added, and why the last one ends the output."""
         for count, token_id in enumerate(token_ids, 1):
             if (finish_reason := self._append(token_id)) is not None:
                 return count, finish_reason
@@ -181,23 +224,3 @@ class Request:
         if self.repetition and self.repetition.append(self.token_ids, self.num_prompt_tokens):
             return FinishReason.REPETITION if self.num_output_tokens >= self.min_tokens else None
         return None
-
-    def output_of(
-        self,
-        result: ModelRunnerOutput,
-        row: int,
-        num_tokens: int,
-        finish_reason: FinishReason | None,
-    ) -> EngineCoreOutput:
-        """What a step's row says to the client, after `num_tokens` of its tokens were added."""
-        output = EngineCoreOutput(self.request_id, finish_reason=finish_reason)
-        output.pooled = result.pooled.get(row)
-        if not self.is_prompt_only:
-            output.new_token_ids = result.sampled_token_ids[row][:num_tokens]
-            logprobs = result.logprobs.get(row)
-            output.logprobs = logprobs and logprobs[:num_tokens]
-        if self.num_output_tokens == num_tokens:
-            output.num_cached_tokens = self.num_cached_tokens
-            output.evicted_at_ns = self.evicted_at_ns
-            output.prompt_logprobs = self.prompt_logprobs or None
-        return output

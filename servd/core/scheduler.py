@@ -176,10 +176,7 @@ class Scheduler:
         running = self.running
         num_samples = min(len(running) + len(self.waiting), self.max_num_seqs)
         drafts_left = self.max_num_samples - num_samples
-        i = 0
-        while i < len(running):
-            request = running[i]
-            i += 1
+        for i, request in enumerate(running, 1):
             if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
                 continue  # its last token is in flight, or it pauses
             # One token is set aside for each request behind it: a long prompt does not stop their
@@ -211,11 +208,10 @@ class Scheduler:
         """Those of the tokens after the harvested ones that no step in flight samples, as far as
         there is room for the token after them.
         """
-        in_flight = ((step.requests, step.scheduled) for step in self._in_flight)
         if request.num_tokens - request.num_computed_tokens != 1 or any(
             other is request and scheduled.num_drafts > len(scheduled.draft_token_ids)
-            for step in in_flight
-            for other, scheduled in zip(*step, strict=True)
+            for step in self._in_flight
+            for other, scheduled in zip(step.requests, step.scheduled, strict=True)
         ):
             return []  # it computes a prompt, or nobody knows where its next step begins
         first = request.num_placeholders
@@ -357,25 +353,18 @@ class Scheduler:
                 request.read(result, i)
             if not token_ids:
                 continue
-            num_kept = len(token_ids) - 1
             if scheduled.num_drafts:
                 record.num_drafts += scheduled.num_drafts
-                record.num_accepted += num_kept
-                request.settle(scheduled.num_drafts - num_kept)
-            end = ends[i] if i in ends else None
-            if end is not None:
-                token_ids = token_ids[: end.num_tokens]
-            num_tokens, finish_reason = request.extend(token_ids)
-            if end is not None and num_tokens < end.num_tokens:
-                end = None
+                record.num_accepted += len(token_ids) - 1
+                request.settle(scheduled.num_drafts + 1 - len(token_ids))
+            output = request.harvest(result, i, ends[i] if i in ends else None, now, record.step)
             if self.lookahead.max_drafts:
-                num_found = len(result.draft_token_ids.get(i, ()))
-                self._learn(request, scheduled, min(num_kept, num_tokens), num_found)
-            output = request.output_of(result, i, num_tokens, finish_reason)
-            if request.num_output_tokens == num_tokens:
-                request.marks.append(Mark("first_token", now, record.step))
-                output.marks, request.marks = request.marks, []
-            self._harvest(request, output, end, now, record.step)
+                num_kept = min(len(token_ids) - 1, len(output.new_token_ids))
+                self._learn(request, scheduled, num_kept, result.draft_token_ids.get(i, []))
+            if output.finish_reason is not None:
+                output.marks += [*request.marks, Mark("finished", now, record.step)]
+                self._finish(request)
+            self._outputs[request.client].append(output)
 
     def _log_step(self, step: Step, now: int, times_ns: list[int]) -> None:
         self.lookahead.time(step.scheduled, self._log.add(step.record, now, times_ns))
@@ -384,47 +373,21 @@ class Scheduler:
                 self._report_to(request.client)
 
     def _learn(
-        self, request: Request, scheduled: ScheduledRequest, num_kept: int, num_found: int
+        self, request: Request, scheduled: ScheduledRequest, num_kept: int, found: list[int]
     ) -> None:
-        """Take in what became of the workers' drafts (the engine's are always kept), and how many
-        they found for the next step.
+        """Take in what became of the workers' drafts (the engine's are always kept), and what they
+        found for the next step.
         """
-        num_drafts = 0
-        if not scheduled.draft_token_ids:
-            num_drafts = min(scheduled.num_drafts, request.num_found_drafts)
-        if num_drafts:
+        num_drafts = min(scheduled.num_drafts, request.num_found_drafts)
+        if scheduled.draft_token_ids or not num_drafts:
+            num_drafts = num_kept = 0
+        else:
             self._stats.drafts.count(num_drafts, num_kept)
-        self.lookahead.count(
-            request.acceptance, num_drafts, min(num_kept, num_drafts),
-            scheduled.max_new_drafts, num_found,
-        )  # fmt: skip
-        request.num_found_drafts = num_found
+        num_asked = scheduled.max_new_drafts
+        self.lookahead.count(request.acceptance, num_drafts, num_kept, num_asked, len(found))
+        request.num_found_drafts = len(found)
         if request.num_placeholders == 0:  # no later step has them already
-            request.num_drafts = num_found
-
-    def _harvest(
-        self,
-        request: Request,
-        output: EngineCoreOutput,
-        end: GrammarEnd | None,
-        now: int,
-        step: int,
-    ) -> None:
-        finish_reason = output.finish_reason
-        if end is not None and end.error is not None:
-            finish_reason, output.stop_reason = FinishReason.LENGTH, end.error
-            output.new_token_ids = output.new_token_ids[:-1]
-            output.logprobs = (output.logprobs or [])[:-1] or None
-        elif end is not None and finish_reason is not FinishReason.STOP:
-            finish_reason, output.ended_by_grammar = FinishReason.STOP, True
-        output.finish_reason = finish_reason
-        if finish_reason is not None:
-            is_stop_token = finish_reason is FinishReason.STOP and not output.ended_by_grammar
-            if is_stop_token and request.token_ids[-1] not in request.eos_token_ids:
-                output.stop_reason = request.token_ids[-1]
-            output.marks += [*request.marks, Mark("finished", now, step)]
-            self._finish(request)
-        self._outputs[request.client].append(output)
+            request.num_drafts = len(found)
 
     def _end_with_error(self, request: Request, error: str, now: int, step: int) -> None:
         marks = [*request.marks, Mark("finished", now, step)]
