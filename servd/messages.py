@@ -292,6 +292,7 @@ class NewRequest(Message):
     block_ids: list[int]  # of the computed tokens
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int] = []
+    cache_salt: str | None = None  # what is known of it is for requests with the same one
 
 
 class ScheduledRequest(Message):

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from servd.messages import ScheduledRequest
 
 MEMORY = 0.97  # weight that a sample of a request has left after another one
-IDLE_MEMORY = 0.995  # weight that chances have left after a step without drafts
 COST_MEMORY = 0.99  # of a step's seconds
 # Before anything is known, a token more costs 1/128 of a step, and every second draft is kept.
 TOKENS_PER_STEP = 128
@@ -27,8 +26,8 @@ FIRST_TRIALS = 2  # of each request, whatever became of others' drafts
 LONGEST = 3.0  # a step counts at most so many times what was expected: others may have run
 MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
 # Costs change, and steps of one size teach nothing: now and then one step drafts nothing, and
-# in one a few requests try what seems not to pay.
-PROBE_STEPS, FIRST_PROBE, PROBE_GAIN = 64, 3, 0.5
+# in one a few requests try what seems not to pay, and forget what they knew.
+PROBE_STEPS, FIRST_PROBE, PROBE_MEMORY = 64, 3, 0.5
 
 
 @dataclass(slots=True)
@@ -44,22 +43,29 @@ class Acceptance:
         """Take in a step: its first `num_kept` drafts were kept, the next one was tried in vain;
         and how many drafts for the next step were asked for, and found.
         """
-        memory = MEMORY if num_drafts or num_asked else IDLE_MEMORY
-        self.num_kept = self.num_kept * memory + num_kept
-        self.num_tried = self.num_tried * memory + num_kept + (num_kept < num_drafts)
-        self.num_found = self.num_found * memory + (num_found > 0)
-        self.num_asked = self.num_asked * memory + (num_asked > 0)
+        self.forget(MEMORY)
+        self.num_kept += num_kept
+        self.num_tried += num_kept + (num_kept < num_drafts)
+        self.num_found += num_found > 0
+        self.num_asked += num_asked > 0
 
-    def chance(self, others: Acceptance | None = None) -> float:
-        """That a draft is kept if those before it are; `others` say what to believe of a request
-        that was tried, but not often.
+    def forget(self, memory: float) -> None:
+        """Let what was counted weigh less."""
+        self.num_kept *= memory
+        self.num_tried *= memory
+        self.num_found *= memory
+        self.num_asked *= memory
+
+    def chance(self, guess: float = FIRST_GUESS) -> float:
+        """That a draft is kept if those before it are; a request that was tried, but not often, is
+        like the others, by whom one may guess.
         """
-        guess = others.chance() if others and self.num_tried >= FIRST_TRIALS else FIRST_GUESS
+        guess = guess if self.num_tried >= FIRST_TRIALS else FIRST_GUESS
         return (self.num_kept + guess * GUESS_WEIGHT) / (self.num_tried + GUESS_WEIGHT)
 
-    def hit_rate(self, others: Acceptance | None = None) -> float:
+    def hit_rate(self, guess: float = FIRST_GUESS) -> float:
         """The chance that drafts are found; see `chance`."""
-        guess = others.hit_rate() if others and self.num_asked >= FIRST_TRIALS else FIRST_GUESS
+        guess = guess if self.num_asked >= FIRST_TRIALS else FIRST_GUESS
         return (self.num_found + guess * GUESS_WEIGHT) / (self.num_asked + GUESS_WEIGHT)
 
 
@@ -129,6 +135,7 @@ class Lookahead:
         self.max_drafts = max_drafts
         self.cost = StepCost()
         self.overall = Acceptance()
+        self.guess = self.guess_found = FIRST_GUESS
         # Of a draft in the step that is put together, in tokens: what verifying and making it cost.
         self.least_gain = self.least_gain_asked = 0.0
         self.num_steps = PROBE_STEPS - FIRST_PROBE
@@ -141,6 +148,7 @@ class Lookahead:
         num_requests = max(num_requests, 1)
         shares = self.cost.shares(num_requests)
         self.least_gain, self.least_gain_asked = (MARGIN * num_requests * each for each in shares)
+        self.guess, self.guess_found = self.overall.chance(), self.overall.hit_rate()
         self.num_steps += 1
         self.num_probes = 0
         if self.num_steps % PROBE_STEPS == 0:
@@ -154,28 +162,33 @@ class Lookahead:
         """
         if acceptance is None or not self.max_drafts:
             return 0
-        chance = acceptance.chance(self.overall)
-        least_gain = self.least_gain + self.least_gain_asked / acceptance.hit_rate(self.overall)
+        chance, least_gain = acceptance.chance(self.guess), self.least_gain
+        if least_gain < chance and self.least_gain_asked:
+            least_gain += self.least_gain_asked / acceptance.hit_rate(self.guess_found)
         if least_gain >= chance:
             if not self.num_probes:
                 return 0
             self.num_probes -= 1
-            least_gain = PROBE_GAIN
+            acceptance.forget(PROBE_MEMORY)
+            return 1
         if chance >= 1:
             return self.max_drafts
         return min(self.max_drafts, int(math.log(least_gain) / math.log(chance)))
 
     def count(self, acceptance: Acceptance | None, *counts: int) -> None:
         """A request's step is over; see `Acceptance.count`."""
-        if acceptance is not None:
+        if acceptance is not None and any(counts):
             acceptance.count(*counts)
             self.overall.count(*counts)
 
     def time(self, scheduled: Sequence[ScheduledRequest], nanoseconds: int) -> None:
         """A step is over; without others', it took so long. Those with prompts say nothing here."""
-        if self.max_drafts and all(
-            item.samples and item.num_tokens == item.num_drafts + 1 for item in scheduled
-        ):
-            num_tokens = sum(item.num_tokens for item in scheduled)
-            num_asked = sum(item.max_new_drafts for item in scheduled)
-            self.cost.count(num_tokens, num_asked, nanoseconds * 1e-9)
+        if not self.max_drafts:
+            return
+        num_tokens = num_asked = 0
+        for item in scheduled:
+            if not item.samples or item.num_tokens > item.num_drafts + 1:
+                return
+            num_tokens += item.num_tokens
+            num_asked += item.max_new_drafts
+        self.cost.count(num_tokens, num_asked, nanoseconds * 1e-9)

@@ -274,6 +274,7 @@ class Scheduler:
                 block_ids=cached,
                 params=request.params,
                 eos_token_ids=request.eos_token_ids,
+                cache_salt=request.cache_salt,
             )
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+NO_CHANGES = np.empty(0, dtype=np.int64)
+
 
 class BlockTables:
     """One row of block ids per slot. Entries past the row's length are old or zero: any valid
@@ -48,6 +50,8 @@ class BlockTables:
 
     def take_changes(self) -> np.ndarray:
         """What was appended since the last call, as `apply` wants it: int64 [3 * num_blocks]."""
+        if not self.pending:
+            return NO_CHANGES
         lengths = [len(ids) for _, _, ids in self.pending]
         rows = np.repeat(np.array([slot for slot, _, _ in self.pending], dtype=np.int64), lengths)
         columns = [start + i for _, start, ids in self.pending for i in range(len(ids))]

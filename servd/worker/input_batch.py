@@ -64,9 +64,8 @@ class InputBatch:
         token_slots = np.repeat(slots, query_lens)
         offsets = np.arange(ends[-1]) - np.repeat(starts, query_lens)
         bounds = np.repeat(computed, query_lens) + offsets + 1
-        known_ends = ends - num_drafts - 1
         sample_rows = np.flatnonzero(samples)
-        row_ends, sample_tokens = ends - 1, known_ends[sample_rows]
+        row_ends, sample_tokens = ends - 1, (ends - num_drafts - 1)[sample_rows]
         if num_drafts.any():
             is_end = np.repeat(num_drafts > 0, query_lens)
             is_end[row_ends] = True
@@ -81,18 +80,20 @@ class InputBatch:
             places *= states.is_tree[token_slots]
             bounds += states.tree.host_shifts[places]
 
+        sample_host_slots = token_slots[sample_tokens]
         # One copy to the device for all indices of the step.
         parts = (
-            token_slots, offsets, places, row_ends, known_ends, sample_tokens,
-            states.block_tables.take_changes(),
+            token_slots, offsets, places, row_ends, slots, query_lens - num_drafts, sample_tokens,
+            sample_host_slots, states.block_tables.take_changes(),
         )  # fmt: skip
         packed = upload(np.concatenate(parts), states.token_ids.device)
-        slots_d, columns, places_d, row_ends_d, known_ends_d, sample_tokens_d, changes = (
-            packed.split([len(part) for part in parts])
-        )
+        (
+            slots_d, columns, places_d, row_ends_d, row_slots, num_known, sample_tokens_d,
+            sample_slots, changes,
+        ) = packed.split([len(part) for part in parts])  # fmt: skip
         states.block_tables.apply(changes)
-        columns += states.num_computed[slots_d]
-        states.num_computed[slots_d[known_ends_d]] = columns[known_ends_d] + 1
+        columns += states.num_computed.index_select(0, slots_d)
+        states.num_computed.index_add_(0, row_slots, num_known)
         positions = states.positions(columns, places_d)
         if positions.device.type == "cpu":
             bounds = positions.numpy() + 1  # at hand, so they need not be bounds
@@ -109,10 +110,10 @@ class InputBatch:
                 np.diff(row_ends, prepend=-1), bounds[row_ends], row_ends_d
             ),
             sample_rows=sample_rows,
-            sample_host_slots=token_slots[sample_tokens],
+            sample_host_slots=sample_host_slots,
             sample_tokens=sample_tokens_d,
-            sample_slots=slots_d[sample_tokens_d],
-            sample_positions=positions[sample_tokens_d] + 1,
+            sample_slots=sample_slots,
+            sample_positions=positions.index_select(0, sample_tokens_d) + 1,
         )
 
     @property

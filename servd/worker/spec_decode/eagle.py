@@ -201,14 +201,17 @@ class EagleProposer(Proposer):
         read = self.head.read(hidden)
         wants = batch.max_new_drafts > 0
         runs = wants | (batch.num_drafts > 0) | (batch.query_lens > MOST_BEHIND)  # [num_rows]
+        behind = self.behind[batch.host_slots] + batch.query_lens
         if runs.any():
             self._catch_up(batch, read, np.flatnonzero(runs), wants[runs])
-        behind = self.behind[batch.host_slots] + batch.query_lens
-        self.behind[batch.host_slots] = np.where(runs, 0, behind)
-        if not runs.all():
+            behind[runs] = 0
             tokens = upload(np.flatnonzero(np.repeat(~runs, batch.query_lens)), read.device)
-            slots, positions = batch.tokens[:, tokens]
-            self.kept[slots, positions % MOST_BEHIND] = read[tokens]
+            slots, positions, read = *batch.tokens[:, tokens], read[tokens]
+        else:
+            slots, positions = batch.tokens
+        self.behind[batch.host_slots] = behind
+        if len(slots):
+            self.kept[slots, positions % MOST_BEHIND] = read
 
     def _catch_up(
         self, batch: InputBatch, read: Tensor, rows: np.ndarray, wants: np.ndarray

@@ -157,7 +157,9 @@ class MedusaProposer(Proposer):
         )
 
     def follow(self, batch: InputBatch, hidden: Tensor) -> None:
-        """Rows in the midst of their prompts are kept too: nothing is drafted for them."""
+        """Rows that want no drafts are kept too, beside others."""
+        if not batch.max_new_drafts.any():
+            return
         slots, tokens = last_kept(batch)
         self.hidden[slots] = hidden[tokens]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from servd.errors import ConfigError
 from servd.messages import NewRequest
+from servd.params import SamplingParams
 from servd.speculative import SpeculativeConfig
 from servd.worker.spec_decode import Proposer, Target
 
@@ -87,6 +89,15 @@ class Text:
         return runs[0] if runs else []
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is searched for a request."""
+
+    text: Text
+    num_prompt_tokens: int
+    is_private: bool  # with a cache salt: it shares nothing with others, whom its speed would tell
+
+
 class SuffixProposer(Proposer):
     """No model: it reads the rows of token ids on the host.
 
@@ -101,23 +112,26 @@ class SuffixProposer(Proposer):
                 "speculative method suffix is for --device cpu: it would wait for each step of a "
                 "GPU; use method ngram there"
             )
-        self._rows: dict[int, tuple[Text, int]] = {}  # slot -> text, tokens of its prompt
+        self._rows: dict[int, Row] = {}  # of the slots that are drafted for
         self._outputs = [Text(), Text()]  # of others; the second one is full, and forgotten next
 
     def add(self, request: NewRequest) -> None:
-        """Its prompt is searched too."""
-        text = Text()
-        text.extend(request.token_ids)
-        self._rows[request.slot] = text, request.num_prompt_tokens
+        """Its prompt is searched too, if anything is drafted for it."""
+        params = request.params
+        if isinstance(params, SamplingParams) and params.speculative:
+            is_private = request.cache_salt is not None
+            row = Row(Text(), request.num_prompt_tokens, is_private)
+            row.text.extend(request.token_ids)
+            self._rows[request.slot] = row
 
     def remove(self, slot: int) -> None:
         """Its output is kept for others; the oldest ones make room."""
         if slot not in self._rows:
             return
-        text, prompt_len = self._read(slot), self._rows.pop(slot)[1]
+        text, row = self._read(slot), self._rows.pop(slot)
         max_outputs = self.config.suffix_decoding_max_cached_requests
-        output = text.token_ids[prompt_len:][: MAX_CACHED_TOKENS // 2 - 1]
-        if not output or not max_outputs:
+        output = text.token_ids[row.num_prompt_tokens :][: MAX_CACHED_TOKENS // 2 - 1]
+        if not output or not max_outputs or row.is_private:
             return
         newest = self._outputs[0]
         is_full = len(newest.token_ids) + len(output) >= MAX_CACHED_TOKENS // 2
@@ -129,7 +143,7 @@ class SuffixProposer(Proposer):
 
     def _read(self, slot: int) -> Text:
         """The text of a row, with what was sampled last."""
-        text, known = self._rows[slot][0], int(self.states.num_computed[slot]) + 1
+        text, known = self._rows[slot].text, int(self.states.num_computed[slot]) + 1
         text.extend(self.states.token_ids[slot, len(text.token_ids) : known].tolist())
         return text
 
@@ -143,10 +157,11 @@ class SuffixProposer(Proposer):
 
     def _draft(self, slot: int, num_drafts: int) -> Sequence[int]:
         if slot not in self._rows:
-            return []  # its request could not enter
+            return []  # its request wants none, or could not enter
         config, own = self.config, self._read(slot)
         last = own.token_ids[-config.suffix_decoding_max_tree_depth :]
-        found = [(*text.find(last), text) for text in (own, *self._outputs)]
+        others = [] if self._rows[slot].is_private else self._outputs
+        found = [(*text.find(last), text) for text in (own, *others)]
         length, places, text = max(found, key=lambda each: each[0])
         if length < SHORTEST:
             return []

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from servd.errors import ConfigError
 from servd.messages import NewRequest
-from servd.params import SamplingParams
+from servd.params import PoolingParams, SamplingParams
 from servd.speculative import SpeculativeConfig
 from servd.worker.request_states import RequestStates
 from servd.worker.spec_decode import Target, suffix
 
 NUM_DRAFTS = 6
 DEPTH = 8
+WANTS_DRAFTS = SamplingParams()
 
 
 def make_proposer(device: str = "cpu", **options: Any) -> suffix.SuffixProposer:
@@ -29,10 +30,16 @@ def make_proposer(device: str = "cpu", **options: Any) -> suffix.SuffixProposer:
     return suffix.SuffixProposer(config, cast("Target", SimpleNamespace(states=states)))
 
 
-def enter(proposer: suffix.SuffixProposer, prompt: list[int], output: list[int]) -> None:
+def enter(
+    proposer: suffix.SuffixProposer,
+    prompt: list[int],
+    output: list[int],
+    salt: str | None = None,
+    params: SamplingParams | PoolingParams = WANTS_DRAFTS,
+) -> None:
     """A request in slot 0, whose output came one by one; its last token is not computed yet."""
     states = proposer.states
-    request = NewRequest(0, prompt, len(prompt), 0, [], SamplingParams())
+    request = NewRequest(0, prompt, len(prompt), 0, [], params, cache_salt=salt)
     states.add(request)
     proposer.add(request)
     states.num_computed[0] = len(prompt) - 1
@@ -121,6 +128,25 @@ def test_others_outputs_have_bounded_size(monkeypatch):
 def test_none_are_kept_on_request():
     proposer = make_proposer(max_cached_requests=0)
     enter(proposer, [99], [1, 2, 3, 4])
+    proposer.remove(0)
+    enter(proposer, [98], [1, 2, 3])
+    assert drafts_of(proposer) == []
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("a", "b"), ("a", None), (None, "b")])
+def test_nothing_is_shared_across_salts(writer, reader):
+    proposer = make_proposer()
+    enter(proposer, [99], [1, 2, 3, 4], writer)
+    proposer.remove(0)
+    enter(proposer, [98], [1, 2, 3], reader)
+    assert drafts_of(proposer) == []
+
+
+@pytest.mark.parametrize("params", [PoolingParams(), SamplingParams(speculative=False)])
+def test_requests_without_drafts_are_not_read(params):
+    proposer = make_proposer()
+    enter(proposer, [99], [1, 2, 3, 4], params=params)
+    assert not proposer._rows
     proposer.remove(0)
     enter(proposer, [98], [1, 2, 3])
     assert drafts_of(proposer) == []
