@@ -60,9 +60,8 @@ class InputBatch:
         """
         slots, query_lens, computed, num_drafts, max_new_drafts, samples = _columns(scheduled)
         ends = np.cumsum(query_lens)
-        starts = ends - query_lens
         token_slots = np.repeat(slots, query_lens)
-        offsets = np.arange(ends[-1]) - np.repeat(starts, query_lens)
+        offsets = np.arange(ends[-1]) - np.repeat(ends - query_lens, query_lens)
         bounds = np.repeat(computed, query_lens) + offsets + 1
         sample_rows = np.flatnonzero(samples)
         row_ends, sample_tokens = ends - 1, (ends - num_drafts - 1)[sample_rows]
