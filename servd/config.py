@@ -412,7 +412,9 @@ KINDS = {
 }  # fmt: skip
 
 
-def _explain(error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]) -> Exception:
+def _explain(
+    error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]
+) -> ConfigError:
     """ "Expected `int` >= 1 - at `$.cache.block_size`" as a sentence about a flag."""
     rule, _, path = str(error).partition(" - at `$.")
     section, name, *key = path.rstrip("`").partition("[")[0].split(".")

@@ -59,6 +59,7 @@ class Inbox(Generic[T]):
     def __init__(self, at: str, kind: Any) -> None:
         self.at = at
         self.decoder = msgspec.msgpack.Decoder(kind)
+        self.unreadable: UnreadableMessage | None = None  # the next one to be drained
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
         # Flow control is the scheduler's queue, not a full pipe.
@@ -77,12 +78,25 @@ class Inbox(Generic[T]):
         return self._decode(self.socket.recv())
 
     def drain(self, most: int = 2**31) -> list[T]:
-        """The messages that are there now, up to so many, without waiting."""
+        """The messages that are there now, up to so many, without waiting; none only if none are.
+
+        Raises:
+            UnreadableMessage: the next message is dropped; those before it were returned by the
+                call before, those after it can be drained.
+        """
+        if self.unreadable is not None:
+            error, self.unreadable = self.unreadable, None
+            raise error
         messages: list[T] = []
         while len(messages) < most:
             try:
                 messages.append(self._decode(self.socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
+                break
+            except UnreadableMessage as error:
+                if not messages:
+                    raise
+                self.unreadable = error
                 break
         return messages
 

@@ -179,7 +179,7 @@ class EngineCoreOutput(Message):
 
 
 class DraftStats(Message):
-    """What became of drafts: those that the workers had, not those that were hoped for."""
+    """What became of the drafts that the workers found, which may be fewer than were asked for."""
 
     num_drafts: int = 0  # steps of a request with at least one
     num_draft_tokens: int = 0

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from servd import ipc
-from servd.messages import AbortRequests, Attach, ResetPrefixCache, ToEngine
+from servd.messages import AbortRequests, Attach, EngineDead, ResetPrefixCache, ToEngine
 
 
 @pytest.fixture
@@ -151,6 +151,17 @@ def test_garbage_is_refused_by_the_type(at, inbox):
     assert msgspec.msgpack.decode(caught.value.data) == {"a": 1}
     assert inbox.recv(timeout=5) == ResetPrefixCache()
     outbox.close()
+
+
+def test_drain_keeps_what_came_before_an_unreadable_message(inbox, outbox):
+    for message in (AbortRequests(["before"]), EngineDead("no request"), AbortRequests(["after"])):
+        outbox.send(message)
+    assert inbox.socket.poll(5000)
+    time.sleep(0.05)  # all three
+    assert inbox.drain() == [AbortRequests(["before"])]
+    with pytest.raises(ipc.UnreadableMessage):
+        inbox.drain()
+    assert inbox.drain() == [AbortRequests(["after"])]
 
 
 def test_the_folder_is_private_and_its_path_is_short(monkeypatch, tmp_path):

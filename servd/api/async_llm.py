@@ -363,13 +363,13 @@ class AsyncLLM:
         end = now_ns() + MAX_TURN_NS
         while True:
             messages = self.client.drain(MAX_MESSAGES)
+            if not messages:
+                return
             for message in messages:
                 if isinstance(message, EngineCoreOutputs):
                     self._take_outputs(message)
                 else:
                     self._take_status(message)
-            if len(messages) < MAX_MESSAGES:
-                return
             if now_ns() >= end:
                 # Later again: the channel tells only once.
                 asyncio.get_running_loop().call_soon(self._receive)
@@ -417,7 +417,7 @@ class AsyncLLM:
             running.stream.put(delta)
 
     async def offload(
-        self, owner: str, size: int, work: Callable[[], T], is_new: bool = False
+        self, owner: str, size: int, work: Callable[[], T], *, is_new: bool = False
     ) -> T:
         """Do `work` off the event loop, unless it is short.
 

@@ -76,9 +76,10 @@ def owned(request: Request, options: RequestOptions) -> RequestOptions:
     return msgspec.structs.replace(options, owner=request.state.client, cache_salt=salt)
 
 
-async def offload(request: Request, size: int, work: Callable[[], T], is_new: bool = False) -> T:
+async def offload(request: Request, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
     """`AsyncLLM.offload` for a request of a client."""
-    return await context_of(request).async_llm.offload(request.state.client, size, work, is_new)
+    async_llm = context_of(request).async_llm
+    return await async_llm.offload(request.state.client, size, work, is_new=is_new)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

@@ -40,7 +40,7 @@ class FairThreads:
         Args:
             client: whoever shares one part of the threads: an API key, or an address.
             work: must not touch what belongs to the loop.
-            limit: how many may wait already; None where it would be a pity to refuse, as for the
+            limit: how many may wait already; None for work that is never refused, as for the
                 answer to a request that has been computed.
 
         Raises:

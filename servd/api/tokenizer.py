@@ -150,7 +150,9 @@ class Tokenizer:
     def byte_table(
         self, skip_special_tokens: bool = True, visible_ids: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """Token id -> its bytes; none without a token, or if asked for special ones not visible."""
+        """The bytes of every token id: none for an id that is no token and, with
+        `skip_special_tokens`, for special tokens other than `visible_ids`.
+        """
         if not skip_special_tokens:
             return self._bytes
         if visible_ids not in self._tables:

@@ -48,7 +48,7 @@ class EngineCoreClient:
         return self.inbox.recv(timeout)
 
     def drain(self, most: int) -> list[FromEngine]:
-        """The messages that have arrived, up to so many."""
+        """The messages that have arrived, up to so many; see `Inbox.drain`."""
         return self.inbox.drain(most)
 
     def fileno(self) -> int:

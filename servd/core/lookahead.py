@@ -20,7 +20,7 @@ MEMORY = 0.97  # weight that a sample of a request has left after another one
 COST_MEMORY = 0.99  # of a step's seconds
 # Before anything is known, a token more costs 1/128 of a step, and every second draft is kept.
 TOKENS_PER_STEP = 128
-LEAST_SHARE = 1 / 500  # whatever noise says
+LEAST_SHARE = 1 / 500  # of a step: noise may make a token look free
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0
 FIRST_TRIALS = 2  # of each request, whatever became of others' drafts
 LONGEST = 3.0  # a step counts at most so many times what was expected: others may have run

@@ -271,7 +271,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     @property
     def echoed(self) -> str:
-        """What the answer begins with: with `echo`, the last message if the assistant's."""
+        """What the answer begins with: under `echo`, the last message if it is an assistant's."""
         last = self.messages[-1]
         if not self.echo or last["role"] != "assistant":
             return ""

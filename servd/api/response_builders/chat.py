@@ -130,8 +130,8 @@ class ChatBuilder(ChunkBuilder):
             return output.finish_reason
         # A call that a stop string cut cannot be run. OpenAI says "stop" too where the request
         # named the function: the call is all that was asked for.
-        must_call = parser.is_in_call or self.asked.named_tool is not None
-        return FinishReason.STOP if must_call else "tool_calls"
+        is_stop = parser.is_in_call or self.asked.named_tool is not None
+        return FinishReason.STOP if is_stop else "tool_calls"
 
 
 def _joined(deltas: Sequence[Delta]) -> ChoiceDelta:

@@ -228,7 +228,7 @@ async def _chat(
     """The chat that a request with these items is."""
     # Stored turns come on top of the body.
     size = request.state.num_bytes + 64 * len(items)
-    return await offload(request, size, lambda: body.as_chat(body.chat_fields(items)), True)
+    return await offload(request, size, lambda: body.as_chat(body.chat_fields(items)), is_new=True)
 
 
 def _conversation(previous: Stored | None, body: ResponsesRequest) -> list[dict[str, Any]]:

@@ -22,7 +22,9 @@ class NotExpressible(Exception):
 
 
 class CallSyntax(msgspec.Struct, frozen=True):
-    """How a family writes calls; in `call`, NAME and ARGUMENTS stand for what they say."""
+    """How a family writes calls. In `call`, NAME stands for the function's name and ARGUMENTS for
+    its arguments.
+    """
 
     call: str
     begin: str = ""

@@ -15,7 +15,9 @@ FENCE = "```"
 
 
 class Parser(ToolParser):
-    """V3 and R1 write `function`, separator, name, fenced JSON; V3.1 name, separator, JSON."""
+    """V3 and R1 write `function`, a separator, the name and fenced JSON; V3.1 writes the name, a
+    separator and JSON.
+    """
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
     syntaxes = (

@@ -10,7 +10,9 @@ TAG = "<|python_tag|>"
 
 
 class Parser(ToolParser):
-    """A call needs its parameters: without a tag any JSON answer begins like one."""
+    """Takes JSON for a call only if it has parameters: without a tag, any JSON answer begins like
+    a call.
+    """
 
     markers = (TAG,)
     syntaxes = (CallSyntax('{"name": "NAME", "parameters": ARGUMENTS}', separator="; "),)

@@ -24,7 +24,9 @@ _PLAIN = re.compile(r"[^'\"()\[\]{}]*")
 
 
 class Parser(ToolParser):
-    """A call is emitted when it is complete, and so known to be Python. Literals only."""
+    """Emits a call once it is complete, as only then it is known to be Python. Arguments are
+    literals.
+    """
 
     markers = (START, END)
     syntaxes = (CallSyntax("NAME(ARGUMENTS)", begin="[", separator=", ", end="]"),)
@@ -36,7 +38,9 @@ class Parser(ToolParser):
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
-        """Keyword arguments with JSON values, read as Python; `true` and `null` by `_literal`."""
+        """Keyword arguments with JSON values. They are read as Python, where `_literal` knows
+        `true`, `false` and `null`.
+        """
         properties = properties_of(function)
         names = function["name"].split(".") + [name for name, *_ in properties]
         if not all(name.isidentifier() and name.isascii() for name in names):

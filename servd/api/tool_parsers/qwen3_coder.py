@@ -32,7 +32,7 @@ LITERALS = {
 
 
 class Parser(ToolParser):
-    """Values are text; schemas say which are strings. The opening tag may be missing."""
+    """Reads values, which are text, by the tools' schemas. The opening tag may be missing."""
 
     markers = (OPEN, CLOSE)
     syntaxes = (CallSyntax(f"{OPEN}\n{FUNCTION}NAME>\nARGUMENTS{FUNCTION_END}\n{CLOSE}"),)
@@ -44,7 +44,9 @@ class Parser(ToolParser):
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
-        """Parameters in the schema's order: text where `_value` takes it for a string, or JSON."""
+        """Parameters in the schema's order. Those that `_value` reads as strings are written as
+        text, the others as JSON.
+        """
         properties, root = properties_of(function), parameters_of(function)
         parts = [f"{rule}_{i}{'' if p.is_required else '?'}" for i, p in enumerate(properties)]
         rules = [f"{rule}: {' '.join(parts) or quoted('')}"]
@@ -104,7 +106,9 @@ class Parser(ToolParser):
         return has_tag
 
     def _value(self, types: set[str]) -> Steps[bool]:
-        """Read a value to its end tag, without one line break after the first tag and before it."""
+        """Read a value up to its end tag, without the line break after the first tag and the one
+        before the end tag.
+        """
         yield from self.reader.accept("\n")
         if types == {"string"}:
             return (yield from self._string())
@@ -117,7 +121,9 @@ class Parser(ToolParser):
         return True
 
     def _rest_of_json(self, text: str) -> Steps[str | None]:
-        """JSON with end tags in its strings, up to the one after it; None if that does not come."""
+        """Read JSON whose strings may contain end tags, up to the end tag behind it; None if there
+        is none.
+        """
         brackets, pieces = Brackets(), [text]
         brackets.end(text, 0)
         while brackets.in_string:
@@ -155,7 +161,9 @@ def _breaks_off_in_a_string(text: str) -> bool:
 
 
 def _to_json(text: str, types: set[str]) -> str:
-    """A value as JSON: what it says if that is JSON and not surely a string, else a string."""
+    """A value as JSON: a string if the schema allows one or if it is no JSON. `null` stays where
+    the schema names it.
+    """
     word = LITERALS.get(text.strip(), text.strip())
     if "string" not in types or (word == "null" and "null" in types):
         try:

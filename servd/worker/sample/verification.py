@@ -50,7 +50,7 @@ class SpecDecodeMetadata:
         states, slots = batch.states, batch.sample_slots
         counts = num_drafts + 1
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        # Fewer may have been found than were hoped for when the step was scheduled.
+        # Fewer may have been found than the scheduler asked for.
         offsets[np.cumsum(counts) - 1] = 2**62
         is_there = upload(offsets, slots.device) < states.num_drafts[slots]
         found = states.token_ids[slots, batch.sample_columns].long()

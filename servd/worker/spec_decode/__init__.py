@@ -112,6 +112,29 @@ class Proposer(ABC):
             )
         self.states.tree = DraftTree(paths, self.states.token_ids.device)
 
+    def check_token_map(self, token_map: Tensor | None, *, is_relative: bool = False) -> None:
+        """See that a draft's own vocabulary is part of the model's: a draft outside it would end
+        the engine.
+
+        Args:
+            token_map: [draft_vocab] int64, loaded; None: the model's vocabulary.
+            is_relative: it has what is to be added to a token's number in the draft's vocabulary.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if token_map is None or token_map.is_meta:  # a dry run loads no numbers
+            return
+        if is_relative:
+            token_map = token_map + torch.arange(len(token_map), device=token_map.device)
+        vocab_size = self.target.spec.vocab_size
+        outside = token_map[(token_map < 0) | (token_map >= vocab_size)].tolist()
+        if outside:
+            raise ConfigError(
+                f"--speculative-config: {self.config.model} drafts token {outside[0]}, and the "
+                f"model has the tokens 0 to {vocab_size - 1}; name a head that was trained for it"
+            )
+
     @property
     def bytes_per_block(self) -> int:
         """Bytes of its own that it keeps for a block of the target's KV cache."""

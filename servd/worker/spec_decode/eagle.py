@@ -171,15 +171,21 @@ class EagleProposer(Proposer):
         Raises:
             ConfigError: it is not.
         """
-        for what, own, wanted in (
-            ("tokens in the vocabulary", self.spec.vocab_size, self.target.spec.vocab_size),
-            ("numbers in a hidden state", self.spec.hidden_size, self.target.spec.hidden_size),
-        ):
-            if own != wanted:
-                raise ConfigError(
-                    f"--speculative-config: {self.config.model} has {own} {what} and the model "
-                    f"has {wanted}; name a head that was trained for it"
-                )
+        own, wanted = self.spec, self.target.spec
+        self.check_size("tokens in the vocabulary", own.vocab_size, wanted.vocab_size)
+        self.check_size("numbers in a hidden state", own.hidden_size, wanted.hidden_size)
+
+    def check_size(self, what: str, own: int, wanted: int) -> None:
+        """See that a size of the head is that of the target.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if own != wanted:
+            raise ConfigError(
+                f"--speculative-config: {self.config.model} has {own} {what} and the model has "
+                f"{wanted}; name a head that was trained for it"
+            )
 
     @property
     def bytes_per_block(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
+from servd.speculative import SpeculativeConfig
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from servd.worker.layers.norm import RMSNorm
@@ -191,10 +192,17 @@ class Eagle3Proposer(EagleProposer):
 
     head_class: ClassVar[type[EagleHead]] = Eagle3Head
 
+    def __init__(self, config: SpeculativeConfig, target: Target) -> None:
+        super().__init__(config, target)
+        assert isinstance(self.head, Eagle3Head)
+        self.check_token_map(self.head.d2t, is_relative=True)
+
     def check(self, names: Set[str]) -> None:
         """Hidden states may be of another size, if it has an embedding for them."""
         if "embed_tokens.weight" not in names:
-            super().check(names)
+            return super().check(names)
+        own, wanted = self.spec.vocab_size, self.target.spec.vocab_size
+        return self.check_size("tokens in the vocabulary", own, wanted)
 
 
 Proposer = Eagle3Proposer  # the name that every file of this package has

@@ -326,3 +326,30 @@ def test_heads_of_another_model(
     config = {"method": "eagle3"} | checkpoints.eagle3(target, tmp_path, **options)
     with pytest.raises(ConfigError, match=message):
         Driver(config_for(target, speculative_config=config))
+
+
+def test_an_embedding_of_its_own_needs_the_vocabulary_of_the_model_too(
+    target: Path, tmp_path: Path
+):
+    config = {"method": "eagle3"} | checkpoints.eagle3(target, tmp_path)
+    rewrite(
+        tmp_path,
+        {"embed_tokens.weight": draw(50, read_spec(target).hidden_size)},
+        vocab_size=50,
+    )
+    with pytest.raises(ConfigError, match="has 50 tokens in the vocabulary and the model has 199"):
+        Driver(config_for(target, speculative_config=config))
+
+
+@pytest.mark.parametrize(("offset", "token_id"), [(101, 199), (-99, -1)])
+def test_a_vocabulary_of_eagle3_that_leaves_that_of_the_model(
+    target: Path, tmp_path: Path, offset: int, token_id: int
+):
+    """Number 98, the last one of the head's, stands for a token that does not exist."""
+    config = {"method": "eagle3"} | checkpoints.eagle3(target, tmp_path)
+    d2t = load_file(tmp_path / "model.safetensors")["d2t"]
+    d2t[98] = offset
+    rewrite(tmp_path, {"d2t": d2t})
+    message = f"drafts token {token_id}, and the model has the tokens 0 to 198"
+    with pytest.raises(ConfigError, match=message):
+        Driver(config_for(target, speculative_config=config))

@@ -112,3 +112,14 @@ def test_heads_of_another_model(target: Path, tmp_path: Path):
     config = {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": 1}
     with pytest.raises(ConfigError, match="no Medusa heads for hidden states of "):
         Driver(config_for(target, speculative_config=config))
+
+
+def test_a_token_map_that_leaves_the_vocabulary_of_the_model(target: Path, tmp_path: Path):
+    vocab_size = read_spec(target).vocab_size
+    config = {"method": "medusa"} | of_frequent_tokens(target, tmp_path)[0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["token_map"][-1] = vocab_size
+    write(tmp_path, {}, tensors)
+    message = f"drafts token {vocab_size}, and the model has the tokens 0 to {vocab_size - 1}"
+    with pytest.raises(ConfigError, match=message):
+        Driver(config_for(target, speculative_config=config))
