@@ -35,9 +35,9 @@ API_MODULE = "servd.api.server"
 LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
 
 DEATH_GRACE = 1.0  # seconds that API servers get to answer open requests after the engine died
-API_STOP_TIMEOUT = 1.0  # seconds from SIGTERM, the second one at that, to SIGKILL
+API_STOP_TIMEOUT = 3.0  # seconds from SIGTERM, the second one at that, to SIGKILL
 ATTACH_TIMEOUT = 5.0  # seconds for an engine's first word
-ENGINE_STOP_TIMEOUT = 3.0  # the same
+ENGINE_STOP_TIMEOUT = 3.0  # the same for the engine
 
 
 def serve(config: Config) -> int:

@@ -25,6 +25,7 @@ from servd.messages import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     EngineDead,
     EngineStatus,
     FinishReason,
@@ -538,7 +539,8 @@ async def test_a_request_that_the_engine_cannot_read(served: Served, path, body)
         if isinstance(message, AbortRequests):
             return
         encoded = msgspec.to_builtins(message)
-        encoded[-1] = ["not the hash of a block"]
+        place = EngineCoreRequest.__struct_fields__.index("block_hashes")
+        encoded[1 + place] = ["not the hash of a block"]  # behind the tag
         data = msgspec.msgpack.encode(encoded)
         with pytest.raises(msgspec.ValidationError, match="base64|bytes"):
             msgspec.msgpack.decode(data, type=ToEngine)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,15 @@ from servd import cli
 from servd.hf import DEMO_FOLDER
 
 Findings = dict[str, dict[str, str]]
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """The command silences servd's log for the rest of its process."""
+    logger = logging.getLogger("servd")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

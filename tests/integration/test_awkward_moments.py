@@ -143,7 +143,7 @@ def test_second_signal_ends_streams_with_an_error(start, signum: signal.Signals)
     ended_at = time.monotonic()
     assert b'"error"' in tail and tail.endswith(b"data: [DONE]\n\n")
     assert server.process.wait(5) == 0
-    assert time.monotonic() - ended_at < 3
+    assert time.monotonic() - ended_at < 5
     server.stop()
     problems = [line for line in server.lines if re.search(r"WARNING|ERROR|Traceback", line)]
     assert not problems

@@ -170,7 +170,7 @@ async def test_100_clients_that_leave_free_all_blocks(start, long_llama):
 
 def test_port_opens_before_the_model_is_ready(start, tiny_llama):
     server = start(str(tiny_llama), "--device", "cpu", wait=False)
-    response = httpx.get(f"{server.url}/health", timeout=10)
+    response = httpx.get(f"{server.url}/health", timeout=60)
     assert response.status_code == 503
     assert response.json()["phase"]
     server.wait_ready()
@@ -249,7 +249,7 @@ def test_unix_socket(start, tmp_path: Path):
     path = tmp_path / "servd.sock"
     server = start("--executor", "fake", "--uds", str(path))
     with httpx.Client(
-        transport=httpx.HTTPTransport(uds=str(path)), base_url="http://servd"
+        transport=httpx.HTTPTransport(uds=str(path)), base_url="http://servd", timeout=60
     ) as client:
         assert client.get("/v1/models").json()["data"][0]["id"] == "fake"
     assert server.stop() == 0
