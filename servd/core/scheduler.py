@@ -355,12 +355,12 @@ class Scheduler:
             if not token_ids:
                 continue
             if scheduled.num_drafts:
-                record.num_drafts += scheduled.num_drafts
-                record.num_accepted += len(token_ids) - 1
                 request.settle(scheduled.num_drafts + 1 - len(token_ids))
             output = request.harvest(result, i, ends[i] if i in ends else None, now, record.step)
+            num_kept = min(len(token_ids) - 1, len(output.new_token_ids))  # the end may cut drafts
+            record.num_drafts += scheduled.num_drafts
+            record.num_accepted += num_kept
             if self.lookahead.max_drafts:
-                num_kept = min(len(token_ids) - 1, len(output.new_token_ids))
                 self._learn(request, scheduled, num_kept, result.draft_token_ids.get(i, []))
             if output.finish_reason is not None:
                 output.marks += [*request.marks, Mark("finished", now, record.step)]

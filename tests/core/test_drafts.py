@@ -41,6 +41,19 @@ def test_each_accepted_draft_saves_an_output(depth):
     assert counted.num_accepted_tokens < counted.num_draft_tokens <= 3 * counted.num_drafts
 
 
+def test_accepted_drafts_behind_the_end_count_nowhere():
+    text = generate(make_engine(), make_request("a", PROMPT, 50)).token_ids("a")
+    num_cut = 0
+    for end in text[5:25]:
+        engine = make_engine(speculative_config=DRAFTS)
+        log = generate(engine, make_request("a", PROMPT, 50, stop_token_ids=[end]))
+        steps = [step for outputs in log.by_client[0] for step in outputs.steps]
+        accepted = sum(step.num_accepted for step in steps)
+        assert accepted == total(log).num_accepted_tokens
+        num_cut += len(log.outputs["a"]) > len(log.token_ids("a")) - accepted
+    assert num_cut > 0  # the stop token was itself an accepted draft
+
+
 def test_a_request_that_wants_no_drafts_gets_none_and_the_same_text():
     engine = make_engine(speculative_config=DRAFTS)
     plain = generate(engine, make_request("a", PROMPT, 30, speculative=False))
