@@ -369,7 +369,7 @@ class Scheduler:
 
     def _log_step(self, step: Step, now: int, times_ns: list[int]) -> None:
         self.lookahead.time(step.scheduled, self._log.add(step.record, now, times_ns))
-        if self._log.is_news_due:
+        if self._log.take_news_due():
             for request in self.requests.values():
                 self._report_to(request.client)
 

@@ -12,6 +12,7 @@ from servd.tracing import StepRecord, now_ns
 
 MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each
 NEWS_INTERVAL = 256  # steps
+MAX_SILENCE = 1_000_000_000  # nanoseconds
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class StepLog:
         self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._num_added = 0
         self._num_given: dict[int, int] = {}  # by client, of all that were added
+        self._announced_ns = 0
 
     def add(self, record: StepRecord, harvested_ns: int, worker_ns: list[int]) -> int:
         """A step is harvested. Returns its nanoseconds, without those of the step before."""
@@ -62,10 +64,14 @@ class StepLog:
         before, self._harvested_ns = self._harvested_ns, harvested_ns
         return harvested_ns - max(record.started_ns, before)
 
-    @property
-    def is_news_due(self) -> bool:
-        """Whether clients with requests should get the records, whatever came out for them."""
-        return self._num_added % NEWS_INTERVAL == 0
+    def take_news_due(self) -> bool:
+        """Whether clients with requests should get the records, whatever came out for them: they
+        judge by those whether the engine stands still. Asked once a step.
+        """
+        is_late = self._harvested_ns - self._announced_ns >= MAX_SILENCE
+        if is_late:
+            self._announced_ns = self._harvested_ns
+        return is_late or self._num_added % NEWS_INTERVAL == 0
 
     def news(self, client: int) -> list[StepRecord]:
         """The records since the last call for this client, as far as they are kept."""
