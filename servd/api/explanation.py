@@ -18,33 +18,37 @@ from servd.api.protocol.requests import (
     TimelineStep,
     Trace,
 )
-from servd.api.timeline import Timeline
+from servd.api.timeline import Inquiry, Timeline
 from servd.tracing import StepRecord, now_ns
 
 MAX_NEIGHBOURS = 16
 BLOCKING = ("blocked", "resumed")  # stages
 
 
-def summarize(timeline: Timeline, account: Account) -> RequestSummary:
-    """The line of a list."""
-    return RequestSummary(**_summary(timeline, account))
+def summarize(inquiry: Inquiry) -> RequestSummary:
+    """The line of a list, which is kept once it is final."""
+    timeline = inquiry.timeline
+    if timeline.summary is not None:
+        return timeline.summary
+    summary = RequestSummary(**_summary(timeline, inquiry.account()))
+    if inquiry.marks is timeline.marks:
+        timeline.summary = summary
+    return summary
 
 
-def explain(
-    timeline: Timeline, account: Account, is_visible: Callable[[str], bool]
-) -> RequestTimeline:
+def explain(inquiry: Inquiry, is_visible: Callable[[str], bool]) -> RequestTimeline:
     """Everything about a request.
 
     Args:
-        timeline: the request's.
-        account: of its time.
+        inquiry: into the request.
         is_visible: whether the client may know of a request with this engine id.
     """
+    timeline, account = inquiry.timeline, inquiry.account()
     origin = account.begin_ns
     whole = max(account.end_ns - origin, 1)
     largest_first = sorted(account.causes.items(), key=lambda item: -item[1])
     neighbours = sorted(account.neighbours.items(), key=lambda item: -item[1].ns)
-    marks = sorted(timeline.marks, key=lambda mark: mark.at_ns)
+    marks = [mark for mark in inquiry.marks if mark.stage != "now"]
     blocked = {stage: sum(m.at_ns for m in marks if m.stage == stage) for stage in BLOCKING}
     return RequestTimeline(
         **_summary(timeline, account),

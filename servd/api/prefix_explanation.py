@@ -26,9 +26,9 @@ def explain_prefix(
         config: of the cache.
         token_text: shows a token.
     """
-    size = config.block_size
+    size, prompt = config.block_size, timeline.prompt  # which may be dropped meanwhile
     # The last token is computed in any case: only that gives it a successor.
-    num_blocks = max(len(timeline.prompt) - 1, 0) // size
+    num_blocks = max(len(prompt) - 1, 0) // size
     num_matched = timeline.num_cached_tokens // size
     found = PrefixCache(size, num_blocks, num_matched)
     scheduled = next((m.at_ns for m in timeline.marks if m.stage == "scheduled"), 0)
@@ -40,20 +40,21 @@ def explain_prefix(
         found.text = "something of every prompt token was asked for, so all were computed"
     elif num_matched >= num_blocks:
         found.reason = "complete"
-        rest = len(timeline.prompt) - num_matched * size
+        rest = len(prompt) - num_matched * size
         found.text = f"all full blocks were found; the last {rest} tokens were computed"
     elif evicted:
         found.reason = "evicted"
         found.evicted_seconds_ago = round((scheduled - evicted) / SECOND, 3)
         found.text = f"block {num_matched} was evicted {found.evicted_seconds_ago:.1f} s before"
     else:
-        _compare(found, timeline, others, scheduled, token_text)
+        _compare(found, timeline, prompt, others, scheduled, token_text)
     return found
 
 
 def _compare(
     found: PrefixCache,
     timeline: Timeline,
+    prompt: array[int],
     others: Iterable[Timeline],
     scheduled: int,
     token_text: Callable[[int], str],
@@ -61,11 +62,12 @@ def _compare(
     """Find the earlier prompt that begins most like this one."""
     likeness = [
         # Of prompts that share as much, the one with the same salt says more.
-        (common_length(timeline.prompt, other.prompt), other.salt == timeline.salt, other)
+        (common_length(prompt, known), other.salt == timeline.salt, other, known)
         for other in others
-        if other is not timeline and other.prompt and other.marks[0].at_ns < scheduled
+        if other is not timeline and (known := other.prompt) and other.marks[0].at_ns < scheduled
     ]
-    most, _, nearest = max(likeness, key=lambda each: each[:2], default=(0, False, None))
+    best = max(likeness, key=lambda each: each[:2], default=(0, False, None, prompt))
+    most, _, nearest, known = best
     if nearest is None:
         found.text = "no earlier prompt of this API key and API process is known"
     elif most >= (found.num_matched + 1) * found.block_size:
@@ -74,11 +76,11 @@ def _compare(
             found.text = f"{nearest.id} shares {most} tokens, but has another cache_salt"
         else:
             found.text = f"{nearest.id} shares {most} tokens, which the cache has lost since"
-    elif most == len(nearest.prompt):
+    elif most == len(known):
         found.reason = "last_block"
         found.text = f"{nearest.id} ends after {most} tokens, and its last block was not full"
     else:
-        token, other = timeline.prompt[most], nearest.prompt[most]
+        token, other = prompt[most], known[most]
         found.reason = "different_token"
         found.difference = PrefixDifference(
             most, token, token_text(token), other, token_text(other), nearest.id

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from operator import attrgetter
 
 import msgspec
 
 from servd.account import Account, account
 from servd.api.metrics import ChoiceTimes
+from servd.api.protocol.requests import RequestSummary
 from servd.tracing import Mark, StepRecord, now_ns
 
 MAX_RECENT = 1024  # about 3 KB each
@@ -19,6 +23,7 @@ MAX_SLOWEST = 32  # each with its account, up to 300 KB
 MAX_PROMPT_TOKENS = 2_000_000  # of finished requests, 4 bytes each
 MAX_STEPS = 8192  # about 700 bytes each
 STEPS_BEFORE = 256  # which tell what is normal
+BY_TIME = attrgetter("at_ns")
 
 
 class Timeline(msgspec.Struct):
@@ -36,6 +41,7 @@ class Timeline(msgspec.Struct):
     reads_prompt: bool = False  # so that nothing comes from the prefix cache
     is_finished: bool = False
     account: Account | None = None  # only of the slowest: the steps of others are still there
+    summary: RequestSummary | None = None  # once it is finished and was asked for
 
     @property
     def wall_ns(self) -> int:
@@ -62,14 +68,21 @@ class Inquiry(msgspec.Struct):
     """What an account is made of; it belongs to no thread."""
 
     timeline: Timeline
-    marks: list[Mark] = []
-    steps: list[StepRecord] = []
+    marks: list[Mark]
+    steps: list[StepRecord]  # all that are known, in order
+
+    @property
+    def known(self) -> list[StepRecord]:
+        """The steps that ran meanwhile, and some before."""
+        first = bisect_left(self.steps, self.marks[0].at_ns, key=attrgetter("harvested_ns"))
+        last = bisect_left(self.steps, self.marks[-1].at_ns, key=attrgetter("started_ns"))
+        return self.steps[max(first - STEPS_BEFORE, 0) : last]
 
     def account(self) -> Account:
-        """Where the time went."""
+        """Where the time went; for a thousand steps this takes 20 ms."""
         if self.timeline.account is not None:
             return self.timeline.account
-        return account(self.marks, self.steps, frozenset(self.timeline.engine_ids))
+        return account(self.marks, self.known, frozenset(self.timeline.engine_ids))
 
 
 class Tracer:
@@ -85,6 +98,7 @@ class Tracer:
         self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._prompts: deque[Timeline] = deque()  # finished, with their prompts
         self._num_prompt_tokens = 0
+        self._accountant = ThreadPoolExecutor(1, "account")
 
     def open(self, request_id: str, owner: str = "", route: str = "") -> Timeline:
         """The timeline of a running request, which may be new."""
@@ -105,7 +119,7 @@ class Tracer:
     def finish(self, request_id: str) -> Timeline:
         """Close a request's timeline, with its marks in order of time."""
         timeline = self.running.pop(request_id, None) or Timeline(request_id)
-        timeline.marks.sort(key=lambda mark: mark.at_ns)
+        timeline.marks = sorted(timeline.marks, key=BY_TIME)  # other threads may read them
         timeline.is_finished = True
         self.recent[request_id] = timeline
         self.recent.move_to_end(request_id)
@@ -133,7 +147,13 @@ class Tracer:
                 return
             del self.slowest[fastest.id]
         self.slowest[timeline.id] = timeline
-        timeline.account = self.inquiry(timeline).account()
+        self._accountant.submit(self._account, *self.inquiries([timeline]))
+
+    def _account(self, inquiry: Inquiry) -> None:
+        """Account for a request, off the event loop, unless slower ones came meanwhile."""
+        timeline = inquiry.timeline
+        if self.slowest.get(timeline.id) is timeline:
+            timeline.account = inquiry.account()
 
     def forget(self, request_id: str) -> None:
         """Drop a request that is a part of another."""
@@ -172,20 +192,10 @@ class Tracer:
         """In order."""
         return list(islice(reversed(self.steps), count))[::-1]
 
-    def inquiry(self, timeline: Timeline) -> Inquiry:
-        """Collect what an account of a request's time, up to now, needs."""
-        if timeline.account is not None:
-            return Inquiry(timeline)
-        marks = sorted(timeline.marks, key=lambda mark: mark.at_ns)
-        if not timeline.is_finished:
-            marks.append(Mark("now", now_ns()))
-        begin, end = marks[0].at_ns, marks[-1].at_ns
-        steps: list[StepRecord] = []
-        num_before = 0
-        for record in reversed(self.steps):
-            num_before += record.harvested_ns < begin
-            if num_before > STEPS_BEFORE:
-                break
-            if record.started_ns < end:
-                steps.append(record)
-        return Inquiry(timeline, marks, steps[::-1])
+    def inquiries(self, timelines: Sequence[Timeline]) -> list[Inquiry]:
+        """Collect what accounts of requests' time, up to now, need."""
+        steps, now = list(self.steps), Mark("now", now_ns())
+        return [
+            Inquiry(t, t.marks if t.is_finished else [*sorted(t.marks, key=BY_TIME), now], steps)
+            for t in timelines
+        ]

@@ -1,12 +1,14 @@
 """Timelines: marks of several processes in one order, and a bounded memory of finished requests."""
 
 import time
+from threading import Event
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from servd.api import timeline
 from servd.api.timeline import MAX_SLOWEST, Tracer
-from servd.tracing import STAGES, Mark
+from servd.tracing import STAGES, Mark, StepRecord
 
 
 @given(
@@ -56,6 +58,36 @@ def test_a_timeline_is_shown_to_its_owner_alone_and_forgotten_with_its_request()
         assert [i for i in "0123" if tracer.knows(f"{i}_5", owner)] == own
         assert sorted(t.id for t in tracer.latest(owner, 9)) == own
     assert [t.id for t in tracer.longest("a", 9)] == ["1"]
+
+
+def test_a_request_ends_before_its_account_is_made(monkeypatch):
+    """That of a long one takes a tenth of a second, which is too long for the event loop."""
+    may_account, account = Event(), timeline.account
+
+    def account_later(*args):
+        assert may_account.wait(10)
+        return account(*args)
+
+    monkeypatch.setattr(timeline, "account", account_later)
+    tracer = Tracer()
+    tracer.mark("r", "received", 1)
+    tracer.mark("r", "done", 5)
+    finished = tracer.finish("r")
+    assert finished.account is None
+    may_account.set()
+    deadline = time.monotonic() + 10
+    while finished.account is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert finished.account is not None and finished.account.end_ns == 5
+
+
+def test_inquiries_take_the_steps_of_a_request_and_some_before():
+    tracer = Tracer()
+    tracer.steps += [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(1000)]
+    tracer.mark("r", "received", 5000)
+    tracer.mark("r", "done", 5100)
+    (inquiry,) = tracer.inquiries([tracer.finish("r")])
+    assert [inquiry.known[0].step, inquiry.known[-1].step] == [500 - timeline.STEPS_BEFORE, 509]
 
 
 def test_an_unknown_request_has_no_timeline():

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.account import Account
 from servd.api.context import context_of, json_response, offload
 from servd.api.explanation import explain, steps_of, summarize, trace_of
 from servd.api.openapi import describes
 from servd.api.prefix_explanation import explain_prefix
 from servd.api.protocol.requests import RequestList, RequestTimeline, StepList, Trace
-from servd.api.timeline import Timeline, Tracer
+from servd.api.timeline import Inquiry, Tracer
 from servd.errors import InvalidRequest, NotFound
 from servd.tracing import now_ns
 
@@ -40,8 +38,10 @@ async def list_requests(request: Request) -> Response:
         found = tracer.longest(owner, _asked(request, "slowest", 20, MAX_LISTED))
     else:
         found = tracer.latest(owner, _asked(request, "recent", 20, MAX_LISTED))
-    accounts = await _accounts(request, found)
-    return json_response(RequestList(list(map(summarize, found, accounts))))
+    inquiries = tracer.inquiries(found)
+    size = _size(inquiry for inquiry in inquiries if inquiry.timeline.summary is None)
+    data = await offload(request, size, lambda: list(map(summarize, inquiries)))
+    return json_response(RequestList(data))
 
 
 @router.get("/v1/requests/{request_id}/timeline")
@@ -65,15 +65,17 @@ async def request_timeline(request: Request, request_id: str) -> Response:
             f"there is no running or recent request {request_id[:200]!r} of this API key",
             param="request_id",
         )
-    (account,) = await _accounts(request, [timeline])
-    answer = explain(timeline, account, lambda engine_id: tracer.knows(engine_id, owner))
-    if timeline.prompt and any(mark.stage == "scheduled" for mark in timeline.marks):
-        others = tracer.latest(owner, tracer.keep)
-        size = sum(len(other.prompt) for other in others)
-        answer.prefix_cache = await offload(
-            request, size, partial(explain_prefix, timeline, others, cache, token_text)
-        )
-    return json_response(answer if kind == "json" else trace_of(answer))
+    others = tracer.latest(owner, tracer.keep)
+    (inquiry,) = tracer.inquiries([timeline])
+
+    def answer() -> RequestTimeline | Trace:
+        found = explain(inquiry, lambda engine_id: tracer.knows(engine_id, owner))
+        if timeline.prompt and any(mark.stage == "scheduled" for mark in inquiry.marks):
+            found.prefix_cache = explain_prefix(timeline, others, cache, token_text)
+        return found if kind == "json" else trace_of(found)
+
+    size = _size([inquiry]) + sum(len(other.prompt) for other in others)
+    return json_response(await offload(request, size, answer))
 
 
 @router.get("/v1/steps")
@@ -81,7 +83,9 @@ async def request_timeline(request: Request, request_id: str) -> Response:
 async def list_steps(request: Request) -> Response:
     """The latest steps of the engine of which this API process has heard."""
     steps = _tracer(request).latest_steps(_asked(request, "recent", 100, MAX_STEPS_LISTED))
-    return json_response(StepList(steps_of(steps, 0), round(now_ns() / 1e6, 3)))
+    size = CHARS_PER_STEP * len(steps)
+    data = await offload(request, size, lambda: steps_of(steps, 0))
+    return json_response(StepList(data, round(now_ns() / 1e6, 3)))
 
 
 def _tracer(request: Request) -> Tracer:
@@ -95,9 +99,5 @@ def _asked(request: Request, name: str, default: int, most: int) -> int:
     return int(text)
 
 
-async def _accounts(request: Request, timelines: Sequence[Timeline]) -> list[Account]:
-    """Those of several requests, made off the event loop if that takes long."""
-    tracer = _tracer(request)
-    inquiries = list(map(tracer.inquiry, timelines))
-    size = CHARS_PER_STEP * sum(len(inquiry.steps) for inquiry in inquiries)
-    return await offload(request, size, lambda: [inquiry.account() for inquiry in inquiries])
+def _size(inquiries: Iterable[Inquiry]) -> int:
+    return sum(CHARS_PER_STEP * len(inquiry.steps) for inquiry in inquiries)
