@@ -422,7 +422,8 @@ def _explain(
     if key:  # of a JSON object
         kind = typing.get_type_hints(SpeculativeConfig, include_extras=True)[key[0]]
         value, label = value[key[0]], f"{label} {key[0]}"
-    shown = "" if name == "api_key" else f" {value}"  # no secret in a log
+    # No secret in a log; what is wrong with a whole object names its keys.
+    shown = "" if name == "api_key" or isinstance(value, Mapping) else f" {value}"
     match = re.match(r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(,|$)", rule)
     if known := choices(kind):
         rule = f"must be one of: {', '.join(known)}"

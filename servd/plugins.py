@@ -42,11 +42,22 @@ def load(package: str, name: str, attribute: str) -> Any:
     `name` may also be "package.module:Attribute", so code outside servd needs no entry point.
 
     Raises:
-        ConfigError: no such file; the message lists those that exist. An error inside the plugin's
-            own import is raised as it is.
+        ConfigError: no such file; the message lists those that exist. Or no such module or
+            attribute outside servd. An error inside the plugin's own import is raised as it is.
     """
     if ":" in name:
         module, _, attribute = name.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise ConfigError(
+                f"{name}: there is no module {error.name}; install it, or put its folder on "
+                "PYTHONPATH"
+            ) from None
+        if not hasattr(found, attribute):
+            raise ConfigError(f"{name}: module {module} has no {attribute!r}; check its spelling")
+        return getattr(found, attribute)
     check(package.rpartition(".")[2], package, name)
     return getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), attribute)

@@ -28,6 +28,11 @@ METHODS_BY_NAME = {
     "dflash": "dflash", "dspark": "dspark",
 }  # fmt: skip
 NEEDS_MODEL = {"draft_model", "eagle", "eagle3", "medusa"}
+# Beginning of a key -> the methods that read it; one from outside servd may read any.
+READ_BY = {
+    "prompt_lookup_": {"ngram"}, "suffix_decoding_": {"suffix"}, "model": NEEDS_MODEL,
+    "revision": NEEDS_MODEL, "quantization": NEEDS_MODEL, "max_model_len": NEEDS_MODEL,
+}  # fmt: skip
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,14 +70,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     synthetic_acceptance_length: Annotated[float, Meta(ge=1)] | None = None  # mean, with the next
 
     def __post_init__(self) -> None:
-        name = (self.model or "").lower()
-        named = next((method for part, method in METHODS_BY_NAME.items() if part in name), "")
         if not self.method and not self.model:
             raise ValueError('needs "method", or "model" for a draft, whose name then says it')
-        method = self.method or named or "draft_model"
+        method = self.method or _named_by(self.model)
         if method in NEEDS_MODEL and not self.model:
             raise ValueError(f'method {method} needs "model": the folder or id of its draft')
-        if name == "[ngram]":
+        if self.model == "[ngram]":
             force_setattr(self, "model", None)
         depth = self.suffix_decoding_max_tree_depth if method == "suffix" else 5
         force_setattr(self, "method", method)
@@ -120,6 +123,18 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"synthetic_acceptance_length {length} is above num_speculative_tokens + 1 = "
                 f"{most + 1}"
             )
+
+
+def _named_by(model: str | None) -> str:
+    """The method that the name of a draft says."""
+    name = (model or "").lower()
+    return next((made for part, made in METHODS_BY_NAME.items() if part in name), "draft_model")
+
+
+def readers(key: str, method: str) -> set[str]:
+    """The methods that read a key which `method` does not; empty if it does."""
+    of = next((of for start, of in READ_BY.items() if key.startswith(start)), {method})
+    return set() if method in of or ":" in method else of
 
 
 def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: int) -> int:
@@ -173,7 +188,8 @@ def gather(options: dict[str, Any]) -> None:
     """Make one `speculative_config` of it and its flat flags, out of the options of a model.
 
     Raises:
-        ConfigError: not a JSON object, a key that servd does not know, or one that is given twice.
+        ConfigError: not a JSON object, a key that servd does not know or the method does not read,
+            or one that is given twice.
     """
     given = options.pop("speculative_config", None)
     keys = {} if given is None else read_keys(given)
@@ -183,6 +199,13 @@ def gather(options: dict[str, Any]) -> None:
                 flag = option.replace("_", "-")
                 raise ConfigError(f'--{flag} {value}: {FLAG} has "{key}" too; give it once')
             keys[key] = value
+    method = keys.get("method") or _named_by(str(keys.get("model") or ""))
+    for key, value in keys.items():
+        if value != "[ngram]" and (of := readers(key, str(method))):
+            raise ConfigError(
+                f'{FLAG}: method {method} does not read "{key}", which is for '
+                f"{', '.join(sorted(of))}; leave it out or change the method"
+            )
     if keys or given is not None:
         options["speculative_config"] = keys
 

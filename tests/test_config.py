@@ -95,8 +95,23 @@ def test_strings_are_converted_to_the_type_of_the_option():
             ['no "fly_window_size"', "leave it out"],
         ),
         (
-            {"speculative_config": {"prompt_lookup_max": 3, "prompt_lookup_min": 7, "model": "d"}},
-            ["prompt_lookup_min 7 is above prompt_lookup_max 3"],
+            {
+                "spec_method": "ngram",
+                "speculative_config": '{"prompt_lookup_max": 3, "prompt_lookup_min": 7}',
+            },
+            ["--speculative-config: prompt_lookup_min 7 is above prompt_lookup_max 3"],
+        ),
+        (
+            {"speculative_config": {"model": "d", "prompt_lookup_max": 3}},
+            ['draft_model does not read "prompt_lookup_max"', "for ngram; leave it out"],
+        ),
+        (
+            {"spec_method": "ngram", "speculative_config": {"suffix_decoding_min_token_prob": 0}},
+            ['ngram does not read "suffix_decoding_min_token_prob"', "for suffix;"],
+        ),
+        (
+            {"spec_method": "suffix", "spec_model": "a-draft"},
+            ['suffix does not read "model"', "for draft_model, eagle, eagle3, medusa;"],
         ),
         (
             {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},

@@ -67,3 +67,18 @@ def test_a_class_outside_the_package_is_named_with_its_module(package):
 def test_an_error_inside_a_plugin_is_not_hidden(package):
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
         plugins.load(package, "broken", "Thing")
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        plugins.load("servd", f"{package}.broken:Thing", "ignored")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nowhere.to_be:Found", "no module nowhere; install it, or put its folder on PYTHONPATH"),
+        ("json.nowhere:Found", "no module json.nowhere"),
+        ("json:Nowhere", "module json has no 'Nowhere'"),
+    ],
+)
+def test_a_class_outside_the_package_that_is_not_there_is_an_error_of_the_configuration(name, text):
+    with pytest.raises(ConfigError, match=text):
+        plugins.load("servd.worker.spec_decode", name, "ignored")

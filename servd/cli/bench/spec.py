@@ -16,7 +16,7 @@ from servd.errors import EngineError
 from servd.llm import LLM, InProcess
 from servd.messages import DraftStats, EngineCoreOutputs
 from servd.params import SamplingParams
-from servd.speculative import read_keys
+from servd.speculative import read_keys, readers
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,8 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
         for depth in arguments.depths:
             own = {"method": method, "num_speculative_tokens": depth}
             own |= {"model": draft} if draft else {}
-            measured, same = measure(arguments, keys | own, prompts)
-            is_synthetic = (keys | own).get("rejection_sample_method") == "synthetic"
+            own = {key: keys[key] for key in keys if not readers(key, method)} | own
+            measured, same = measure(arguments, own, prompts)
+            is_synthetic = own.get("rejection_sample_method") == "synthetic"
             if same != texts and not is_synthetic:
                 raise EngineError(f"{method} with {depth} drafts changed an output: report this")
             show(measured, base, rows)
