@@ -58,6 +58,7 @@ class Request:
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int]
     cache_salt: str | None
+    owner: str
     # (priority, its owner's turn, arrival): lower is served first and preempted last.
     order: tuple[int, int, int]
     max_num_tokens: int  # prompt and output together
@@ -113,6 +114,7 @@ class Request:
             params=params,
             eos_token_ids=message.eos_token_ids,
             cache_salt=message.options.cache_salt,
+            owner=message.options.owner,
             order=order,
             # The token after a prompt that is all that was asked for is dropped, so it needs no
             # room.

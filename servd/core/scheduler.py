@@ -432,6 +432,8 @@ class Scheduler:
             self._release(request)
         else:
             self.waiting.remove(request)
+            if request.num_preemptions == 0:
+                self.turns.give_back(request.owner)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
 

@@ -33,6 +33,11 @@ class Turns:
         self._next[owner] = turn + 1
         return turn
 
+    def give_back(self, owner: str) -> None:
+        """One of the owner's requests ends before its turn."""
+        if owner in self._next:
+            self._next[owner] -= 1
+
     def serve(self, turn: int) -> None:
         """A request begins to run."""
         self.current = max(self.current, turn)

@@ -119,6 +119,21 @@ def test_a_newcomer_waits_for_no_more_than_the_turn_being_served():
     assert [*log.outputs][4:8] == ["new", "many_4", "again", "many_5"]
 
 
+def test_requests_that_were_aborted_while_they_waited_took_no_turns():
+    engine = make_engine(max_num_seqs=1)
+    engine.handle(make_request("running", [1], 2, owner="b"))
+    engine.step()
+    given_up = [make_request(f"a{i}", [1], 1, owner="a") for i in range(9)]
+    for request in (*given_up, make_request("b1", [1], 1, owner="b")):
+        engine.handle(request)
+    engine.handle(AbortRequests([request.request_id for request in given_up]))
+    for request in (make_request("a", [1], 1, owner="a"), make_request("b2", [1], 1, owner="b")):
+        engine.handle(request)
+    log = Log()
+    log.run(engine)
+    assert [i for i in log.outputs if i != "running"] == ["a", "b1", "b2"]
+
+
 # ---- preemption ----
 
 
