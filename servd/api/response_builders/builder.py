@@ -178,8 +178,9 @@ class ResponseBuilder(ABC):
 
     @property
     def timelines(self) -> list[Timeline]:
-        """Of the prompts."""
-        return [self.async_llm.tracer.open(prompt.request_id) for prompt in self.prompts]
+        """Of the prompts, until the client leaves; an answer may be put together even then."""
+        running = self.async_llm.tracer.running
+        return [running[p.request_id] for p in self.prompts if p.request_id in running]
 
     @property
     def num_prompt_tokens(self) -> int:
