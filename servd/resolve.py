@@ -104,7 +104,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
         )
     if not config.model.served_model_name:
         names = _model_names(config.model.model or spec.model_type)
-        decided["served_model_name"] = Decision(names, "what was given as MODEL")
+        decided["served_model_name"] = Decision(names, "the name of the model")
     if config.server.headless and config.server.attach:
         raise ConfigError(
             "--headless runs no API server and --attach runs nothing else: give one of them"

@@ -40,6 +40,7 @@ OTHER_FLAGS = {
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
     "--threads", "--work",  # tools.demo_model.train
     "--method", "--prompts", "--batch-tokens", "--num-drafts", "--learning-rate",  # the same
+    "--num-examples", "--epochs",  # tools.train_speculator
     "--temperature", "--num", "--seed",  # tools.train_speculator, tools.demo_model.corpus
     "--parts",  # benchmarks.gpu
     "--methods", "--depths", "--batches",  # servd bench spec

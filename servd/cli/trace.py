@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         tree, text = "".join(map(_calls.to_html, calls)), html.escape("\n".join(lines))
         head = f'<!doctype html><meta charset="utf-8"><title>servd trace</title>{_calls.STYLE}'
         Path(arguments.html).write_text(f"{head}{tree}<pre>{text}</pre>", encoding="utf8")
+        print(f"written to {arguments.html}")
     else:
         print("\n".join([*_calls.draw(calls), "", *lines]))
     return 0

@@ -28,7 +28,8 @@ NUM_HELD_OUT = 32  # examples, for the figures at the end; a tenth if that is le
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Train a head that drafts for a model, on text that the model itself writes."
+        prog="python -m tools.train_speculator",
+        description="Train a head that drafts for a model, on text that the model itself writes.",
     )
     add = parser.add_argument
     add("model", help="folder or Hugging Face id; demo is servd's own")
@@ -135,10 +136,13 @@ def main(arguments: list[str] | None = None) -> None:
     train(trainer, examples, checkpoint)
     export(head, args.out)
     value, shares = trainer.evaluate(make_batches(held_out or examples, options, 0))
+    measured = f"{len(held_out)} examples that were held out"
+    if not held_out:
+        measured = f"the {len(examples)} it learned from: of fewer than 10 none is held out"
     by_place = " ".join(f"{share:.2f}" for share in shares)
     print(
         f"{args.out}: loss {value:.3f}, mean acceptance length {1 + sum(shares):.2f}, drafts kept "
-        f"by position {by_place}, on {len(held_out)} examples that were held out"
+        f"by position {by_place}, on {measured}"
     )
 
 

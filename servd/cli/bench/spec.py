@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _data.make_prompts(arguments, more=1)
     plain, texts = measure(arguments, None, prompts)
     base = {row.batch: row.tokens_per_s for row in plain}
-    print(f"{'method':>12} {'depth':>5} {'batch':>5} {'tok/s':>9} {'accepted':>9} "
+    print(f"{'method':>12} {'depth':>5} {'batch':>5} {'tok/s':>9} {'length':>9} "
           f"{'ms/step':>8} {'ratio':>6}")  # fmt: skip
     rows: list[Figures] = []
     show(plain, base, rows)

@@ -16,7 +16,7 @@ export default function panel(place) {
         steps.map((step) => h("div", { title: described(step) },
           h("i.prompt", { "--share": step.num_prompt_tokens / most }),
           h("i.decode", { "--share": (step.num_tokens - step.num_prompt_tokens) / most })))),
-      h("p.hint", {}, h("i.key.decode"), " one token of an answer each ", h("i.key.prompt"),
+      h("p.hint", {}, h("i.key.decode"), " tokens of answers, drafts included ", h("i.key.prompt"),
         ` tokens of prompts; the highest of ${counted(steps.length, "bar")} is `
         + counted(most, "token")));
   };
