@@ -11,7 +11,14 @@ import os
 import shutil
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# A busy machine says nothing of an example's time.
+hypothesis.settings.register_profile(
+    "servd", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("servd")
 
 # Set before anything imports torch, triton or the hub; child processes inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
