@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from servd import plugins
@@ -101,6 +101,7 @@ def test_any_text_is_read_the_same_in_any_pieces(name):
     )
 
     @given(st.lists(st.sampled_from(parts) | st.text(max_size=3), max_size=12))
+    @example(["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"])  # calls, and none of them
     def check(pieces: list[str]):
         text = "".join(pieces)
         whole = read(make(name), [text])
