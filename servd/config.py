@@ -325,7 +325,7 @@ class ServerConfig(Section, frozen=True):
 
 
 class ObservabilityConfig(Section, frozen=True):
-    """Logs."""
+    """Logs, and what answers tell of their making."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], about("Least level shown.")
@@ -341,6 +341,13 @@ class ObservabilityConfig(Section, frozen=True):
             "checks and metrics."
         ),
     ] = "off"
+    per_request_spec_decode_metrics: Annotated[
+        Literal["none", "summary", "detailed"],
+        about(
+            "Answers with one choice tell what became of their drafts, in "
+            "`metrics.speculative_decoding`. detailed: also step by step."
+        ),
+    ] = "none"
 
 
 class Config(Section, frozen=True):

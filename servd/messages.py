@@ -176,6 +176,8 @@ class EngineCoreOutput(Message):
     # On the first output: when the first block of the prompt that the prefix cache had not was
     # evicted from it; 0 if it was not, or that was long ago.
     evicted_at_ns: int = 0
+    num_drafts: int = 0  # that the workers had found for this step
+    num_accepted: int = 0  # of them
 
 
 class DraftStats(Message):

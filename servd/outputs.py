@@ -27,6 +27,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     error: str | None = None  # with finish_reason error
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first
     pooled: bytes | None = None  # float32, little-endian: what was asked for instead of text
+    drafts: list[tuple[int, int]] = []  # of each step with drafts: how many, how many were kept
 
     def add(self, later: CompletionOutput) -> None:
         """Append a later delta of the same choice."""
@@ -41,6 +42,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         self.error = later.error
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.pooled = self.pooled or later.pooled
+        self.drafts.extend(later.drafts)
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

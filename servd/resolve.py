@@ -113,6 +113,14 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
         raise ConfigError(
             "--headless needs --ipc-dir, the folder where API servers find the engine with --attach"
         )
+    observability = config.observability
+    if observability.per_request_spec_decode_metrics != "none" and (
+        config.model.speculative_config is None
+    ):
+        raise ConfigError(
+            "--per-request-spec-decode-metrics tells what became of drafts, and there are none: "
+            "add --speculative-config"
+        )
     for name, decision in decided.items():
         log.info("%s: %s (%s)", name, decision.value, decision.why)
     return decided

@@ -138,6 +138,11 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
         (CPU, {"max_model_len": 4096}, ["--max-model-len 4096", "2048"]),
         (CPU, {"max_num_batched_tokens": 8, "max_num_seqs": 9}, ["8", "--max-num-seqs 9"]),
         (CPU, {"headless": True, "attach": "/d"}, ["--headless", "--attach"]),
+        (
+            CPU,
+            {"per_request_spec_decode_metrics": "summary"},
+            ["--per-request-spec-decode-metrics", "add --speculative-config"],
+        ),
         (CPU, {"headless": True}, ["--headless", "--ipc-dir"]),
         (
             CPU,

@@ -106,6 +106,7 @@ def _delta(choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
         error=output.error,
         prompt_logprobs=output.prompt_logprobs,
         pooled=output.pooled,
+        drafts=[(output.num_drafts, output.num_accepted)] if output.num_drafts else [],
     )
     ended_by_token = (
         output.finish_reason is FinishReason.STOP

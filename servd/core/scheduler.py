@@ -361,7 +361,10 @@ class Scheduler:
             record.num_drafts += scheduled.num_drafts
             record.num_accepted += num_kept
             if self.lookahead.max_drafts:
-                self._learn(request, scheduled, num_kept, result.draft_token_ids.get(i, []))
+                found = result.draft_token_ids.get(i, [])
+                output.num_drafts, output.num_accepted = self._learn(
+                    request, scheduled, num_kept, found
+                )
             if output.finish_reason is not None:
                 output.marks += [*request.marks, Mark("finished", now, record.step)]
                 self._finish(request)
@@ -375,9 +378,9 @@ class Scheduler:
 
     def _learn(
         self, request: Request, scheduled: ScheduledRequest, num_kept: int, found: list[int]
-    ) -> None:
+    ) -> tuple[int, int]:
         """Take in what became of the workers' drafts (the engine's are always kept), and what they
-        found for the next step.
+        found for the next step. Returns the number of the former, and of those kept.
         """
         num_drafts = min(scheduled.num_drafts, request.num_found_drafts)
         if scheduled.draft_token_ids or not num_drafts:
@@ -389,6 +392,7 @@ class Scheduler:
         request.num_found_drafts = len(found)
         if request.num_placeholders == 0:  # no later step has them already
             request.num_drafts = len(found)
+        return num_drafts, num_kept
 
     def _end_with_error(self, request: Request, error: str, now: int, step: int) -> None:
         marks = [*request.marks, Mark("finished", now, step)]

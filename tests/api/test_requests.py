@@ -167,6 +167,48 @@ async def test_timings_in_the_form_of_llama_server(served: Served, path, body, i
     assert not any("timings" in chunk for chunk in streamed[:-1])
 
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("level", ["summary", "detailed"])
+@pytest.mark.parametrize(("path", "body"), [BODIES[0], (COMPLETIONS, {"prompt": "abc"})])
+async def test_an_answer_tells_what_became_of_its_drafts(path, body, level, monkeypatch):
+    options = {"per_request_spec_decode_metrics": level, "speculative_config": DRAFTS}
+    async with serve(**options) as served:
+        lookahead = served.engine.core.scheduler.lookahead
+        monkeypatch.setattr(lookahead, "num_drafts", lambda acceptance: 3)
+        body = {**body, "max_tokens": 40}
+        whole = (await served.http.post(path, json=body)).json()
+        told = whole["metrics"]["speculative_decoding"]
+        steps, kept = told["num_spec_steps"], told["num_accepted_draft_tokens"]
+        histogram = told["acceptance_histogram"]
+        assert told["num_spec_tokens"] == 3 and len(histogram) == 4 and sum(histogram) == steps > 0
+        assert 0 < kept == sum(at * count for at, count in enumerate(histogram))
+        assert kept < told["num_draft_tokens"] <= 3 * steps
+        assert told["mean_acceptance_length"] == pytest.approx(1 + kept / steps)
+        assert told["draft_acceptance_rate"] == pytest.approx(kept / told["num_draft_tokens"])
+        if level == "detailed":
+            assert [told["per_step_accepted"].count(n) for n in range(4)] == histogram
+            assert sum(told["per_step_drafted"]) == told["num_draft_tokens"]
+        else:
+            assert "per_step_accepted" not in told and "per_step_drafted" not in told
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        streamed = events((await served.http.post(path, json=asked)).text)
+        assert streamed[-1]["metrics"]["speculative_decoding"] == told
+        assert not any("metrics" in chunk for chunk in streamed[:-1])
+        several = (await served.http.post(path, json={**body, "n": 2})).json()
+        assert "metrics" not in several
+
+
+async def test_without_drafts_in_a_request_its_metrics_are_neutral():
+    options = {"per_request_spec_decode_metrics": "summary", "speculative_config": DRAFTS}
+    async with serve(**options) as served:
+        answer = await served.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
+        told = answer.json()["metrics"]["speculative_decoding"]
+        assert told["mean_acceptance_length"] == 1 and told["draft_acceptance_rate"] == 0
+        assert told["acceptance_histogram"] == [0, 0, 0, 0]
+
+
 async def test_an_answer_that_a_stop_string_ends_has_its_times():
     async with serve(script="abcdefgh") as served:
         served.engine.step_seconds = 0.01

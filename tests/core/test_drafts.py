@@ -50,6 +50,9 @@ def test_accepted_drafts_behind_the_end_count_nowhere():
         steps = [step for outputs in log.by_client[0] for step in outputs.steps]
         accepted = sum(step.num_accepted for step in steps)
         assert accepted == total(log).num_accepted_tokens
+        own = log.outputs["a"]
+        assert sum(output.num_accepted for output in own) == accepted
+        assert sum(output.num_drafts for output in own) == total(log).num_draft_tokens
         num_cut += len(log.outputs["a"]) > len(log.token_ids("a")) - accepted
     assert num_cut > 0  # the stop token was itself an accepted draft
 

@@ -12,7 +12,13 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.prompt import Chat, Prompt, ToolOptions
-from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Timings, Usage
+from servd.api.protocol.generation import (
+    GenerationRequest,
+    PromptLogprobs,
+    ResponseMetrics,
+    Timings,
+    Usage,
+)
 from servd.api.protocol.validation import OpenObject, RequestBody
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
@@ -373,6 +379,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
@@ -424,6 +431,7 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
 
 
 class RenderedChat(msgspec.Struct, tag_field="object", tag="chat.completion.render"):

@@ -10,7 +10,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from servd.api.prompt import Prompt
-from servd.api.protocol.generation import GenerationRequest, PromptLogprobs, Timings, Usage
+from servd.api.protocol.generation import (
+    GenerationRequest,
+    PromptLogprobs,
+    ResponseMetrics,
+    Timings,
+    Usage,
+)
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
 from servd.params import MAX_LOGPROBS, SamplingParams
@@ -136,3 +142,4 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     choices: list[CompletionChoice]
     usage: Usage | None | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET

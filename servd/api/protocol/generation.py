@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -300,6 +301,44 @@ class Timings(msgspec.Struct):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+
+
+class SpeculativeDecodingMetrics(msgspec.Struct):
+    """What became of the drafts of a request, under vLLM's names; a step counts if it had any."""
+
+    mean_acceptance_length: float  # with the token after the drafts
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]  # [num_spec_tokens + 1]: steps by the drafts they kept
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int  # the most drafts of a step
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
+
+    @classmethod
+    def of_steps(
+        cls, steps: Sequence[tuple[int, int]], num_spec_tokens: int, detailed: bool
+    ) -> SpeculativeDecodingMetrics:
+        """Add up the drafts of each step, and those of them that were kept."""
+        drafted, accepted = [step[0] for step in steps], [step[1] for step in steps]
+        return cls(
+            1 + sum(accepted) / max(len(steps), 1),
+            sum(accepted) / max(sum(drafted), 1),
+            [accepted.count(kept) for kept in range(num_spec_tokens + 1)],
+            len(steps),
+            sum(accepted),
+            sum(drafted),
+            num_spec_tokens,
+            accepted if detailed else UNSET,
+            drafted if detailed else UNSET,
+        )
+
+
+class ResponseMetrics(msgspec.Struct):
+    """What an answer tells of its making."""
+
+    speculative_decoding: SpeculativeDecodingMetrics
 
 
 class Usage(msgspec.Struct):

@@ -91,6 +91,7 @@ class ChatBuilder(ChunkBuilder):
             prompt_logprobs=self.prompt_logprobs(self.choices[0]),
             prompt_text=prompt_text,
             timings=self.timings(),
+            metrics=self.metrics(),
         )
 
     def usage(self) -> Usage:

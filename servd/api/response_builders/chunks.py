@@ -21,6 +21,8 @@ from servd.api.protocol.generation import (
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
+    ResponseMetrics,
+    SpeculativeDecodingMetrics,
     Timings,
     Usage,
 )
@@ -51,6 +53,7 @@ class ChunkBuilder(ResponseBuilder):
         self.created = int(time.time())
         self.choices: list[CompletionOutput] = []
         self.has_begun: list[bool] = []  # by choice
+        self.drafts: list[tuple[int, int]] = []  # see CompletionOutput; of all choices
         self.encode = msgspec.json.Encoder().encode
 
     def start(self) -> None:
@@ -84,6 +87,11 @@ class ChunkBuilder(ResponseBuilder):
     def usage_chunk(self) -> ChatCompletionChunk | Completion:
         """A chunk without choices that tells the usage."""
 
+    def count(self, output: CompletionOutput) -> None:
+        """Count the tokens and the drafts of an output."""
+        super().count(output)
+        self.drafts += output.drafts
+
     def frames_of(self, output: CompletionOutput) -> bytes:
         """The chunks of an output."""
         frames = b""
@@ -96,7 +104,7 @@ class ChunkBuilder(ResponseBuilder):
         if not (self.include_usage or self.asked.timings_per_token):
             return b""
         chunk = self.usage_chunk()
-        chunk.timings = self.timings()
+        chunk.timings, chunk.metrics = self.timings(), self.metrics()
         if not self.include_usage:
             chunk.usage = UNSET
         return event(self.encode(chunk))
@@ -138,6 +146,20 @@ class ChunkBuilder(ResponseBuilder):
             num_prompt, prompt_ms, *_rates(num_prompt, prompt_ms),
             num_output, output_ms, *_rates(num_output, output_ms),
         )  # fmt: skip
+
+    def metrics(self) -> ResponseMetrics | UnsetType:
+        """What became of the drafts, if the server tells it and there is one choice."""
+        config = self.context.config
+        level, speculative = (
+            config.observability.per_request_spec_decode_metrics,
+            config.model.speculative_config,
+        )
+        if level == "none" or speculative is None or len(self.choices) != 1:
+            return UNSET
+        most = speculative.num_speculative_tokens
+        return ResponseMetrics(
+            SpeculativeDecodingMetrics.of_steps(self.drafts, most, level == "detailed")
+        )
 
     def chunk_usage(self) -> Usage | None | UnsetType:
         """The `usage` of an ordinary chunk: there only if the client asked for usage."""

@@ -67,7 +67,7 @@ class CompletionBuilder(ChunkBuilder):
         for answer in answers:
             answer.prompt_logprobs = shown[answer.index // self.n]
         whole = self._completion(answers, self.usage())
-        whole.timings = self.timings()
+        whole.timings, whole.metrics = self.timings(), self.metrics()
         return whole
 
     def _completion(
