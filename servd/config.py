@@ -341,6 +341,13 @@ class ObservabilityConfig(Section, frozen=True):
             "checks and metrics."
         ),
     ] = "off"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        about(
+            "Export a span of each request to this OpenTelemetry collector, over HTTP, e.g. "
+            "http://localhost:4318/v1/traces. Needs the extra servd[otel]."
+        ),
+    ] = None
     per_request_spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"],
         about(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -17,6 +18,8 @@ from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec
 
 log = logging.getLogger("servd.resolve")
+
+OTLP_EXPORTER = "opentelemetry-exporter-otlp-proto-http"
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -121,6 +124,8 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
             "--per-request-spec-decode-metrics tells what became of drafts, and there are none: "
             "add --speculative-config"
         )
+    if observability.otlp_traces_endpoint is not None:
+        _check_otlp(observability.otlp_traces_endpoint)
     for name, decision in decided.items():
         log.info("%s: %s (%s)", name, decision.value, decision.why)
     return decided
@@ -142,6 +147,22 @@ def _check_plugins(config: Config) -> None:
                 f"{flag} draft_tensor_parallel_size {size}: the draft has the devices of the "
                 f"model, which are {config.parallel.tensor_parallel_size}; leave it out"
             )
+
+
+def _check_otlp(endpoint: str) -> None:
+    """Before a server starts that could not export."""
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    if not endpoint.startswith(("http://", "https://")) or protocol != "http/protobuf":
+        raise ConfigError(
+            f"--otlp-traces-endpoint {endpoint!r} with {protocol}: servd speaks OTLP over HTTP "
+            "(http/protobuf), to which collectors listen at http://HOST:4318/v1/traces"
+        )
+    try:
+        importlib.metadata.version(OTLP_EXPORTER)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs {OTLP_EXPORTER}: pip install 'servd[otel]'"
+        ) from error
 
 
 def _model_names(model: str) -> list[str]:

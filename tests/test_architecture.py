@@ -41,6 +41,7 @@ ONE_DOOR = {
     "llguidance": ["servd/core/structured_output/"],
     "msgspec": ["servd/"],
     "numpy": ["servd/worker/", "servd/cli/bench/_report.py"],
+    "opentelemetry": ["servd/api/otel.py"],
     "prometheus_client": ["servd/api/metrics.py"],
     "pydantic": ["servd/api/"],
     "pydantic_core": ["servd/api/"],

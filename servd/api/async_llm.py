@@ -276,7 +276,8 @@ class AsyncLLM:
         trace_id = current_request.get().get("trace_id")
         try:
             for one in prepared:
-                arrival = self.tracer.begin_ns(one.request_id)
+                timeline, sent = self.tracer.open(one.request_id), now_ns()
+                arrival = timeline.marks[0].at_ns if timeline.marks else sent
                 times = [
                     ChoiceTimes(
                         arrival,
@@ -285,13 +286,12 @@ class AsyncLLM:
                     )
                     for _ in range(one.params.n)
                 ]
-                sent = now_ns()
                 self._running[one.request_id] = _Running(
                     one, stream, num_open, times, is_counted=not one.is_part, sent_ns=sent
                 )
                 self.output_processor.add(one)
-                timeline = self.tracer.open(one.request_id)
                 timeline.engine_ids, timeline.choices = one.request.choice_ids, times
+                timeline.params = one.params
                 timeline.prompt = array("I", one.prompt_token_ids)
                 timeline.salt = one.request.options.cache_salt
                 timeline.reads_prompt = one.params.prompt_logprobs is not None
@@ -409,6 +409,7 @@ class AsyncLLM:
             if running.is_counted:
                 self.metrics.observe_tokens(times, len(delta.token_ids), now)
             if delta.finish_reason is not None:
+                times.finish_reason = delta.finish_reason
                 if running.is_counted:
                     self.metrics.observe_finished(times, delta.finish_reason, now)
                 self.tracer.mark(request_id, "returned", received)

@@ -126,7 +126,8 @@ def start_timeline(request: Request, engine_request_id: str) -> None:
     state = request.state
     state.traced.append(engine_request_id)
     tracer = context_of(request).async_llm.tracer
-    timeline = tracer.open(engine_request_id, state.owner, request.scope["path"][:200])
+    path = request.scope["path"][:200]
+    timeline = tracer.open(engine_request_id, state.owner, path, state.model)
     timeline.marks += [Mark("received", state.received_ns), Mark("parsed", now_ns())]
 
 

@@ -123,6 +123,7 @@ class ChoiceTimes(msgspec.Struct):
     num_preemptions: int = 0
     evicted_at_ns: int = 0  # see EngineCoreOutput
     last_ns: int = 0  # when the latest tokens came
+    finish_reason: FinishReason | None = None  # None also if its client left
     marks: dict[str, int] = {}  # the engine's stages of this choice
     exemplar: dict[str, str] | None = None  # for OpenMetrics: what leads to its trace
 

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -31,6 +32,7 @@ MONITORING = {"/health", "/ping", "/metrics", "/load", "/version"}
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 BLOCKED_NS = 1_000_000  # a write that takes longer waits for the client
 MAX_BLOCKED = 128  # marks of such writes that are kept, the last ones
+LEFT = 499  # status where the client left before it got one
 MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
 
 
@@ -53,7 +55,7 @@ class RequestContext:
     In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it,
     since clients may choose the same; `traced`, the ids under which the tracer knows what this
     request started; `owner`, whose key it has; `client`, who takes turns with others: an owner or,
-    where no key is needed, an address.
+    where no key is needed, an address; `span`, of OpenTelemetry, or None.
 
     Args:
         app: what is surrounded.
@@ -75,19 +77,10 @@ class RequestContext:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
-        asked, length = headers.get("x-request-id", ""), headers.get("content-length", "")
-        request_id = unique_id = uuid.uuid4().hex
+        state = self._begin(scope, headers)
+        span = state["span"]
+        length = headers.get("content-length", "")
         announced = int(length) if length.isdecimal() else 0
-        if re.fullmatch(REQUEST_ID, asked):
-            request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
-        trace = TRACE_PARENT.fullmatch(headers.get("traceparent", ""))
-        trace_id = {"trace_id": trace[1]} if trace else {}
-        current_request.set({"request_id": request_id, **trace_id})
-        state = scope.setdefault("state", {})
-        address = scope["client"][0] if scope.get("client") else ""
-        state.update(
-            request_id=request_id, unique_id=unique_id, traced=[], owner=ANYONE, client=address
-        )
         num_received, status, written = 0, 0, False
         blocked: deque[Mark] = deque(maxlen=MAX_BLOCKED)
         begin = time.perf_counter()
@@ -105,8 +98,10 @@ class RequestContext:
             nonlocal status, written
             if message["type"] == "http.response.start":
                 status = message["status"]
-                request_id = (b"x-request-id", state["request_id"].encode())
-                message["headers"] = [*message["headers"], request_id]
+                own = [(b"x-request-id", state["request_id"].encode())]
+                if span:
+                    own.append((b"traceresponse", span.traceparent.encode()))
+                message["headers"] = [*message["headers"], *own]
             await _send_timed(send, message, blocked)
             written = message["type"] == "http.response.body" and not message.get(
                 "more_body", False
@@ -127,7 +122,26 @@ class RequestContext:
             await send_error(reply, send_on)
         finally:
             self._observe(scope, status, time.perf_counter() - begin)
-            self._close(state["traced"], blocked, written)
+            self._end(state, status, blocked, written)
+
+    def _begin(self, scope: Scope, headers: Headers) -> dict[str, Any]:
+        """The state of a request, with its ids."""
+        asked = headers.get("x-request-id", "")
+        request_id = unique_id = uuid.uuid4().hex
+        if re.fullmatch(REQUEST_ID, asked):
+            request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
+        span = self.tracer.spans.begin(headers) if self.tracer.spans else None
+        parent = span.traceparent if span else headers.get("traceparent", "")
+        trace = TRACE_PARENT.fullmatch(parent)
+        trace_id = {"trace_id": trace[1]} if trace else {}
+        current_request.set({"request_id": request_id, **trace_id})
+        address = scope["client"][0] if scope.get("client") else ""
+        state = scope.setdefault("state", {})
+        state.update(
+            request_id=request_id, unique_id=unique_id, traced=[], owner=ANYONE, client=address,
+            span=span,
+        )  # fmt: skip
+        return state
 
     def _observe(self, scope: Scope, status: int, seconds: float) -> None:
         """Count and log the answer."""
@@ -139,22 +153,26 @@ class RequestContext:
             handler = route.path if route else handler_of(scope["path"], scope["app"])
             self.metrics.observe_answer(handler, scope["method"], status, seconds)
 
-    def _close(self, traced: list[str], blocked: Iterable[Mark], written: bool) -> None:
-        """End the timelines."""
-        for name in traced:
+    def _end(
+        self, state: dict[str, Any], status: int, blocked: Iterable[Mark], written: bool
+    ) -> None:
+        """End the timelines, and the span that is made of them."""
+        for name in state["traced"]:
             self.tracer.extend(name, blocked)
             if written:
                 self.tracer.mark(name, "written")
             self.tracer.mark(name, "done")
-            self.tracer.finish(name)
+        timelines = [self.tracer.finish(name) for name in state["traced"]]
+        if state["span"]:
+            state["span"].end(timelines, status or LEFT)
 
 
 def _log_answer(scope: Scope, status: int, seconds: float) -> None:
-    """A line without the query, which may hold a secret; status 499 if the client left before."""
+    """A line without the query, which may hold a secret."""
     fields = {
         "method": scope["method"],
         "path": quote(scope["path"]),
-        "status": status or 499,
+        "status": status or LEFT,
         "seconds": round(seconds, 6),
         "request_id": scope["state"]["request_id"],  # the body may have named it
     }

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
@@ -32,10 +33,13 @@ from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.child import read_start
-from servd.config import ServerConfig
+from servd.config import ObservabilityConfig, ServerConfig
 from servd.core.client import EngineCoreClient, identity
 from servd.errors import ConfigError
 from servd.messages import EngineDead
+
+if TYPE_CHECKING:
+    from servd.api.otel import Spans
 
 logger = logging.getLogger("servd.api")
 
@@ -151,6 +155,15 @@ def within_file_limit(config: ServerConfig) -> ServerConfig:
     return msgspec.structs.replace(config, max_connections=possible)
 
 
+def spans_of(options: ObservabilityConfig) -> Spans | None:
+    """What exports OpenTelemetry's spans, if that is asked for."""
+    if options.otlp_traces_endpoint is None:
+        return None
+    from servd.api.otel import Spans
+
+    return Spans.to(options.otlp_traces_endpoint)
+
+
 async def serve(start: Start) -> int:
     """Run the server; return the process's exit code."""
     config, spec = start.config, start.spec
@@ -166,7 +179,7 @@ async def serve(start: Start) -> int:
         client,
         processor,
         OutputProcessor(tokenizer),
-        Tracer(),
+        Tracer(spans=(spans := spans_of(config.observability))),
         Metrics(config.model.served_model_name[0], config.model.max_model_len),
     )
     async_llm.start()
@@ -183,6 +196,8 @@ async def serve(start: Start) -> int:
     await server.serve(sockets=[listener])
     async_llm.close()
     client.close()
+    if spans is not None:
+        spans.close()
     return ENGINE_IS_DEAD if isinstance(async_llm.status, EngineDead) else 0
 
 

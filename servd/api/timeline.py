@@ -10,13 +10,18 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from servd.account import Account, account
 from servd.api.metrics import ChoiceTimes
 from servd.api.protocol.requests import RequestSummary
+from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Mark, StepRecord, now_ns
+
+if TYPE_CHECKING:
+    from servd.api.otel import Spans  # an extra, imported where it is asked for
 
 MAX_RECENT = 1024  # about 3 KB each
 MAX_SLOWEST = 32  # each with its account, up to 300 KB
@@ -32,13 +37,19 @@ class Timeline(msgspec.Struct):
     id: str
     owner: str = ""
     route: str = ""
+    model: str = ""  # as the answer names it
     created: float = 0.0  # Unix time
     marks: list[Mark] = []
     engine_ids: list[str] = []  # of its choices
     choices: Sequence[ChoiceTimes] = ()
+    params: SamplingParams | PoolingParams | None = None
     prompt: array[int] = array("I")  # token ids; empty when it is no longer kept
     salt: str | None = None  # of the prefix cache
     reads_prompt: bool = False  # so that nothing comes from the prefix cache
+    # From its first tool call to its end, and how long the parser worked in it.
+    parsed_from_ns: int = 0
+    parsed_to_ns: int = 0
+    parsing_ns: int = 0
     is_finished: bool = False
     account: Account | None = None  # only of the slowest: the steps of others are still there
     summary: RequestSummary | None = None  # once it is finished and was asked for
@@ -88,10 +99,15 @@ class Inquiry(msgspec.Struct):
 class Tracer:
     """The timelines of running requests, of the most recent and of the slowest finished ones, and
     the latest steps of the engine.
+
+    Args:
+        keep: how many recent requests.
+        spans: exports spans of requests; None for none.
     """
 
-    def __init__(self, keep: int = MAX_RECENT) -> None:
+    def __init__(self, keep: int = MAX_RECENT, spans: Spans | None = None) -> None:
         self.keep = keep
+        self.spans = spans
         self.running: dict[str, Timeline] = {}
         self.recent: OrderedDict[str, Timeline] = OrderedDict()
         self.slowest: dict[str, Timeline] = {}
@@ -100,11 +116,11 @@ class Tracer:
         self._num_prompt_tokens = 0
         self._accountant = ThreadPoolExecutor(1, "account")
 
-    def open(self, request_id: str, owner: str = "", route: str = "") -> Timeline:
+    def open(self, request_id: str, owner: str = "", route: str = "", model: str = "") -> Timeline:
         """The timeline of a running request, which may be new."""
         timeline = self.running.get(request_id)
         if timeline is None:
-            timeline = Timeline(request_id, owner, route, time.time())
+            timeline = Timeline(request_id, owner, route, model, time.time())
             self.running[request_id] = timeline
         return timeline
 

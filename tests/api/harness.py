@@ -151,6 +151,7 @@ async def serve(
     keep_alive: float = 15.0,
     spec: ModelSpec = FAKE_SPEC,
     script: str | list[int] | None = None,
+    tracer: Tracer | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
     """Run a server, whose model says `script` if there is one, text or tokens; `options` are those
@@ -172,7 +173,7 @@ async def serve(
         engine,  # type: ignore[arg-type]
         processor,
         OutputProcessor(tokenizer),
-        Tracer(),
+        tracer or Tracer(),
         Metrics(MODEL),
     )
     async_llm.start()

@@ -25,6 +25,7 @@ from servd.api.timeline import Timeline
 from servd.messages import RequestOptions
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams
+from servd.tracing import now_ns
 
 
 class ResponseBuilder(ABC):
@@ -190,13 +191,23 @@ class ResponseBuilder(ABC):
     def deltas_of(self, output: CompletionOutput) -> list[Delta]:
         """What is certain now of an output's text, and of what was held back before it."""
         parser = self.parsers[output.index]
+        began = now_ns()
         deltas = parser.feed(output.text, output.token_ids)
-        if output.finish_reason is None:
-            return deltas
-        deltas = [*deltas, *parser.finish()]
-        if parser.looks_for_calls:
+        if output.finish_reason is not None:
+            deltas = [*deltas, *parser.finish()]
+        if parser.num_calls:
+            self._time_parsing(output.index, began)
+        if output.finish_reason is not None and parser.looks_for_calls:
             mode = "streaming" if self.stream else "non_streaming"
             outcome = "tool_call" if parser.num_calls else "no_tool_call"
             name = "vllm:tool_call_parser_invocations"
             self.async_llm.metrics.labelled[name, mode, outcome, self.request_type].inc()
         return deltas
+
+    def _time_parsing(self, index: int, began: int) -> None:
+        """A piece of a tool call was parsed, from `began` to now."""
+        timeline = self.async_llm.tracer.running.get(self.prompts[index // self.n].request_id)
+        if timeline is not None:
+            timeline.parsed_from_ns = timeline.parsed_from_ns or began
+            timeline.parsed_to_ns = now_ns()
+            timeline.parsing_ns += timeline.parsed_to_ns - began

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from fastapi import APIRouter
@@ -38,6 +38,9 @@ from servd.api.response_builders.responses import ResponsesBuilder
 from servd.api.response_store import ResponseStore, Stored
 from servd.api.streaming import EventStream
 from servd.errors import InvalidRequest, NotFound
+
+if TYPE_CHECKING:
+    from servd.api.otel import RequestSpan
 
 router = APIRouter()
 
@@ -73,9 +76,11 @@ async def create_response(request: Request) -> HTTPResponse:
         await admission.enter_async_context(builder.admitted())
         store.check_room()  # others may have come while it was prepared
         request.state.traced.remove(response_id)  # its timeline is longer than the request
+        span, request.state.span = request.state.span, None
         task = asyncio.create_task(_run_detached(builder, log, admission.pop_all()))
         # With all its bytes, which count in the store; forgotten meanwhile, it stays so.
         task.add_done_callback(lambda _: keep() if response_id in store else None)
+        task.add_done_callback(lambda _: _end_timeline(builder, span))  # though it never ran
     for event in builder.queue():
         log.append(encode([event]))
     keep()
@@ -260,4 +265,9 @@ async def _run_detached(
         log.append(builder.error_frame(error_reply(error, request_id)))
     finally:
         log.close()
-        builder.async_llm.tracer.finish(builder.id)
+
+
+def _end_timeline(builder: ResponsesBuilder, span: RequestSpan | None) -> None:
+    timeline = builder.async_llm.tracer.finish(builder.id)
+    if span is not None:
+        span.end([timeline])
