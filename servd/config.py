@@ -9,12 +9,9 @@ messages, not here.
 from __future__ import annotations
 
 import difflib
-import json
 import re
-import tomllib
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -461,30 +458,3 @@ def choices(hint: Any) -> tuple[str, ...]:
         return (*extra.get("beside", ()), *names)
     parts = (*typing.get_args(hint), *getattr(hint, "__metadata__", ()))
     return next(filter(None, map(choices, parts)), ())
-
-
-def read_config_file(path: str) -> dict[str, Any]:
-    """Options from a .toml, .yaml or .json file; keys are flag names with dashes or underscores.
-
-    Raises:
-        ConfigError: no such file, not readable, or not a flat table.
-    """
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf8")
-        match file.suffix:
-            case ".toml":
-                options = tomllib.loads(text)
-            case ".json":
-                options = json.loads(text)
-            case ".yaml" | ".yml":
-                options = msgspec.yaml.decode(text.encode())
-            case _:
-                raise ConfigError(f"--config {path}: the name must end in .toml, .yaml or .json")
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except (ValueError, msgspec.DecodeError) as error:
-        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(options, dict):
-        raise ConfigError(f"--config {path}: must be a table of options")
-    return {str(name).replace("-", "_"): value for name, value in options.items()}

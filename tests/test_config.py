@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.config import Config, ModelConfig, options_by_name, read_config_file
+from servd.cli._options import read_config_file
+from servd.config import Config, ModelConfig, options_by_name
 from servd.errors import ConfigError
 from servd.sizes import format_bytes, parse_bytes
 

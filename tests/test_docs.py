@@ -21,7 +21,8 @@ import pytest
 
 from servd import plugins
 from servd.cli import make_parser
-from servd.config import Config, options_by_name, read_config_file
+from servd.cli._options import read_config_file
+from servd.config import Config, options_by_name
 from tests.integration.conftest import shared
 from tests.test_architecture import ONE_DOOR
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import tomllib
 import types
 import typing
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from servd.config import Config, choices, flag_of, options_by_name, read_config_file
+from servd.config import Config, choices, flag_of, options_by_name
+from servd.errors import ConfigError
 
 SHORT_FLAGS = {"speculative_config": ["-sc"]}  # as vLLM has them
 
@@ -57,6 +61,33 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if "api_key" not in options and (key := os.environ.get("SERVD_API_KEY")):
         options["api_key"] = [key]
     return options
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Options from a .toml, .yaml or .json file; keys are flag names with dashes or underscores.
+
+    Raises:
+        ConfigError: no such file, not readable, or not a flat table.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf8")
+        match file.suffix:
+            case ".toml":
+                options = tomllib.loads(text)
+            case ".json":
+                options = json.loads(text)
+            case ".yaml" | ".yml":
+                options = msgspec.yaml.decode(text.encode())
+            case _:
+                raise ConfigError(f"--config {path}: the name must end in .toml, .yaml or .json")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (ValueError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"--config {path}: must be a table of options")
+    return {str(name).replace("-", "_"): value for name, value in options.items()}
 
 
 def describe(hint: Any) -> tuple[Any, str]:
