@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from servd import plugins
+from servd.access import AccessConfig
 from servd.errors import ConfigError
 from servd.sizes import parse_bytes
 from servd.speculative import SpeculativeConfig, gather
@@ -222,13 +223,6 @@ class ServerConfig(Section, frozen=True):
         ),
     ] = False
     uds: Annotated[str | None, about("Listen on this Unix socket instead of host and port.")] = None
-    api_key: Annotated[
-        list[Annotated[str, Meta(min_length=1)]],
-        about(
-            "A key that clients must send as `Authorization: Bearer KEY`; for several, repeat the "
-            "flag. Default: the one in $SERVD_API_KEY."
-        ),
-    ] = []
     console: Annotated[
         bool, about("Show people a page at `/`: talk to the model, look into the server.")
     ] = True
@@ -362,6 +356,7 @@ class Config(Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     server: ServerConfig = ServerConfig()
+    access: AccessConfig = AccessConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
 
     @classmethod

@@ -5,6 +5,7 @@ ServdError
 │   ├── InvalidRequest           400
 │   │   └── ContextTooLong       400, code context_length_exceeded
 │   ├── Unauthorized             401
+│   ├── Forbidden                403
 │   ├── NotFound                 404
 │   │   └── UnknownModel         404, code model_not_found
 │   └── Overloaded               503, with Retry-After
@@ -61,6 +62,14 @@ class Unauthorized(RequestError):
     status = 401
     type = "authentication_error"
     default_code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """403: the API key may not do this."""
+
+    status = 403
+    type = "permission_error"
+    default_code = "insufficient_scope"
 
 
 class NotFound(RequestError):

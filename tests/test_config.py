@@ -160,7 +160,7 @@ def test_a_bad_api_key_is_not_shown():
 
 
 def test_one_text_is_a_list_of_one():
-    assert Config.load({"api_key": "secret"}).server.api_key == ["secret"]
+    assert Config.load({"api_key": "secret"}).access.api_key == ["secret"]
     assert Config.load({"served_model_name": "a"}).model.served_model_name == ["a"]
 
 

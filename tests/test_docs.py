@@ -47,6 +47,7 @@ OTHER_FLAGS = {
     "--methods", "--depths", "--batches",  # servd bench spec
     "--lengths",  # servd plan
     "--raw", "--html", "--max-tokens",  # servd trace
+    "--scopes", "--expires",  # servd key
 }  # fmt: skip
 
 
@@ -299,7 +300,7 @@ def test_commands_exist(text):
     makefile = (ROOT / "Makefile").read_text(encoding="utf8")
     commands = 0
     for line in text.replace("\\\n", " ").splitlines():
-        for command in re.sub(r" {2,}#.*", "", line.removeprefix("$ ")).split(" && "):
+        for command in re.sub(r" {2,}#.*| >> .*", "", line.removeprefix("$ ")).split(" && "):
             match shlex.split(re.sub(r"^([A-Z]+=\S+ )+", "", command)):
                 case ["servd", *arguments]:
                     make_parser().parse_args(arguments)

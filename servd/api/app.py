@@ -16,11 +16,11 @@ from starlette.requests import Request
 import servd
 from servd.api import console
 from servd.api.async_llm import AsyncLLM
-from servd.api.auth import OPEN_PATHS, ApiKeyAuth, owners
+from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.context import Context
 from servd.api.middleware import RequestContext
 from servd.api.protocol.errors import error_reply
-from servd.api.response_store import MAX_BYTES, MIN_BYTES, ResponseStore
+from servd.api.response_store import ResponseStores
 from servd.api.routes import load_routers
 from servd.config import Config
 from servd.errors import NotFound, ServdError
@@ -41,17 +41,13 @@ def create_app(
         keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
         reasons: why options that were left to servd have their value, by option.
     """
+    keys = Keys(config.access)
+    open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
+    access_log = config.observability.access_log
     middleware = [
-        Middleware(
-            RequestContext,
-            async_llm.tracer,
-            async_llm.metrics,
-            config.observability.access_log,
-        )
+        Middleware(RequestContext, async_llm.tracer, async_llm.metrics, access_log),
+        Middleware(ApiKeyAuth, keys, open_paths),
     ]
-    if config.server.api_key:
-        open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
-        middleware.append(Middleware(ApiKeyAuth, config.server.api_key, open_paths))
     app = FastAPI(
         title="servd",
         version=servd.__version__,
@@ -64,7 +60,6 @@ def create_app(
     for router in load_routers():
         app.include_router(router)
         app.state.routes += router.routes
-    known = owners(config.server.api_key)
     app.state.context = Context(
         config=config,
         async_llm=async_llm,
@@ -72,12 +67,8 @@ def create_app(
         fingerprint=_fingerprint(config),
         keep_alive=keep_alive,
         reasons=reasons,
-        responses={
-            owner: ResponseStore(
-                config.server.max_stored_responses, max(MAX_BYTES // len(known), MIN_BYTES)
-            )
-            for owner in known
-        },
+        keys=keys,
+        responses=ResponseStores(config.server.max_stored_responses, keys),
     )
     return app
 

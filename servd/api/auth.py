@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Collection, Sequence
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as Connection
 
-from servd.errors import Unauthorized
+from servd.access import SCOPES, AccessConfig, Key, Scope, hash_key, read_keys
+from servd.errors import Forbidden, Unauthorized
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # they tell nothing of the model
-ANYONE = ""  # the owner of everything where no key is needed
+# What tells of other clients, or of the machine. Whatever is not here is for inference.
+SCOPE_OF_PATH: dict[str, Scope] = {
+    "/load": "metrics",
+    "/metrics": "metrics",
+    "/server_info": "admin",
+    "/v1/steps": "metrics",
+}
+# Whose request it is where no key is needed.
+ANYONE = Key(name="", sha256="", scopes=SCOPES)
 
 
-class ApiKeyAuth:
-    """Lets a request pass that carries one of the keys as `Authorization: Bearer KEY` or
-    `x-api-key: KEY`, and notes in `scope["state"]` as `owner` and `client` which.
+class Keys:
+    """The keys of this server, as they were last read."""
 
-    Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
-    """
+    def __init__(self, access: AccessConfig) -> None:
+        self.load(access)
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
-        self.app = app
-        self.open_paths = open_paths
-        self.hashes = [_hash(key.encode()) for key in keys]
+    def load(self, access: AccessConfig) -> None:
+        """Read them, again.
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        if scope["type"] == "http" and scope["path"] not in self.open_paths:
-            owner = self._check(scope["headers"])
-            scope["state"].update(owner=owner, client=owner)
-        await self.app(scope, receive, send)
+        Raises:
+            ConfigError: see `read_keys`; those of before stay.
+        """
+        self.known = read_keys(access)
+        # A file without keys opens nothing.
+        self.are_needed = bool(access.api_key or access.api_key_file)
 
-    def _check(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The owner of the key."""
+    @property
+    def are_several(self) -> bool:
+        """Whether clients have to be kept apart."""
+        return len(self.known) > 1
+
+    def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Key:
+        """The key that a request carries.
+
+        Raises:
+            Unauthorized: it carries none, a wrong one or one that has expired.
+        """
         offered: bytes | None = None
         for name, value in headers:
             if name == b"x-api-key":
@@ -45,17 +60,41 @@ class ApiKeyAuth:
             raise Unauthorized("an API key is needed: send it as `Authorization: Bearer KEY`")
         # Hashes have one length, and all keys are compared: time tells neither length, prefix nor
         # position.
-        digest = _hash(offered)
-        matches = [hmac.compare_digest(digest, known) for known in self.hashes]
-        if not any(matches):
+        digest = hash_key(offered)
+        found = [key for key in self.known if hmac.compare_digest(digest, key.sha256)]
+        if not found:
             raise Unauthorized("the API key is not valid here")
-        return digest.hex()
+        if found[0].has_expired:
+            raise Unauthorized("the API key has expired")
+        return found[0]
 
 
-def owners(keys: Sequence[str]) -> list[str]:
-    """Whom what is kept here may belong to: one owner per API key; ANYONE without keys."""
-    return [_hash(key.encode()).hex() for key in keys] or [ANYONE]
+class ApiKeyAuth:
+    """Lets a request pass that carries one of the keys as `Authorization: Bearer KEY` or
+    `x-api-key: KEY`, with the scope of the route, and notes in `scope["state"]` the `key`, its
+    `owner`, and as `client` the same.
 
+    Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
+    """
 
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+    def __init__(self, app: ASGIApp, keys: Keys, open_paths: Collection[str]) -> None:
+        self.app = app
+        self.keys = keys
+        self.open_paths = open_paths
+
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if (
+            scope["type"] == "http"
+            and self.keys.are_needed
+            and scope["path"] not in self.open_paths
+        ):
+            key = self.keys.find(scope["headers"])
+            needed = SCOPE_OF_PATH.get(scope["path"], "inference")
+            if needed not in key.scopes:
+                raise Forbidden(
+                    f"this route needs the scope {needed}, and the API key {key.name} has: "
+                    f"{', '.join(sorted(key.scopes)) or 'none'}"
+                )
+            scope["state"].update(key=key, owner=key.name, client=key.name)
+        await self.app(scope, receive, send)

@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
+from servd.api.auth import Keys
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, parse
-from servd.api.response_store import ResponseStore
+from servd.api.response_store import ResponseStores
 from servd.config import Config
 from servd.errors import InvalidRequest, UnknownModel
 from servd.messages import RequestOptions
@@ -33,7 +34,8 @@ class Context(msgspec.Struct, frozen=True):
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds
     reasons: Mapping[str, str]  # why options that were left to servd have their value
-    responses: Mapping[str, ResponseStore]  # by owner
+    keys: Keys
+    responses: ResponseStores
 
     @property
     def model_names(self) -> list[str]:
@@ -71,7 +73,7 @@ def owned(request: Request, options: RequestOptions) -> RequestOptions:
     the first token would tell one key what another has sent.
     """
     salt = options.cache_salt
-    if len(context_of(request).responses) > 1:  # one store per API key
+    if context_of(request).keys.are_several:
         salt = f"{request.state.owner}/{salt or ''}"
     return msgspec.structs.replace(options, owner=request.state.client, cache_salt=salt)
 

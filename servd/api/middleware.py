@@ -54,8 +54,8 @@ class RequestContext:
 
     In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it,
     since clients may choose the same; `traced`, the ids under which the tracer knows what this
-    request started; `owner`, whose key it has; `client`, who takes turns with others: an owner or,
-    where no key is needed, an address; `span`, of OpenTelemetry, or None.
+    request started; `key`, by which it came; `owner`, its name; `client`, who takes turns with
+    others: an owner or, where no key is needed, an address; `span`, of OpenTelemetry, or None.
 
     Args:
         app: what is surrounded.
@@ -138,8 +138,8 @@ class RequestContext:
         address = scope["client"][0] if scope.get("client") else ""
         state = scope.setdefault("state", {})
         state.update(
-            request_id=request_id, unique_id=unique_id, traced=[], owner=ANYONE, client=address,
-            span=span,
+            request_id=request_id, unique_id=unique_id, traced=[], key=ANYONE, owner=ANYONE.name,
+            client=address, span=span,
         )  # fmt: skip
         return state
 

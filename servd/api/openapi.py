@@ -62,6 +62,7 @@ HEADERS: Schema = {
 ERRORS = {
     400: "A field or a header is missing, malformed or out of bounds; `param` names the field.",
     401: "There is no API key, or a wrong one.",
+    403: "The API key lacks the scope of this route.",
     404: "There is no such model or object here.",
     408: "The rest of the body did not come in time.",
     413: f"The body has more than {MAX_BODY} bytes.",
@@ -268,7 +269,7 @@ def _responses(
 
 def _errors(route: APIRoute, operation: Operation, needs_key: bool) -> list[int]:
     """Statuses of the errors that the route can answer with."""
-    statuses = {401} if needs_key and route.path not in OPEN_PATHS else set()
+    statuses = {401, 403} if needs_key and route.path not in OPEN_PATHS else set()
     if "{" in route.path:
         statuses |= {404}
     if operation.query:

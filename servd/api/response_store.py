@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from servd.api.auth import Keys
 from servd.api.event_log import EventLog
 from servd.api.protocol.responses import Response
 from servd.errors import Overloaded, RequestError
@@ -111,3 +112,24 @@ class ResponseStore:
         if stored is not None:
             self.num_bytes -= stored.num_bytes
         return stored
+
+
+class ResponseStores(dict[str, ResponseStore]):
+    """The stores by owner, each made when its owner first needs it."""
+
+    def __init__(self, max_responses: int, keys: Keys) -> None:
+        super().__init__()
+        self.max_responses = max_responses
+        self.keys = keys
+
+    def __missing__(self, owner: str) -> ResponseStore:
+        max_bytes = max(MAX_BYTES // max(len(self.keys.known), 1), MIN_BYTES)
+        self[owner] = ResponseStore(self.max_responses, max_bytes)
+        return self[owner]
+
+    def forget_strangers(self) -> None:
+        """Drop what belongs to keys that are gone, unless it still runs."""
+        known = {key.name for key in self.keys.known}
+        for owner in [owner for owner, store in self.items() if not store.running]:
+            if owner not in known and self.keys.are_needed:
+                del self[owner]

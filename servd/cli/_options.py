@@ -112,9 +112,7 @@ def argument_style(kind: Any, name: str) -> dict[str, Any]:
     if known := choices(options_by_name()[name][1].type):
         return {"metavar": f"{{{','.join(known)}}}"}  # or "module:attribute", checked later
     metavar = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
-    if (
-        name == "api_key"
-    ):  # one at a time: "--api-key KEY MODEL" must not take MODEL for a second key
+    if name == "api_key":  # "--api-key KEY MODEL" must not take MODEL for a second key
         return {"action": "append", "metavar": metavar}
     if typing.get_origin(kind) is list:
         return {"nargs": "+", "action": "extend", "metavar": metavar}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 
 from servd.cli import _options
 from servd.config import Config
+
+log = logging.getLogger("servd.launch")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,4 +21,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal or the death of a process ends it."""
     import servd.launch  # --help needs none of it
 
+    if "api_key" in arguments:
+        log.warning(
+            "--api-key: every user of this machine can read a command line; give the key in "
+            "$SERVD_API_KEY or --config, or its hash in --api-key-file"
+        )
     return servd.launch.serve(Config.load(_options.load_options(arguments)))

@@ -90,7 +90,7 @@ def ask_server(
     Raises:
         ServdError: it does not answer, or refuses.
     """
-    keys = config.server.api_key
+    keys = config.access.api_key
     client = _client.Client(arguments.url, keys[0] if keys else None)
     body = {
         "model": client.first_model(),

@@ -12,7 +12,6 @@ import pytest
 from pydantic import ValidationError
 
 from servd.api.async_llm import MAX_INLINE
-from servd.api.auth import owners
 from servd.api.protocol.anthropic import MessagesRequest
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.completions import CompletionRequest
@@ -461,7 +460,7 @@ async def test_requests_that_wait_to_be_read_have_a_limit():
         busy = threading.Event()
         served.http.headers["authorization"] = "Bearer a"
         async with asyncio.TaskGroup() as tasks:
-            owner = owners(["a"])[0]
+            owner = "api-key-1"
             for _ in range(2):
                 tasks.create_task(
                     served.async_llm.offload(owner, MAX_INLINE + 1, partial(busy.wait, 10))

@@ -650,7 +650,7 @@ async def test_reconnecting_to_a_finished_response_ends_at_once(listening_server
 
 async def test_a_background_response_counts_with_its_events_when_it_is_cancelled():
     async with serve(listen=True) as served:
-        [store] = served.app.state.context.responses.values()
+        store = served.app.state.context.responses[""]
         body = {"input": "hi", "background": True, "stream": True, "max_output_tokens": 2000}
         async with served.http.stream("POST", URL, json=body) as answer:
             num_bytes = 0
@@ -669,7 +669,7 @@ async def test_a_background_response_counts_with_its_events_when_it_is_cancelled
 
 async def test_a_background_response_that_has_grown_too_large_is_not_kept():
     async with serve() as served:
-        [store] = served.app.state.context.responses.values()
+        store = served.app.state.context.responses[""]
         store.max_bytes = 5_000
         body = {"input": "hi", "background": True, "max_output_tokens": 100}
         kept = (await served.http.post(URL, json={"input": "hi", "max_output_tokens": 1})).json()

@@ -2,9 +2,12 @@
 line and code 2.
 """
 
+import hashlib
+
 import pytest
 
 from servd import cli
+from servd.access import AccessConfig, read_keys
 from servd.cli import _options
 from servd.config import Config
 from servd.errors import ConfigError
@@ -39,7 +42,7 @@ def test_flags_of_every_kind():
 
 
 def test_a_repeated_list_flag_adds_to_the_list():
-    assert load("--api-key", "a", "--api-key", "b").server.api_key == ["a", "b"]
+    assert load("--api-key", "a", "--api-key", "b").access.api_key == ["a", "b"]
 
 
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
@@ -51,16 +54,16 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
 
 def test_the_api_key_of_the_environment_is_used_when_no_other_is_given(monkeypatch, tmp_path):
     monkeypatch.setenv("SERVD_API_KEY", "secret")
-    assert load().server.api_key == ["secret"]
-    assert load("--api-key", "other").server.api_key == ["other"]
+    assert load().access.api_key == ["secret"]
+    assert load("--api-key", "other").access.api_key == ["other"]
     file = tmp_path / "servd.toml"
     file.write_text('api-key = ["of the file"]\n')
-    assert load("--config", str(file)).server.api_key == ["of the file"]
+    assert load("--config", str(file)).access.api_key == ["of the file"]
 
 
 def test_an_empty_key_in_the_environment_is_none(monkeypatch):
     monkeypatch.setenv("SERVD_API_KEY", "")
-    assert load().server.api_key == []
+    assert load().access.api_key == []
 
 
 def test_an_unknown_key_in_the_file_is_named(tmp_path):
@@ -120,3 +123,25 @@ def test_version(capsys):
         cli.main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"servd {servd.__version__}\n"
+
+
+def test_a_new_key_is_an_entry_of_the_key_file(tmp_path, capsys):
+    arguments = cli.make_parser().parse_args(
+        ["key", "alice", "--scopes", "metrics", "admin", "--expires", "2027-01-31T00:00:00Z"]
+    )
+    assert arguments.run(arguments) == 0
+    entry, secret = capsys.readouterr()
+    file = tmp_path / "keys.toml"
+    file.write_text(entry)
+    [key] = read_keys(AccessConfig(api_key_file=str(file)))
+    assert (key.name, key.scopes) == ("alice", {"metrics", "admin"})
+    assert key.expires is not None and key.expires.year == 2027
+    secret = secret.split()[-1]
+    assert key.sha256 == hashlib.sha256(secret.encode()).hexdigest()
+    assert len(secret) > 40 and secret not in entry
+
+
+def test_a_key_needs_a_proper_name():
+    arguments = cli.make_parser().parse_args(["key", "a b"])
+    with pytest.raises(ConfigError, match="name"):
+        arguments.run(arguments)
