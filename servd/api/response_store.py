@@ -120,16 +120,16 @@ class ResponseStores(dict[str, ResponseStore]):
     def __init__(self, max_responses: int, keys: Keys) -> None:
         super().__init__()
         self.max_responses = max_responses
-        self.keys = keys
+        self.api_keys = keys
 
     def __missing__(self, owner: str) -> ResponseStore:
-        max_bytes = max(MAX_BYTES // max(len(self.keys.known), 1), MIN_BYTES)
+        max_bytes = max(MAX_BYTES // max(len(self.api_keys.known), 1), MIN_BYTES)
         self[owner] = ResponseStore(self.max_responses, max_bytes)
         return self[owner]
 
     def forget_strangers(self) -> None:
         """Drop what belongs to keys that are gone, unless it still runs."""
-        known = {key.name for key in self.keys.known}
+        known = {key.name for key in self.api_keys.known}
         for owner in [owner for owner, store in self.items() if not store.running]:
-            if owner not in known and self.keys.are_needed:
+            if owner not in known and self.api_keys.are_needed:
                 del self[owner]

@@ -37,11 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.expires:
         entry["expires"] = arguments.expires
     try:
-        key = msgspec.convert(entry, Key)
+        msgspec.convert(entry, Key)
     except msgspec.ValidationError as error:
         raise ConfigError(f"servd key: {error}") from None
     print("[[keys]]")
     for name, value in entry.items():  # what JSON writes of texts and lists is TOML, too
-        print(f"{name} = {key.expires.isoformat() if name == 'expires' else json.dumps(value)}")
+        print(f"{name} = {value if name == 'expires' else json.dumps(value)}")
     print(f"the key, which is kept nowhere: {secret}", file=sys.stderr)
     return 0
