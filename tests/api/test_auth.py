@@ -191,7 +191,7 @@ FOR_INFERENCE = {
     "/openapi.json", "/pooling", "/redoc", "/rerank", "/score", "/tokenize", "/tokenizer_info",
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render",
     "/v1/completions", "/v1/decisions", "/v1/embeddings", "/v1/messages",
-    "/v1/messages/count_tokens", "/v1/models", "/v1/models/{model_id:path}", "/v1/requests",
+    "/v1/messages/count_tokens", "/v1/models", "/v1/models/{name:path}", "/v1/requests",
     "/v1/requests/{request_id}/timeline", "/v1/rerank", "/v1/responses",
     "/v1/responses/input_tokens", "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items", "/v1/score",
