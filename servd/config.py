@@ -166,12 +166,21 @@ class SchedulerConfig(Section, frozen=True):
         Positive | None, about("Token budget of one step. Default: 512 on a CPU, 8192 on CUDA.")
     ] = None
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"],
+        str,
         about(
-            "fcfs: first come, first served. priority: lowest `priority` of the request first. "
-            "Either way clients take turns."
+            "fair: clients share slots and tokens by their weights. priority: the lowest "
+            "`priority` of the request first, fair among equal ones. fcfs: first come, first "
+            "served, whoever sent it.",
+            extra={"plugins": "servd.core.queues"},
         ),
-    ] = "fcfs"
+    ] = "fair"
+    long_prefill_token_threshold: Annotated[
+        Positive | None,
+        about(
+            "Prompts with more tokens left are long: shorter ones overtake them, and leave them "
+            "so many tokens of each step. Default: half of --max-num-batched-tokens."
+        ),
+    ] = None
     async_scheduling: Annotated[
         bool | None,
         about("Schedule the next step while the device computes this one. Default: on with CUDA."),

@@ -65,7 +65,9 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     # Keep only so many tokens of the prompt, the last ones; -1 for as many as fit. None to the
     # engine, whose prompts are cut.
     truncate_prompt_tokens: int | None = None
-    owner: str = ""  # whose request it is: where time is scarce, owners take turns
+    owner: str = ""  # whose request it is: owners share what is scarce
+    weight: float = 1.0  # its owner's share, compared with others'
+    lane: int = 0  # 1: in the background, with what lane 0 leaves
 
 
 class EngineCoreRequest(Message, tag=True):

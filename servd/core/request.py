@@ -13,6 +13,7 @@ from servd.messages import (
     EngineCoreRequest,
     FinishReason,
     ModelRunnerOutput,
+    NewRequest,
     TokenLogprobs,
 )
 from servd.params import PoolingParams, SamplingParams
@@ -59,8 +60,8 @@ class Request:
     eos_token_ids: list[int]
     cache_salt: str | None
     owner: str
-    # (priority, its owner's turn, arrival): lower is served first and preempted last.
-    order: tuple[int, int, int]
+    weight: float  # its owner's
+    order: tuple[int, int, int]  # (lane, priority, arrival): lower is served first
     max_num_tokens: int  # prompt and output together
     stop_token_ids: frozenset[int]  # those of the model and those of the request
     min_tokens: int
@@ -115,6 +116,7 @@ class Request:
             eos_token_ids=message.eos_token_ids,
             cache_salt=message.options.cache_salt,
             owner=message.options.owner,
+            weight=message.options.weight,
             order=order,
             # The token after a prompt that is all that was asked for is dropped, so it needs no
             # room.
@@ -130,6 +132,21 @@ class Request:
             is_prompt_only=max_output == 0,
             acceptance=Acceptance() if is_drafted_for else None,
             marks=[*message.marks, Mark("queued", now_ns())],
+        )
+
+    def as_new(self, cached: list[int]) -> NewRequest:
+        """What the workers must know of it when it gets its slot, and blocks of the prefix
+        cache.
+        """
+        return NewRequest(
+            slot=self.slot,
+            token_ids=self.token_ids.copy(),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=cached,
+            params=self.params,
+            eos_token_ids=self.eos_token_ids,
+            cache_salt=self.cache_salt,
         )
 
     @property

@@ -10,21 +10,23 @@ import logging
 from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Mapping, Set
+from itertools import islice
 from types import MappingProxyType
 
+from servd import plugins
 from servd.config import CacheConfig, SchedulerConfig
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
+from servd.core.queues import QUEUES
+from servd.core.queues.fair import WaitingQueue, by_order, end_of_lane
 from servd.core.request import GrammarEnd, Request, RequestStatus
 from servd.core.step import Step, StepLog
-from servd.core.waiting_queue import Turns, WaitingQueue, by_order
 from servd.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
     ModelRunnerOutput,
-    NewRequest,
     ScheduledRequest,
     SchedulerOutput,
     SchedulerStats,
@@ -34,6 +36,7 @@ from servd.tracing import Mark, StepRecord, now_ns
 
 logger = logging.getLogger("servd.scheduler")
 
+BACKGROUND_SHARE = 8  # of the budget, for prompts of a lower lane: their steps have to be short
 NO_DRAFTS: list[int] = []
 NOTHING_FORCED: Mapping[int, list[int]] = MappingProxyType({})
 
@@ -64,7 +67,6 @@ class Scheduler:
         self.max_num_samples = max_num_samples(
             config.max_num_seqs, config.max_num_batched_tokens, max_drafts
         )
-        self.by_priority = config.scheduling_policy == "priority"
         # No request may outgrow the whole cache: alone, it must always be able to finish.
         self.cache_len = num_blocks * cache_config.block_size
         self.max_model_len = min(max_model_len, self.cache_len)
@@ -74,15 +76,16 @@ class Scheduler:
         self.lookahead = Lookahead(max_drafts)
         self.requests: dict[str, Request] = {}  # unfinished
         self.running: list[Request] = []  # by order: the last is preempted first
-        self.waiting = WaitingQueue()
-        self.turns = Turns()
+        self.max_background_tokens = max(self.max_num_batched_tokens // BACKGROUND_SHARE, 1)
+        self.long_prompt = config.long_prefill_token_threshold or self.max_num_batched_tokens // 2
+        policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
+        self.waiting: WaitingQueue = policy(self.long_prompt)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # not yet told to the workers
         self._in_flight: deque[Step] = deque()
         self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)  # by client
         self._stats = SchedulerStats()
         self._num_steps = 0
-        self._num_arrived = 0
         self._log = StepLog()
 
     @property
@@ -95,9 +98,7 @@ class Scheduler:
     def add(self, message: EngineCoreRequest) -> None:
         """Accept a request; it ends in exactly one terminal output unless it is aborted."""
         assert message.request_id not in self.requests, "its id is another's"
-        self._num_arrived += 1
-        priority = message.options.priority if self.by_priority else 0
-        order = (priority, self.turns.take(message.options.owner), self._num_arrived)
+        order = self.waiting.order(message.options)
         request = Request.from_message(message, order, self.max_model_len)
         if request.num_prompt_tokens + (not request.is_prompt_only) > self.max_model_len:
             self.reject(message, self._prompt_too_long(request.num_prompt_tokens))
@@ -107,12 +108,16 @@ class Scheduler:
 
     def reject(self, message: EngineCoreRequest, error: str) -> None:
         """End a request that cannot run at all."""
-        now = now_ns()
-        marks = [*message.marks, Mark("queued", now), Mark("finished", now)]
+        self._put_error(message, [*message.marks, Mark("queued", now_ns())], error)
+
+    def _put_error(
+        self, of: EngineCoreRequest | Request, marks: list[Mark], error: str, step: int = -1
+    ) -> None:
+        marks = [*marks, Mark("finished", now_ns(), step)]
         output = EngineCoreOutput(
-            message.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error
+            of.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error
         )
-        self._outputs[message.client].append(output)
+        self._outputs[of.client].append(output)
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests, wherever they are. Unknown ids are ignored: they may just have
@@ -137,19 +142,27 @@ class Scheduler:
     ) -> SchedulerOutput | None:
         """Choose the work of the next step; None if there is nothing that could be computed now.
 
-        Running requests come first, in order, so that nobody's decoding waits for another's prompt.
-        Then waiting requests join while tokens, slots and blocks last.
+        Tokens after known ones come first, so that nobody's decoding waits for another's prompt.
+        Then prompts go on, or begin while slots and blocks last. A lower lane waits for prompts of
+        the one before it.
 
         Args:
             idle_slots: slots of running requests that sit this step out.
             forced_tokens: slot -> the tokens that are sure to follow the harvested ones.
         """
         step = Step(StepRecord(self._num_steps, now_ns()))
+        self.waiting.begin_step()
         self.lookahead.begin_step(len(self.running))
-        budget = self._schedule_running(
-            step, self.max_num_batched_tokens, idle_slots, forced_tokens
-        )
-        budget = self._schedule_waiting(step, budget)
+        self._make_room(step)
+        budget, first = self.max_num_batched_tokens, 0
+        for lane in range(self.waiting.last_lane(self.running) + 1):
+            part = first, end_of_lane(self.running, lane)
+            budget, partial = self._schedule_running(step, budget, part, idle_slots, forced_tokens)
+            if partial or self.waiting:
+                budget = self._schedule_prompts(step, budget, partial, lane)
+            if step.record.prefills:
+                break
+            first = end_of_lane(self.running, lane)
         if not step.scheduled:
             return None
         self._num_steps += 1
@@ -162,47 +175,58 @@ class Scheduler:
 
     @property
     def newest(self) -> StepRecord:
-        """The record of the step that `schedule` returned last."""
+        """Of the step that `schedule` returned last."""
         return self._in_flight[-1].record
+
+    def _make_room(self, step: Step) -> None:
+        """Let requests yield to the one that is next, as far as the policy says."""
+        while self.waiting and (victim := self.waiting.victim(self.running)) is not None:
+            head = self.waiting.head(self.running)
+            if self._free_slots and self.kv_cache.fits(head, self.kv_cache.match_prefix(head)):
+                return
+            self.running.remove(victim)
+            self._preempt(victim, step.record)
 
     def _schedule_running(
         self,
         step: Step,
         budget: int,
+        part: tuple[int, int],
         idle_slots: Set[int],
         forced_tokens: Mapping[int, list[int]],
-    ) -> int:
-        """Give every running request its next tokens; returns the budget that is left."""
-        running = self.running
+    ) -> tuple[int, list[Request]]:
+        """Give a part of the running requests the tokens after their known ones; returns the
+        budget that is left, and those whose prompts are not computed yet.
+        """
+        running, partial = self.running, []
         num_samples = min(len(running) + len(self.waiting), self.max_num_seqs)
         drafts_left = self.max_num_samples - num_samples
-        for i, request in enumerate(running, 1):
+        for i, request in enumerate(islice(running, *part), part[0] + 1):
             if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
                 continue  # its last token is in flight, or it pauses
-            # One token is set aside for each request behind it: a long prompt does not stop their
-            # decoding.
-            room = budget - (len(running) - i)
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
+            if request.num_tokens - request.num_computed_tokens > 1:
+                partial.append(request)
+                continue
             drafts, num_drafts = NO_DRAFTS, request.num_drafts
             if request.slot in forced_tokens:
                 drafts = self._forced_drafts(request, forced_tokens[request.slot])
                 num_drafts = len(drafts)
             if num_drafts:
-                num_drafts = max(min(num_drafts, room - num_tokens, drafts_left), 0)
-            while (
-                new_block_ids := self.kv_cache.allocate(request, num_tokens + num_drafts)
-            ) is None:
+                # One token is set aside for each request behind it.
+                room = budget - 1 - (len(running) - i)
+                num_drafts = max(min(num_drafts, room, drafts_left), 0)
+            while (new_block_ids := self.kv_cache.allocate(request, 1 + num_drafts)) is None:
                 if num_drafts:
                     num_drafts = 0
                     continue
                 victim = running.pop()
                 self._preempt(victim, step.record)
                 if victim is request:
-                    return budget
-            self._append(step, request, num_tokens, new_block_ids, num_drafts, drafts[:num_drafts])
-            budget -= num_tokens + num_drafts
+                    return budget, [each for each in partial if each.slot >= 0]
+            self._append(step, request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
+            budget -= 1 + num_drafts
             drafts_left -= num_drafts
-        return budget
+        return budget, [each for each in partial if each.slot >= 0]
 
     def _forced_drafts(self, request: Request, token_ids: list[int]) -> list[int]:
         """Those of the tokens after the harvested ones that no step in flight samples, as far as
@@ -225,34 +249,67 @@ class Scheduler:
         room = request.max_num_tokens - request.num_tokens - 1
         return max(min(self.lookahead.num_drafts(request.acceptance), room), 0)
 
-    def _schedule_waiting(self, step: Step, budget: int) -> int:
-        """Admit requests strictly in order: none is overtaken because it is long, so none starves.
+    def _schedule_prompts(self, step: Step, budget: int, partial: list[Request], lane: int) -> int:
+        """Compute prompts of a lane, in the policy's order; returns the budget that is left.
 
         A request that has just yielded does not come back in the same step: what it freed no longer
         fits it.
         """
-        now = now_ns()
-        while self.waiting and self._free_slots and budget > 0:
-            request = self.waiting.head()
-            if request.num_placeholders:
-                break  # preempted with a token in flight: harvested before the next step
-            cached = self.kv_cache.match_prefix(request)
-            if not self.kv_cache.fits(request, cached):
-                break
-            self.waiting.remove(request)
-            self.turns.serve(request.order[1])
-            self._admit(step, request, cached, now)
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            new_block_ids = self.kv_cache.allocate(request, num_tokens)
-            assert new_block_ids is not None
+        now, queue, may_start = now_ns(), self.waiting, True
+        spared = max(budget - self.max_background_tokens, 0) if lane else 0
+        budget -= spared
+        has_long = queue.has_long(lane) or any(map(queue.is_long, partial))
+        for_long = min(self.long_prompt, budget // 2) if has_long else 0
+        while budget > 0:
+            may_start = may_start and bool(self._free_slots)
+            only_long = for_long >= budget
+            request = queue.next(partial, lane, may_start, only_long)
+            if request is None:
+                if not only_long:
+                    break
+                for_long = 0  # none of them can go on
+                continue
+            room = budget if queue.is_long(request) else budget - for_long
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
+            if request.status is RequestStatus.WAITING:
+                cached = self.kv_cache.match_prefix(request)
+                # Preempted with a token in flight, it is harvested before the next step.
+                may_start = not request.num_placeholders and self.kv_cache.fits(request, cached)
+                if not may_start:
+                    continue
+                self._admit(step, request, cached, now)
+                num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
+            else:
+                partial.remove(request)
+            new_block_ids = self._allocate(step, request, num_tokens, partial)
+            if new_block_ids is None:
+                continue
+            queue.charge(request, num_tokens)
             self._append(step, request, num_tokens, new_block_ids)
             budget -= num_tokens
-        return budget
+        return budget + spared
+
+    def _allocate(
+        self, step: Step, request: Request, num_tokens: int, partial: list[Request]
+    ) -> list[int] | None:
+        """Blocks for a prompt to go on; None if it waits. Who is in the step keeps theirs."""
+        while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
+            victim = self.running[-1]
+            if victim in step.requests:
+                return None
+            self.running.pop()
+            if victim in partial:
+                partial.remove(victim)
+            self._preempt(victim, step.record)
+            if victim is request:
+                return None
+        return new_block_ids
 
     def _admit(self, step: Step, request: Request, cached: list[int], now: int) -> None:
         """Give a request a slot and the blocks that the prefix cache has for it, and tell the
         workers of it.
         """
+        self.waiting.start(request)
         self.kv_cache.adopt(request, cached)
         request.slot = self._free_slots.pop()
         request.status = RequestStatus.RUNNING
@@ -265,18 +322,7 @@ class Scheduler:
             self._stats.prefix_cache_hits += request.num_cached_tokens
         request.marks.append(Mark("scheduled", now, step.record.step))
         step.record.num_cached_tokens += request.num_computed_tokens
-        step.new_requests.append(
-            NewRequest(
-                slot=request.slot,
-                token_ids=request.token_ids.copy(),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=request.num_computed_tokens,
-                block_ids=cached,
-                params=request.params,
-                eos_token_ids=request.eos_token_ids,
-                cache_salt=request.cache_salt,
-            )
-        )
+        step.new_requests.append(request.as_new(cached))
 
     def _append(
         self,
@@ -348,7 +394,8 @@ class Scheduler:
             if request.status is RequestStatus.FINISHED:
                 continue
             if i in result.errors:
-                self._end_with_error(request, result.errors[i], now, record.step)
+                self._finish(request)
+                self._put_error(request, request.marks, result.errors[i], record.step)
                 continue
             if request.reads_prompt:
                 request.read(result, i)
@@ -394,14 +441,6 @@ class Scheduler:
             request.num_drafts = len(found)
         return num_drafts, num_kept
 
-    def _end_with_error(self, request: Request, error: str, now: int, step: int) -> None:
-        marks = [*request.marks, Mark("finished", now, step)]
-        output = EngineCoreOutput(
-            request.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error
-        )
-        self._finish(request)
-        self._outputs[request.client].append(output)
-
     def take_outputs(self) -> dict[int, EngineCoreOutputs]:
         """Outputs since the last call, by client, with the engine's state now; no client without
         news.
@@ -436,8 +475,6 @@ class Scheduler:
             self._release(request)
         else:
             self.waiting.remove(request)
-            if request.num_preemptions == 0:
-                self.turns.give_back(request.owner)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
 
@@ -445,19 +482,19 @@ class Scheduler:
         """Free slot and blocks. Steps in flight may still use them; the next owner's steps run
         after those.
         """
+        self.waiting.stop(request)
         self.kv_cache.free(request)
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
 
     def _prompt_too_long(self, num_prompt_tokens: int) -> str:
-        error = (
-            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are "
-            f"limited to "
-            f"{self.max_model_len} tokens"
-        )
-        if self.max_model_len == self.cache_len:
-            error += (
+        limit, remedy = self.max_model_len, ""
+        if limit == self.cache_len:
+            remedy = (
                 ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
             )
-        return error
+        return (
+            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are "
+            f"limited to {limit} tokens{remedy}"
+        )

@@ -28,6 +28,7 @@ class Arrival:
     priority: int
     cache_salt: str | None
     owner: str
+    lane: int
     abort_after: int | None
 
 
@@ -43,6 +44,7 @@ arrivals = st.builds(
     priority=st.integers(0, 2),
     cache_salt=st.sampled_from([None, None, "a"]),
     owner=st.sampled_from(["a", "a", "b"]),
+    lane=st.sampled_from([0, 0, 1]),
     abort_after=st.none() | st.integers(0, 25),
 )
 max_num_seqs = st.shared(st.integers(1, 6), key="max_num_seqs")
@@ -53,7 +55,7 @@ options = st.fixed_dictionaries(
         ),  # 60 tokens, the longest request, need 15 blocks
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_seqs.flatmap(lambda least: st.integers(least, 40)),
-        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "scheduling_policy": st.sampled_from(["fair", "fcfs", "priority"]),
         "enable_prefix_caching": st.booleans(),
     }
 )
@@ -70,7 +72,7 @@ def serve(arrivals: list[Arrival], depth: int, options: dict) -> Log:
                     make_request(
                         str(i), arrival.prompt, arrival.max_tokens,
                         priority=arrival.priority, cache_salt=arrival.cache_salt,
-                        owner=arrival.owner,
+                        owner=arrival.owner, lane=arrival.lane,
                     )
                 )  # fmt: skip
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:

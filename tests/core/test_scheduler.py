@@ -171,7 +171,7 @@ def test_recomputed_tokens_do_not_count_as_prefix_hits():
 
 
 def test_a_request_that_does_not_fit_yet_is_not_overtaken():
-    engine = make_engine(num_blocks=8, max_model_len=32)
+    engine = make_engine(num_blocks=8, max_model_len=32, long_prefill_token_threshold=32)
     log = Log()
     for request in (
         make_request("a", list(range(20)), 4),

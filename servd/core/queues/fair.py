@@ -1,0 +1,272 @@
+"""fair: owners share slots and tokens, by weight, whatever each of them sends.
+
+Virtual token counters (Sheng et al. 2024, https://arxiv.org/abs/2401.00588): each owner's counter
+grows by what it is served, divided by its weight, and whoever has the least is next. An owner that
+comes back from idleness begins where the least of those that wait stands, so nobody saves up. A
+prompt costs its tokens, as they are computed; output costs the steps for which it has a slot.
+Nothing is left idle for anybody: who is alone gets all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+from itertools import count
+from operator import attrgetter
+from typing import ClassVar
+
+from servd.core.request import Request
+from servd.messages import RequestOptions
+
+by_order = attrgetter("order")
+SLOT_COST = 2.0  # prompt tokens that a slot costs in each step
+MAX_IDLE_OWNERS = 1024  # whose counters are kept
+MAX_OVERTAKING = 64  # short prompts that begin while a long one waits for slot or blocks
+
+Order = tuple[int, int, int]  # (lane, priority, arrival)
+Class = tuple[int, int, bool]  # (lane, priority, whether its prompt is long): lower goes first
+
+
+def end_of_lane(running: Sequence[Request], lane: int) -> int:
+    """How many, sorted by order, are in a lane or in one before it."""
+    if not running or running[-1].order[0] <= lane:
+        return len(running)
+    return bisect_left(running, (lane + 1,), key=by_order)
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What an owner was served in one lane."""
+
+    weight: float
+    served: float  # in tokens over weight, until `step`
+    step: int
+    num_running: int = 0
+    num_waiting: int = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything of its owner waits or runs."""
+        return self.num_running > 0 or self.num_waiting > 0
+
+    def counter(self, step: int) -> float:
+        """What it was served until now; its slots count for every step."""
+        self.served += (step - self.step) * self.num_running * SLOT_COST / self.weight
+        self.step = step
+        return self.served
+
+
+@dataclass(slots=True)
+class Backlog:
+    """The waiting requests of one class, by account."""
+
+    requests: dict[Account, list[Request]] = field(default_factory=dict)  # each by order
+    # (counter when it was pushed, slots for its weight, whether it was served since it came, push,
+    # account): counters only grow, so the first is the least unless its own has grown.
+    heap: list[tuple[float, float, bool, int, Account]] = field(default_factory=list)
+    pushed: set[Account] = field(default_factory=set)
+    num_overtaken: int = 0  # by shorter ones, since one of these began
+
+
+class WaitingQueue:
+    """Requests that wait to run, and whose turn it is. A preempted one returns to its old place.
+
+    Short prompts go before long ones of the same owner and of others; the scheduler leaves a part
+    of every step to the long ones.
+
+    Args:
+        long_prompt: tokens beyond which a prompt is long.
+    """
+
+    by_owner: ClassVar[bool] = True
+    by_priority: ClassVar[bool] = False
+
+    def __init__(self, long_prompt: int) -> None:
+        self.long_prompt = long_prompt
+        self._step = 0
+        self._arrivals, self._pushes = count(1), count()
+        self._accounts: dict[tuple[int, str], Account] = {}
+        self._max_accounts = MAX_IDLE_OWNERS
+        self._running: set[Account] = set()
+        self._backlogs: dict[Class, Backlog] = {}
+        self._classes: list[Class] = []  # keys of _backlogs, sorted
+        self._class_of: dict[Request, Class] = {}
+        self._latest: dict[int, Account] = {}  # by lane: whose request was started last
+
+    def __len__(self) -> int:
+        return len(self._class_of)
+
+    def last_lane(self, running: Sequence[Request]) -> int:
+        """The lowest lane in which requests run or wait."""
+        last = running[-1].order[0] if running else 0
+        return max(last, self._classes[-1][0]) if self._classes else last
+
+    def begin_step(self) -> None:
+        """Another step is put together."""
+        self._step += 1
+
+    def order(self, options: RequestOptions) -> Order:
+        """Where a new request stands among all: lower is served first and preempted last."""
+        priority = options.priority if self.by_priority else 0
+        return options.lane, priority, next(self._arrivals)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait."""
+        lane, priority, _ = request.order
+        account = self._account(request)
+        if not account.num_waiting:
+            account.served = max(account.counter(self._step), self._floor(lane))
+            account.weight = request.weight
+        account.num_waiting += 1
+        its_class = self._class_of[request] = lane, priority, self.is_long(request)
+        if its_class not in self._backlogs:
+            insort(self._classes, its_class)
+        backlog = self._backlogs.setdefault(its_class, Backlog())
+        insort(backlog.requests.setdefault(account, []), request, key=by_order)
+        if account not in backlog.pushed:
+            backlog.pushed.add(account)
+            heappush(backlog.heap, self._entry(account, was_served=False))
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it stands."""
+        its_class, account = self._class_of.pop(request), self._account(request)
+        account.num_waiting -= 1
+        backlog = self._backlogs[its_class]
+        requests = backlog.requests[account]
+        del requests[bisect_left(requests, request.order, key=by_order)]
+        if not requests:
+            del backlog.requests[account]
+        if not backlog.requests:
+            del self._backlogs[its_class]
+            self._classes.remove(its_class)
+
+    def start(self, request: Request) -> None:
+        """The request gets a slot."""
+        lane, priority, is_long = self._class_of[request]
+        self.remove(request)
+        if (longer := self._backlogs.get((lane, priority, True))) is not None:
+            longer.num_overtaken = 0 if is_long else longer.num_overtaken + 1
+        account = self._account(request)
+        self._latest[request.order[0]] = account
+        account.counter(self._step)
+        account.num_running += 1
+        self._running.add(account)
+
+    def stop(self, request: Request) -> None:
+        """The request, started before, gives its slot back."""
+        account = self._account(request)
+        account.counter(self._step)
+        account.num_running -= 1
+        if not account.num_running:
+            self._running.discard(account)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """So many tokens of its prompt are computed."""
+        account = self._account(request)
+        account.served += num_tokens / account.weight
+
+    def is_long(self, request: Request) -> bool:
+        """Whether more is left of its prompt than should go before others."""
+        return request.num_tokens - request.num_computed_tokens > self.long_prompt
+
+    def has_long(self, lane: int) -> bool:
+        """Whether long prompts of a lane wait."""
+        return self._first(lane, only_long=True) is not None
+
+    def head(self, partial: Sequence[Request] = ()) -> Request:
+        """The request to be served next; `partial` are prompts that have begun."""
+        lane, priority, _ = first = self._classes[0]
+        longer = self._backlogs.get((lane, priority, True))
+        if longer is not None and longer.num_overtaken >= MAX_OVERTAKING:
+            if not any(map(self.is_long, partial)):  # else theirs goes on
+                first = lane, priority, True
+        return self._head_of(first)
+
+    def next(
+        self, partial: Sequence[Request], lane: int, may_start: bool, only_long: bool
+    ) -> Request | None:
+        """Whose prompt goes on, or begins.
+
+        Args:
+            partial: prompts that have begun.
+            lane: only those of it.
+            may_start: whether one that waits may begin.
+            only_long: not the short ones.
+        """
+        if only_long:
+            partial = [request for request in partial if self.is_long(request)]
+        best = min(partial, key=self._key) if partial else None
+        first = self._first(lane, only_long) if may_start else None
+        if first is None or self._classes[0][0] != lane:
+            return best
+        head = self._head_of(first) if only_long else self.head(partial)
+        return head if best is None or self._key(head) < self._key(best) else best
+
+    def victim(self, running: Sequence[Request]) -> Request | None:
+        """Who has to yield if the head can have no slot or no blocks: the last of a lower lane, or
+        of the owner that has most slots for its weight, if it has more than the head's even after
+        that.
+        """
+        if not running:
+            return None
+        head = self.head(running)
+        if running[-1].order[0] > head.order[0]:
+            return running[-1]
+        mine = self._account(head)
+        most = max(self._running, key=lambda account: (account.num_running - 1) / account.weight)
+        has_more = (most.num_running - 1) * mine.weight >= (mine.num_running + 1) * most.weight
+        if not has_more or most.counter(self._step) < mine.counter(self._step):
+            return None
+        for request in reversed(running):  # it must not come before the head then
+            its_class = *request.order[:2], request.num_tokens > self.long_prompt
+            if self._account(request) is most and its_class >= self._class_of[head]:
+                return request
+        return None
+
+    def _first(self, lane: int, only_long: bool) -> Class | None:
+        for its_class in self._classes:
+            if its_class[0] == lane and its_class[2] >= only_long:
+                return its_class
+        return None
+
+    def _key(self, request: Request) -> tuple[int, bool, float, bool, int]:
+        _, priority, arrival = request.order
+        counter = self._account(request).counter(self._step)
+        return priority, self.is_long(request), counter, request.slot < 0, arrival
+
+    def _head_of(self, its_class: Class) -> Request:
+        backlog = self._backlogs[its_class]
+        heap = backlog.heap
+        while True:
+            pushed_at, *_, account = heap[0]
+            if account not in backlog.requests:
+                heappop(heap)
+                backlog.pushed.discard(account)
+            elif account.counter(self._step) > pushed_at:
+                heapreplace(heap, self._entry(account, was_served=True))
+            else:
+                return backlog.requests[account][0]
+
+    def _entry(self, account: Account, was_served: bool) -> tuple[float, float, bool, int, Account]:
+        share = account.num_running / account.weight
+        return account.counter(self._step), share, was_served, next(self._pushes), account
+
+    def _floor(self, lane: int) -> float:
+        """Where the counter of an owner that was idle begins."""
+        heads = [self._head_of(each) for each in self._classes if each[0] == lane]
+        accounts = [self._account(head) for head in heads]
+        if not accounts and lane in self._latest:
+            accounts = [self._latest[lane]]
+        return min((account.counter(self._step) for account in accounts), default=0.0)
+
+    def _account(self, request: Request) -> Account:
+        key = request.order[0], request.owner if self.by_owner else ""
+        account = self._accounts.get(key)
+        if account is None:
+            if len(self._accounts) >= self._max_accounts:
+                self._accounts = {k: v for k, v in self._accounts.items() if v.is_active}
+                self._max_accounts = MAX_IDLE_OWNERS + 2 * len(self._accounts)
+            account = self._accounts[key] = Account(request.weight, 0.0, self._step)
+        return account
