@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -34,6 +35,45 @@ class AccessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "`servd key NAME >> FILE` adds one, SIGHUP reads it again."
         ),
     ] = None
+    ssl_certfile: Annotated[
+        str | None, Meta(description="Serve HTTPS with this certificate chain (PEM).")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, Meta(description="The certificate's private key, if in a file of its own.")
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | None, Meta(description="Authorities that certificates of clients must come from.")
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int,
+        Meta(
+            description="Certificates of clients: 0 asks for none, 1 checks those that come, 2 "
+            "lets nobody in without one (mTLS).",
+            ge=0,
+            le=2,
+        ),
+    ] = 0
+    ssl_ciphers: Annotated[
+        str | None, Meta(description="Ciphers up to TLS 1.2, as OpenSSL names them.")
+    ] = None
+    allowed_origins: Annotated[
+        list[Annotated[str, Meta(pattern=r"^(\*|https?://[^\s/\"]+)$")]],
+        Meta(
+            description="Origins whose pages may use the server from a browser (CORS), such as "
+            "`https://chat.example.com`; `*` for all. Default: only the server's own."
+        ),
+    ] = []
+    allowed_methods: Annotated[
+        list[str],
+        Meta(description="Methods that pages of other origins may use. Default: all."),
+    ] = []
+    allowed_headers: Annotated[
+        list[str],
+        Meta(description="Headers that pages of other origins may send. Default: all."),
+    ] = []
+    allow_credentials: Annotated[
+        bool, Meta(description="Let pages of other origins send cookies and certificates.")
+    ] = False
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +120,48 @@ def read_keys(access: AccessConfig) -> list[Key]:
         if twice := {value for value in values if values.count(value) > 1}:
             raise ConfigError(f"--api-key-file: the {field} {min(twice)} is there twice")
     return keys
+
+
+def tls_context(access: AccessConfig) -> ssl.SSLContext | None:
+    """What new connections are made with; None without TLS.
+
+    Raises:
+        ConfigError: see `load_certificates`, or OpenSSL knows none of the ciphers.
+    """
+    if access.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+            if getattr(access, name):
+                raise ConfigError(f"--{name.replace('_', '-')} needs --ssl-certfile")
+        return None
+    if access.ssl_cert_reqs and access.ssl_ca_certs is None:
+        raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs: who signs clients' certificates")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.verify_mode = ssl.VerifyMode(access.ssl_cert_reqs)
+    try:
+        if access.ssl_ciphers:
+            context.set_ciphers(access.ssl_ciphers)
+    except ssl.SSLError:
+        raise ConfigError(f"--ssl-ciphers {access.ssl_ciphers}: OpenSSL has none of them") from None
+    load_certificates(context, access)
+    return context
+
+
+def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
+    """Read the files, again: what is connected goes on with the old ones. Authorities are only
+    added.
+
+    Raises:
+        ConfigError: a file cannot be read, or key and certificate do not belong together.
+    """
+    assert access.ssl_certfile is not None
+    try:
+        context.load_cert_chain(access.ssl_certfile, access.ssl_keyfile, password=lambda: "")
+        if access.ssl_ca_certs is not None:
+            context.load_verify_locations(access.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        files = (access.ssl_certfile, access.ssl_keyfile, access.ssl_ca_certs)
+        shown = ", ".join(filter(None, files))
+        raise ConfigError(f"TLS: {shown}: {error.strerror or error}") from None
 
 
 def hash_key(key: bytes) -> str:

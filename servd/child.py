@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
+
+from servd.config import Config
 
 T = TypeVar("T")
 
@@ -48,12 +50,19 @@ class Child:
             env={**os.environ, **(env or {})},
         )
         assert self.process.stdin is not None
-        message = msgspec.msgpack.encode(start)
+        if not self.send(start):
+            log.error("%s ended before it could be started", name)
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Write a message to its stdin; False if it has ended."""
+        assert self.process.stdin is not None
+        data = msgspec.msgpack.encode(message)
         try:
-            self.process.stdin.write(len(message).to_bytes(4, "big") + message)
+            self.process.stdin.write(len(data).to_bytes(4, "big") + data)
             self.process.stdin.flush()
         except BrokenPipeError:
-            log.error("%s ended before it could be started", name)
+            return False
+        return True
 
     def on_exit(self, callback: Callable[[Child], None]) -> None:
         """Call `callback(self)` from a thread as soon as the process has ended."""
@@ -92,19 +101,34 @@ class Child:
                 self.process.stdin.close()
 
 
-def read_start(kind: type[T]) -> T:
-    """In the child: read the start message; from then on end when the parent is gone."""
-    stdin = sys.stdin.buffer
-    message: Any = stdin.read(int.from_bytes(stdin.read(4), "big"))
-    start = msgspec.msgpack.decode(message, type=kind)
+def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda config: None) -> T:
+    """In the child: read the start message; from then on end when the parent is gone.
+
+    Args:
+        kind: of the start message.
+        on_reload: called, from another thread, with each Config that the parent sends later.
+    """
+    start = msgspec.msgpack.decode(_read_message(), type=kind)
 
     def watch() -> None:
-        # The raw descriptor: a thread blocked in the buffered reader would hold its lock at
-        # interpreter exit.
-        while os.read(0, 1):
-            pass
+        while message := _read_message():
+            on_reload(msgspec.msgpack.decode(message, type=Config))
         log.error("the parent process is gone: ending")
         os._exit(1)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
     return start
+
+
+def _read_message() -> bytes:
+    """The next message on stdin; empty if the parent is gone."""
+    return _read_exactly(int.from_bytes(_read_exactly(4), "big"))
+
+
+def _read_exactly(count: int) -> bytes:
+    # The raw descriptor: a thread blocked in the buffered reader would hold its lock at interpreter
+    # exit.
+    data = b""
+    while len(data) < count and (part := os.read(0, count - len(data))):
+        data += part
+    return data

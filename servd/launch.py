@@ -13,12 +13,14 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from servd import hf, ipc, log, plugins
+from servd.access import AccessConfig, read_keys, tls_context
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.child import Child
 from servd.config import Config
@@ -40,14 +42,19 @@ ATTACH_TIMEOUT = 5.0  # seconds for an engine's first word
 ENGINE_STOP_TIMEOUT = 3.0  # the same for the engine
 
 
-def serve(config: Config) -> int:
+def serve(read_config: Callable[[], Config]) -> int:
     """Run engine and API servers until a signal (0) or until one of them ends by itself (its code,
     or 1).
+
+    Args:
+        read_config: reads the options of the server, now and at each SIGHUP.
 
     Raises:
         ConfigError: before anything was started.
     """
     started_at = time.monotonic()
+    config = read_config()
+    check_access(config.access)
     log.setup("servd", config.observability)
     raise_file_limit()
     listener = None if config.server.headless else listen(config)
@@ -56,7 +63,7 @@ def serve(config: Config) -> int:
         with SocketFolder(config) as ipc_dir:
             if config.server.attach:
                 check_engine(ipc_dir, identity(config, spec))
-            tree = ProcessTree(config, spec, decided, ipc_dir, started_at)
+            tree = ProcessTree(config, spec, decided, ipc_dir, started_at, read_config)
             try:
                 tree.start(listener)
                 return tree.watch()
@@ -65,6 +72,25 @@ def serve(config: Config) -> int:
     finally:
         if listener is not None and config.server.uds:
             Path(config.server.uds).unlink(missing_ok=True)
+
+
+def check_access(access: AccessConfig) -> None:
+    """Check that the files of keys and certificates can be read.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    read_keys(access)
+    tls_context(access)
+
+
+def has_terminal() -> bool:
+    """Whether this process belongs to a terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def raise_file_limit() -> None:
@@ -212,12 +238,13 @@ def somebody_listens(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, access: AccessConfig) -> str:
     """What a person types to reach the server."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if access.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def check_private(folder: str, flag: str) -> None:
@@ -297,8 +324,11 @@ class ProcessTree:
         decided: dict[str, Decision],
         ipc_dir: str,
         started_at: float,
+        read_config: Callable[[], Config],
     ) -> None:
         self.config = config
+        self.read_config = read_config
+        self.had_terminal = has_terminal()
         self.spec = spec
         self.reasons = {name: decision.why for name, decision in decided.items()}
         self.ipc_dir = ipc_dir
@@ -315,7 +345,7 @@ class ProcessTree:
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
                 signal.signal(signum, self.on_signal)
         if listener is not None:
-            logger.info("listening on %s", url_of(listener))
+            logger.info("listening on %s", url_of(listener, self.config.access))
             self.start_api_servers(listener)
             listener.close()
         if not self.config.server.attach:
@@ -343,7 +373,7 @@ class ProcessTree:
                 client,
                 f"api-{i}",
                 listener.fileno(),
-                url_of(listener) if i == 0 else None,
+                url_of(listener, self.config.access) if i == 0 else None,
             )
             self.api_servers.append(Child(start.name, API_MODULE, start, [listener.fileno()], env))
 
@@ -359,6 +389,10 @@ class ProcessTree:
     def watch(self) -> int:
         """Wait for the first event that ends the tree; return the exit code."""
         event = self.events.get()
+        # The hang-up of a terminal ends what was started in it.
+        while event is signal.SIGHUP and not (self.had_terminal and not has_terminal()):
+            self.reload()
+            event = self.events.get()
         if isinstance(event, signal.Signals):
             seconds = self.config.server.shutdown_timeout
             logger.info(
@@ -378,6 +412,22 @@ class ProcessTree:
         self.report_death(f"{event.name} ended unexpectedly with code {event.exit_code}")
         self.wait_for_api_servers(DEATH_GRACE)
         return 1
+
+    def reload(self) -> None:
+        """Read again what may change while the server runs, and have the children take it over."""
+        try:
+            new = self.read_config()
+            check_access(new.access)
+        except ConfigError as error:
+            logger.error("SIGHUP: %s: nothing has changed", error)
+            return
+        log.set_level(new.observability)
+        self.config = self.config.replace(
+            log_level=new.observability.log_level, **msgspec.structs.asdict(new.access)
+        )
+        for child in self.children:
+            child.send(self.config)
+        logger.info("SIGHUP: keys, their limits, certificates and log level were read again")
 
     def report_death(self, reason: str) -> None:
         """Have the API servers answer every open request with an error, and end."""

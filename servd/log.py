@@ -54,4 +54,9 @@ def setup(process: str, options: ObservabilityConfig) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)  # libraries
+    set_level(options)
+
+
+def set_level(options: ObservabilityConfig) -> None:
+    """Show what `options` says, from now on."""
     logging.getLogger("servd").setLevel(options.log_level.upper())

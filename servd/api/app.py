@@ -11,9 +11,11 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 import servd
+from servd.access import AccessConfig
 from servd.api import console
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
@@ -48,6 +50,8 @@ def create_app(
         Middleware(RequestContext, async_llm.tracer, async_llm.metrics, access_log),
         Middleware(ApiKeyAuth, keys, open_paths),
     ]
+    if config.access.allowed_origins:  # outermost: browsers ask without a key, and read errors, too
+        middleware.insert(0, _cross_origin(config.access))
     app = FastAPI(
         title="servd",
         version=servd.__version__,
@@ -71,6 +75,17 @@ def create_app(
         responses=ResponseStores(config.server.max_stored_responses, keys),
     )
     return app
+
+
+def _cross_origin(access: AccessConfig) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=access.allowed_origins,
+        allow_methods=access.allowed_methods or ["*"],
+        allow_headers=access.allowed_headers or ["*"],
+        allow_credentials=access.allow_credentials,
+        expose_headers=["x-request-id", "x-servd-ignored", "retry-after", "server-timing"],
+    )
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

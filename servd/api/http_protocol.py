@@ -233,7 +233,8 @@ class HttpProtocol(HttpToolsProtocol):
                 b"%bcontent-type: application/json\r\nconnection: close\r\n"
                 b"content-length: %d\r\n\r\n%b" % (STATUS_LINE[status], len(body), body)
             )
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
         self._has_refused = True
         self._stop_read_timer()
         self.shared.idle[self] = None  # it may yield its place

@@ -11,8 +11,8 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from functools import partial
+from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -21,19 +21,20 @@ import uvicorn
 import uvloop
 
 from servd import log
+from servd.access import load_certificates, tls_context
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
+from servd.api.context import Context
 from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
 from servd.api.middleware import count_refusal
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
-from servd.api.response_store import ResponseStore
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.child import read_start
-from servd.config import ObservabilityConfig, ServerConfig
+from servd.config import Config, ObservabilityConfig, ServerConfig
 from servd.core.client import EngineCoreClient, identity
 from servd.errors import ConfigError
 from servd.messages import EngineDead
@@ -49,6 +50,8 @@ LONG_LAG = 0.1  # seconds for which the event loop may be late without a warning
 LAG_WARNING_INTERVAL = 10.0  # seconds between two warnings
 OTHER_FILES = 128  # descriptors that are no connection, and room for those being closed
 LAST_FRAMES = 0.5  # the most, after a second signal
+
+reloads: SimpleQueue[Config] = SimpleQueue()  # that the parent has sent, and nobody has taken over
 
 
 class LoopLag:
@@ -83,11 +86,11 @@ class Server(uvicorn.Server):
         config: uvicorn.Config,
         async_llm: AsyncLLM,
         start: Start,
-        stores: Iterable[ResponseStore],
+        context: Context,
     ) -> None:
         super().__init__(config)
         self.async_llm = async_llm
-        self.stores = stores
+        self.context = context
         self.start_message = start
         self.has_announced = False
         self.lag = LoopLag(async_llm.metrics)
@@ -100,6 +103,8 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every TICK; True ends the server."""
         self.lag.sample()
+        while not reloads.empty():
+            self.reload(reloads.get())
         if self.async_llm.is_ready and not self.has_announced:
             self.has_announced = True
             gc.collect()
@@ -128,7 +133,23 @@ class Server(uvicorn.Server):
 
     def background_tasks(self) -> set[asyncio.Task[None]]:
         """What makes responses that nobody may be waiting for."""
-        return {stored.task for store in self.stores for stored in store.running if stored.task}
+        return {
+            stored.task
+            for store in self.context.responses.values()
+            for stored in store.running
+            if stored.task
+        }
+
+    def reload(self, config: Config) -> None:
+        """Take over what may change while the server runs."""
+        log.set_level(config.observability)
+        try:
+            self.context.keys.load(config.access)
+            self.context.responses.forget_strangers()
+            if self.config.ssl is not None:
+                load_certificates(self.config.ssl, config.access)
+        except ConfigError as error:
+            logger.error("%s: what was read before stays", error)
 
     async def cut_open_requests(self) -> None:
         """Log what remains each second; when time is up, answer it with an error."""
@@ -192,7 +213,9 @@ async def serve(start: Start) -> int:
         server_header=False,
         timeout_graceful_shutdown=int(config.server.shutdown_timeout + FORCED_EXIT) + 1,
     )
-    server = Server(options, async_llm, start, app.state.context.responses.values())
+    options.load()
+    options.ssl = tls_context(config.access)
+    server = Server(options, async_llm, start, app.state.context)
     await server.serve(sockets=[listener])
     async_llm.close()
     client.close()
@@ -203,7 +226,7 @@ async def serve(start: Start) -> int:
 
 def main() -> None:
     """Entry point of `python -m servd.api.server`."""
-    start = read_start(Start)
+    start = read_start(Start, reloads.put)
     log.setup(start.name, start.config.observability)
     try:
         sys.exit(uvloop.run(serve(start)))

@@ -26,4 +26,4 @@ def run(arguments: argparse.Namespace) -> int:
             "--api-key: every user of this machine can read a command line; give the key in "
             "$SERVD_API_KEY or --config, or its hash in --api-key-file"
         )
-    return servd.launch.serve(Config.load(_options.load_options(arguments)))
+    return servd.launch.serve(lambda: Config.load(_options.load_options(arguments)))

@@ -369,7 +369,7 @@ class StatsLine:
 
 def main() -> None:
     """Entry point of `python -m servd.core.engine_core_proc`."""
-    start = read_start(Start)
+    start = read_start(Start, lambda config: log.set_level(config.observability))
     log.setup("engine", start.config.observability)
 
     def stop(signum: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -198,6 +199,7 @@ async def listening(
     app: Any,
     send_buffer: int | None = None,
     on_refused: Callable[[int, str, str], None] = lambda status, path, method: None,
+    tls: ssl.SSLContext | None = None,
     **limits: float,
 ) -> AsyncIterator[str]:
     """Serve `app` with uvicorn on a free port; yields its URL.
@@ -206,13 +208,17 @@ async def listening(
         app: by `create_app`.
         send_buffer: bytes that may wait in the kernel for a client.
         on_refused: see Connections.
+        tls: what makes connections of it HTTPS.
         limits: options of ServerConfig.
     """
     connections = Connections(msgspec.structs.replace(Config().server, **limits), on_refused)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = uvicorn.Server(settings(app, connections))
+        options = settings(app, connections)
+        options.load()
+        options.ssl = tls
+        server = uvicorn.Server(options)
         task = asyncio.create_task(server.serve([listener]))
         while not server.started:
             await asyncio.sleep(0.005)

@@ -23,7 +23,9 @@ import pytest
 class Server:
     """A `servd serve` that a test started. Its log is in `lines`."""
 
-    def __init__(self, *args: str, soft_file_limit: int | None = None) -> None:
+    def __init__(
+        self, *args: str, soft_file_limit: int | None = None, new_session: bool = False
+    ) -> None:
         def limit_files() -> None:
             if soft_file_limit is not None:
                 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -37,6 +39,7 @@ class Server:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             preexec_fn=limit_files,
+            start_new_session=new_session,
         )
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self.read_log, daemon=True)
@@ -61,7 +64,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return self.wait_for_line(r"listening on (http://\S+)")[1]
+        return self.wait_for_line(r"listening on (https?://\S+)")[1]
 
     def wait_ready(self) -> None:
         self.wait_for_line(r" ready ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -254,6 +256,47 @@ def test_unix_socket(start, tmp_path: Path):
         assert client.get("/v1/models").json()["data"][0]["id"] == "fake"
     assert server.stop() == 0
     assert not path.exists()
+
+
+def test_hang_up_has_keys_and_log_level_read_again(start, tmp_path: Path):
+    keys, options = tmp_path / "keys.toml", tmp_path / "servd.toml"
+
+    def write_key(secret: str) -> None:
+        hashed = hashlib.sha256(secret.encode()).hexdigest()
+        keys.write_text(f'[[keys]]\nname = "a"\nsha256 = "{hashed}"\n')
+
+    def status(secret: str) -> int:
+        headers = {"authorization": f"Bearer {secret}"}
+        return httpx.get(f"{server.url}/version", headers=headers, timeout=60).status_code
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, server.lines
+            time.sleep(0.02)
+
+    write_key("old")
+    options.write_text('log-level = "info"\n')
+    # A session of its own: with a terminal, its hang-up would end the server.
+    server = start(
+        "--executor", "fake", "--config", str(options), "--api-key-file", str(keys),
+        "--api-server-count", "2", new_session=True,
+    )  # fmt: skip
+    assert (status("old"), status("new")) == (200, 401)
+    write_key("new")
+    options.write_text('log-level = "error"\n')
+    server.process.send_signal(signal.SIGHUP)
+    # Two processes answer, whichever takes the connection.
+    until(lambda: [status("old") for _ in range(8)] == [401] * 8)
+    until(lambda: [status("new") for _ in range(8)] == [200] * 8)
+    keys.write_text("[[")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for_line("SIGHUP: --api-key-file .*nothing has changed")
+    assert status("new") == 200
+    # Not one line of info since: the engine and both API servers know the level, too.
+    seen = len(server.lines)
+    assert server.stop() == 0
+    assert [line for line in server.lines[seen:] if " INFO " in line] == []
 
 
 def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_llama):
