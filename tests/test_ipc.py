@@ -41,7 +41,7 @@ def test_order_is_kept_and_types_come_back(inbox, outbox):
     sent = [Attach(0, "x")] + [AbortRequests([str(i)]) for i in range(1000)] + [ResetPrefixCache()]
     for message in sent:
         outbox.send(message)
-    assert [inbox.recv(timeout=5) for _ in sent] == sent
+    assert [inbox.recv(timeout=60) for _ in sent] == sent
 
 
 def test_order_is_kept_per_sender(at, inbox):
@@ -54,7 +54,7 @@ def test_order_is_kept_per_sender(at, inbox):
     threads = [threading.Thread(target=send, args=(name,)) for name in "abc"]
     for thread in threads:
         thread.start()
-    received = [inbox.recv(timeout=5).request_ids for _ in range(600)]
+    received = [inbox.recv(timeout=60).request_ids for _ in range(600)]
     for thread in threads:
         thread.join()
     for name in "abc":
@@ -74,7 +74,7 @@ def test_drain_takes_all_that_is_there_and_does_not_wait(inbox, outbox):
         outbox.send(AbortRequests([str(i)]))
     outbox.send(ResetPrefixCache())
     messages = []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not messages or messages[-1] != ResetPrefixCache():
         assert time.monotonic() < deadline
         messages += inbox.drain()
@@ -86,7 +86,7 @@ def test_an_outbox_may_come_before_its_inbox(at):
     outbox = ipc.Outbox(at)
     outbox.send(AbortRequests(["early"]))
     inbox = ipc.Inbox(at, ToEngine)
-    assert inbox.recv(timeout=5) == AbortRequests(["early"])
+    assert inbox.recv(timeout=60) == AbortRequests(["early"])
     outbox.close()
     inbox.close()
 
@@ -95,7 +95,7 @@ def test_last_words_are_delivered_after_close(at, inbox):
     outbox = ipc.Outbox(at)
     outbox.send(AbortRequests(["last"]))
     outbox.close()
-    assert inbox.recv(timeout=5) == AbortRequests(["last"])
+    assert inbox.recv(timeout=60) == AbortRequests(["last"])
 
 
 async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at, inbox):
@@ -121,7 +121,7 @@ async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at,
     on_readable()
     sender = loop.run_in_executor(None, send)
     try:
-        await asyncio.wait_for(done.wait(), timeout=10)
+        await asyncio.wait_for(done.wait(), timeout=60)
     finally:
         loop.remove_reader(inbox.fileno())
         await sender
@@ -135,8 +135,8 @@ def test_messages_cross_processes(at, inbox):
         "outbox.close()\n"
         "import zmq; zmq.Context.instance().term()"
     )
-    subprocess.run([sys.executable, "-c", code, at], check=True, timeout=30)
-    assert inbox.recv(timeout=5) == AbortRequests(["other process"])
+    subprocess.run([sys.executable, "-c", code, at], check=True, timeout=60)
+    assert inbox.recv(timeout=60) == AbortRequests(["other process"])
 
 
 def test_garbage_is_refused_by_the_type(at, inbox):
@@ -147,21 +147,27 @@ def test_garbage_is_refused_by_the_type(at, inbox):
     outbox.send(Garbage(1))
     outbox.send(ResetPrefixCache())
     with pytest.raises(ipc.UnreadableMessage, match="Expected `array`, got `object`") as caught:
-        inbox.recv(timeout=5)
+        inbox.recv(timeout=60)
     assert msgspec.msgpack.decode(caught.value.data) == {"a": 1}
-    assert inbox.recv(timeout=5) == ResetPrefixCache()
+    assert inbox.recv(timeout=60) == ResetPrefixCache()
     outbox.close()
 
 
 def test_drain_keeps_what_came_before_an_unreadable_message(inbox, outbox):
     for message in (AbortRequests(["before"]), EngineDead("no request"), AbortRequests(["after"])):
         outbox.send(message)
-    assert inbox.socket.poll(5000)
-    time.sleep(0.05)  # all three
-    assert inbox.drain() == [AbortRequests(["before"])]
+    time.sleep(0.05)  # most often enough for all three
+
+    def drained():
+        deadline = time.monotonic() + 60
+        while not (messages := inbox.drain()):
+            assert time.monotonic() < deadline
+        return messages
+
+    assert drained() == [AbortRequests(["before"])]
     with pytest.raises(ipc.UnreadableMessage):
-        inbox.drain()
-    assert inbox.drain() == [AbortRequests(["after"])]
+        drained()
+    assert drained() == [AbortRequests(["after"])]
 
 
 def test_the_folder_is_private_and_its_path_is_short(monkeypatch, tmp_path):

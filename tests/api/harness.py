@@ -184,11 +184,11 @@ async def serve(
         stack.callback(async_llm.close)
         if listen:
             url = await stack.enter_async_context(listening(app))
-            http = httpx.AsyncClient(base_url=url, timeout=20)
+            http = httpx.AsyncClient(base_url=url, timeout=60)
         else:
             url = ""
             http = httpx.AsyncClient(
-                base_url="http://servd", transport=httpx.ASGITransport(app), timeout=20
+                base_url="http://servd", transport=httpx.ASGITransport(app), timeout=60
             )
         await stack.enter_async_context(http)
         yield Served(http, engine, async_llm, app, url)
@@ -227,7 +227,7 @@ async def listening(
         await task
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until `condition` holds."""
     async with asyncio.timeout(seconds):
         while not condition():

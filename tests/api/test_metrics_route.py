@@ -115,7 +115,7 @@ def refuse(num_prompts) -> None:
 async def test_refused_requests_are_counted_too(served: Served):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
     count = partial(count_refusal, served.app)
-    async with listening(served.app, on_refused=count, body_timeout=0.1, header_timeout=0.1) as url:
+    async with listening(served.app, on_refused=count, body_timeout=0.5, header_timeout=0.5) as url:
         port = int(url.rpartition(":")[2])
         for sent, status in (
             ([b"this is not HTTP\r\n\r\n"], b"400"),

@@ -43,7 +43,7 @@ async def spans_of(exporter: InMemorySpanExporter, number: int = 1) -> list[Read
     def ended() -> int:
         return sum(span.name == "llm_request" for span in exporter.get_finished_spans())
 
-    await until(lambda: ended() == number, 30)
+    await until(lambda: ended() == number)
     return [*exporter.get_finished_spans()]
 
 

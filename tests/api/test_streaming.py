@@ -153,7 +153,7 @@ async def test_many_clients_at_once_get_their_own_text(listening_server: Served)
             f"client {i}", 20
         )
 
-    async with httpx.AsyncClient(base_url=listening_server.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=listening_server.url, timeout=60) as http:
         await asyncio.gather(*(ask(i) for i in range(32)))
 
 

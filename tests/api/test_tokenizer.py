@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -199,14 +198,12 @@ def test_long_texts_are_encoded_like_short_ones():
 
 def test_a_long_text_does_not_hold_up_other_threads():
     thread = threading.Thread(target=BYTES.encode, args=["the licence " * 100_000])
-    times = [time.monotonic()]
+    num_turns = 0
     thread.start()
     while thread.is_alive():
-        times.append(time.monotonic())
+        num_turns += 1
         time.sleep(0.001)
-    times.append(time.monotonic())
-    longest = max(later - before for before, later in pairwise(times))
-    assert longest < (times[-1] - times[0]) / 2
+    assert num_turns > 4  # two, if the other thread never let go
 
 
 def test_truncation_of_the_file_is_ignored(tmp_path: Path):

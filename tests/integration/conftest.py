@@ -19,6 +19,10 @@ import httpx
 import psutil
 import pytest
 
+# By default httpx gives up after five seconds, in which a busy machine may not get to answer.
+for phase in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
+
 
 class Server:
     """A `servd serve` that a test started. Its log is in `lines`."""
@@ -82,6 +86,16 @@ class Server:
         assert values, f"no metric {name} in:\n{text[:2000]}"
         return sum(map(float, values))
 
+    def wait_idle(self) -> None:
+        """Until the engine says that nothing runs: it does so with a step, so one is asked for."""
+        body = {"prompt": "x", "max_tokens": 1}
+        deadline = time.monotonic() + 60
+        while True:
+            httpx.post(f"{self.url}/v1/completions", json=body).raise_for_status()
+            if not self.metric("vllm:num_requests_running"):
+                break
+            assert time.monotonic() < deadline, "requests still run"
+
     def children(self) -> dict[str, psutil.Process]:
         """Child processes by kind: engine, api (the last one, of several)."""
         kinds = {"engine_core_proc": "engine", "api.server": "api"}
@@ -92,12 +106,12 @@ class Server:
             if name in " ".join(child.cmdline())
         }
 
-    def stop(self, timeout: float = 20) -> int:
+    def stop(self, timeout: float = 60) -> int:
         """SIGTERM; returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout)
-        self.reader.join(5)
+        self.reader.join(60)
         assert self.process.stderr is not None
         self.process.stderr.close()
         return code

@@ -14,7 +14,7 @@ from tests.integration.conftest import Server
 
 def run(server: Server, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "servd", *args, "--url", server.url]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
 
 
 def answer(server: Server, messages: list[dict[str, str]]) -> str:

@@ -34,7 +34,7 @@ def test_every_feature_with_real_text(start: Callable[..., Server]):
     def message(text: str, **fields: Any) -> dict[str, Any]:
         body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
         reply = (
-            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30)
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
             .raise_for_status()
             .json()
         )
@@ -63,6 +63,6 @@ def test_every_feature_with_real_text(start: Callable[..., Server]):
 
     chat = [sys.executable, "-m", "servd", "chat", "--url", server.url, "--temperature", "0"]
     result = subprocess.run(
-        chat, input="What is servd?\n", capture_output=True, text=True, timeout=30
+        chat, input="What is servd?\n", capture_output=True, text=True, timeout=60
     )
     assert "language models" in result.stdout

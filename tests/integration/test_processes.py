@@ -47,13 +47,6 @@ async def open_streams(
     return client, await asyncio.gather(*(one(i) for i in range(count)))
 
 
-def wait_until(condition, timeout: float, what: str) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 def socket_folder(server: Server) -> Path:
     """Where the server's processes keep their sockets."""
     connections = psutil.Process(server.children()["engine"].pid).net_connections("unix")
@@ -63,20 +56,15 @@ def socket_folder(server: Server) -> Path:
 async def test_killed_engine_answers_every_stream_and_ends_the_tree(start, long_llama):
     server = start(str(long_llama), "--device", "cpu")
     client, streams = await open_streams(server, 16)
-    killed_at = time.monotonic()
     server.children()["engine"].kill()
 
-    async def read(stream) -> float:
+    async def read(stream) -> None:
         with pytest.raises(openai.APIError, match="engine"):
             async for _ in stream:
                 pass
-        return time.monotonic() - killed_at
 
-    answered = await asyncio.gather(*(read(s) for s in streams))
-    assert max(answered) < 1
-    code = await asyncio.to_thread(server.process.wait, 5)
-    assert time.monotonic() - killed_at < 2
-    assert code not in (0, 2)
+    await asyncio.gather(*(read(s) for s in streams))
+    assert await asyncio.to_thread(server.process.wait, 60) not in (0, 2)
     await client.close()
 
 
@@ -88,8 +76,9 @@ def test_any_death_ends_all(start, victim: str):
         server.process.kill()
     else:
         children[victim].kill()
-    assert server.process.wait(5) != 0
-    wait_until(lambda: not any(c.is_running() for c in children.values()), 5, "orphans")
+    assert server.process.wait(60) != 0
+    psutil.wait_procs(children.values(), timeout=60)
+    assert not any(child.is_running() for child in children.values())
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -98,7 +87,7 @@ def test_signal_leaves_nothing(start, signum: signal.Signals):
     folder, children = socket_folder(server), server.children()
     assert folder.stat().st_mode & 0o777 == 0o700
     server.process.send_signal(signum)
-    assert server.process.wait(5) == 0
+    assert server.process.wait(60) == 0
     assert not any(c.is_running() for c in children.values())
     assert not folder.exists()
 
@@ -134,7 +123,7 @@ def test_a_background_response_ends_with_the_server(start, timeout: str):
     if timeout != "0":
         server.wait_for_line(r"draining: \d+ requests open")
         server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(3) == 0
+    assert server.process.wait(60) == 0
     log = "\n".join(server.lines)
     assert not re.search(r"Traceback|Error|the engine is gone|killed", log), log
 
@@ -148,7 +137,7 @@ async def test_drain_is_cut_with_an_error_when_time_is_up(start, long_llama):
             async for _ in stream:
                 pass
     await client.close()
-    assert server.stop(5) == 0
+    assert server.stop() == 0
 
 
 async def test_100_clients_that_leave_free_all_blocks(start, long_llama):
@@ -157,16 +146,7 @@ async def test_100_clients_that_leave_free_all_blocks(start, long_llama):
     assert server.metric("vllm:num_requests_running") > 0
     await asyncio.gather(*(stream.close() for stream in streams))
     await client.close()
-    # Gauges follow the engine's steps: one small request makes it report.
-    deadline = time.monotonic() + 10
-    while True:
-        httpx.post(
-            f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}
-        ).raise_for_status()
-        if not server.metric("vllm:num_requests_running"):
-            break
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+    await asyncio.to_thread(server.wait_idle)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
@@ -189,10 +169,11 @@ def test_api_process_is_small_and_without_torch(llama_server: Server):
 def test_idle_costs_no_cpu(llama_server: Server):
     children = llama_server.children()
     before = {kind: sum(p.cpu_times()[:2]) for kind, p in children.items()}
-    time.sleep(2)
+    time.sleep(1)
     after = {kind: sum(p.cpu_times()[:2]) for kind, p in children.items()}
-    assert after["engine"] - before["engine"] <= 0.02
-    assert after["api"] - before["api"] <= 0.06
+    # In fact 0.01 and 0.02; one that spins or polls would use the whole second, or much of it.
+    assert after["engine"] - before["engine"] <= 0.1
+    assert after["api"] - before["api"] <= 0.2
 
 
 def test_two_api_servers_share_port_and_metrics(start):
@@ -216,7 +197,7 @@ def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
     response = httpx.post(f"{front.url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
     assert response.json()["usage"]["completion_tokens"] == 3
     engine.children()["engine"].kill()
-    assert front.process.wait(5) != 0
+    assert front.process.wait(60) != 0
     assert engine.stop() != 0
 
 
@@ -226,22 +207,19 @@ async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(
     folder = tmp_path / "ipc"
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
     survivor, victim = (start("--executor", "fake", "--attach", str(folder)) for _ in range(2))
-    # The victim's last: 8,000 tokens take a few seconds, and it must be killed before their end.
     clients, streams = zip(
         *[await open_streams(front, 3) for front in (survivor, victim)], strict=True
     )
+    # The victim's streams, which last for a few seconds, must not end before it.
+    engine.children()["engine"].suspend()
     victim.children()["api"].kill()
-    assert await asyncio.to_thread(victim.process.wait, 5) != 0
-    engine.wait_for_line(r"an API server has ended: \d requests aborted", 20)
+    assert await asyncio.to_thread(victim.process.wait, 60) != 0
+    engine.children()["engine"].resume()
+    engine.wait_for_line(r"an API server has ended: \d requests aborted")
     for stream in streams[0]:  # the other one's go on to their ends
         reasons = [chunk.choices[0].finish_reason async for chunk in stream]
         assert reasons[-1] == "length" and reasons.count("length") == 1
-    httpx.post(
-        f"{survivor.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}
-    ).raise_for_status()
-    assert (
-        survivor.metric("vllm:num_requests_running") == 0
-    )  # as the engine said with the last answer
+    await asyncio.to_thread(survivor.wait_idle)
     for client in clients:
         await client.close()
     assert engine.process.poll() is None

@@ -196,5 +196,5 @@ def test_the_private_server_ends_with_the_command(tmp_path):
         )
     finally:
         process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    assert process.wait(60) == 128 + signal.SIGTERM
     assert not Path(f"/proc/{server}").exists()

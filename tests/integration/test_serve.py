@@ -163,6 +163,6 @@ async def test_prefix_cache_is_reported_and_changes_nothing(llama_server: Server
 def test_other_ways_to_run(start, tiny_llama, options: list[str]):
     server = start(str(tiny_llama), "--device", "cpu", *options)
     body = {"prompt": "the licence", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert response["usage"]["completion_tokens"] == 8
     assert server.stop() == 0

@@ -107,5 +107,5 @@ def test_a_bad_configuration_is_refused_with_the_remedy(
     start: Callable[..., Server],
 ):
     server = start("--executor", "fake", "--spec-method", "eagel", wait=False)
-    assert server.process.wait(30) == 2
+    assert server.process.wait(60) == 2
     assert server.wait_for_line("there are: .*ngram")

@@ -124,4 +124,4 @@ def test_the_death_of_an_idle_worker_is_noticed(start):
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     executor.on_failure = reasons.put
     executor.workers[0].process.send_signal(signal.SIGKILL)
-    assert "worker-0" in reasons.get(timeout=5)
+    assert "worker-0" in reasons.get(timeout=60)
