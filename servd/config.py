@@ -154,6 +154,12 @@ class CacheConfig(Section, frozen=True):
     enable_prefix_caching: Annotated[
         bool, about("Reuse the KV cache of equal prompt beginnings.")
     ] = True
+    kv_cache_metrics: Annotated[
+        bool, about("Measure how long blocks live, lie idle and wait to be used again.")
+    ] = False
+    kv_cache_metrics_sample: Annotated[
+        float, about("Share of the blocks that --kv-cache-metrics measures.", gt=0, le=1)
+    ] = 0.01
 
 
 class SchedulerConfig(Section, frozen=True):

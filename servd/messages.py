@@ -211,6 +211,14 @@ class DraftStats(Message):
         self.num_accepted_tokens_per_pos = [sum(pair) for pair in pairs]
 
 
+class BlockEviction(Message):
+    """A block lost what it held for the prefix cache; nanoseconds."""
+
+    lifetime_ns: int
+    idle_ns: int  # since it was found in the prefix cache, or filled
+    reuse_gaps_ns: list[int] = []  # between two times that it was found
+
+
 class SchedulerStats(Message):
     """The engine's state after a step, for metrics and logs; counters since the last report."""
 
@@ -223,6 +231,8 @@ class SchedulerStats(Message):
     num_scheduled_tokens: int = 0  # in this step
     step: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
+    num_deferred: int = 0  # requests that could not run yet whatever is free
+    evictions: list[BlockEviction] = []  # under --kv-cache-metrics
 
 
 class EngineCoreOutputs(Message, tag=True):

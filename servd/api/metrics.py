@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 import msgspec
@@ -31,6 +32,10 @@ ITL_BUCKETS: Buckets = (
 )
 LATENCY_BUCKETS: Buckets = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)
+BLOCK_BUCKETS: Buckets = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600,
+    1200, 1800,
 )
 HTTP_BUCKETS: Buckets = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 LAG_BUCKETS: Buckets = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -93,6 +98,13 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context
     "vllm:request_num_preemptions": ("Times it lost its KV blocks.", PREEMPTION_BUCKETS),
     "vllm:request_params_n": ("The parameter n.", N_BUCKETS),
     "vllm:request_params_max_tokens": ("The parameter max_tokens.", None),
+    "vllm:kv_block_lifetime_seconds": (
+        "From its first token to its eviction, of blocks in the sample (--kv-cache-metrics).",
+        BLOCK_BUCKETS),
+    "vllm:kv_block_idle_before_evict_seconds": (
+        "From its last use to its eviction.", BLOCK_BUCKETS),
+    "vllm:kv_block_reuse_gap_seconds": (
+        "Between two times that the prefix cache had it, before its eviction.", BLOCK_BUCKETS),
     "vllm:iteration_tokens_total": ("Tokens computed in a step.", ITERATION_BUCKETS),
     "servd:event_loop_lag_seconds": (
         "How late an API server's event loop came to a timer, sampled ten times a second.",
@@ -155,11 +167,9 @@ class Metrics:
         token_buckets = _one_two_five(max_model_len)
         # The engine reports its state to one API server at a time: the newest report is right, a
         # sum is not.
+        gauge = partial(Gauge, registry=registry, multiprocess_mode="livemostrecent")
         self.gauges = {
-            name: Gauge(
-                name, text, labels, registry=registry, multiprocess_mode="livemostrecent"
-            ).labels(**labels)
-            for name, text in GAUGES.items()
+            name: gauge(name, text, labels).labels(**labels) for name, text in GAUGES.items()
         }
         self.counters = {
             name: Counter(name, text, labels, registry=registry).labels(**labels)
@@ -183,19 +193,16 @@ class Metrics:
             [*labels, "position"],
             registry=registry,
         )
-        self.waiting_for_capacity = Gauge(
+        waiting = gauge(
             "vllm:num_requests_waiting_by_reason",
-            "Requests that wait to be scheduled.",
+            "Requests that wait to be scheduled: for room, or (deferred) for their grammar.",
             [*labels, "reason"],
-            registry=registry,
-            multiprocess_mode="livemostrecent",
-        ).labels(**labels, reason="capacity")
-        self.cache_config = Gauge(
-            "vllm:cache_config_info",
-            "The KV cache; always 1.",
-            [*labels, *CACHE_FACTS],
-            registry=registry,
-            multiprocess_mode="livemostrecent",
+        )
+        self.waiting = {
+            reason: waiting.labels(**labels, reason=reason) for reason in ("capacity", "deferred")
+        }
+        self.cache_config = gauge(
+            "vllm:cache_config_info", "The KV cache; always 1.", [*labels, *CACHE_FACTS]
         )
         # Under the names of prometheus-fastapi-instrumentator, without the labels of a model.
         self.http_requests = Counter(
@@ -236,8 +243,9 @@ class Metrics:
     def observe_step(self, stats: SchedulerStats) -> None:
         """Take the engine's state after a step; its counters are since the last report."""
         self.gauges["vllm:num_requests_running"].set(stats.num_running)
-        self.gauges["vllm:num_requests_waiting"].set(stats.num_waiting)
-        self.waiting_for_capacity.set(stats.num_waiting)
+        self.gauges["vllm:num_requests_waiting"].set(stats.num_waiting + stats.num_deferred)
+        self.waiting["capacity"].set(stats.num_waiting)
+        self.waiting["deferred"].set(stats.num_deferred)
         self.gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
         self.counters["vllm:prefix_cache_queries"].inc(stats.prefix_cache_queries)
         self.counters["vllm:prefix_cache_hits"].inc(stats.prefix_cache_hits)
@@ -248,6 +256,14 @@ class Metrics:
         self.counters["vllm:spec_decode_num_accepted_tokens"].inc(drafts.num_accepted_tokens)
         for position, count in enumerate(drafts.num_accepted_tokens_per_pos):
             self.accepted_by_position.labels(**self.labels, position=position).inc(count)
+        for block in stats.evictions:
+            seconds = self.histograms["vllm:kv_block_lifetime_seconds"]
+            seconds.observe(block.lifetime_ns / SECOND)
+            seconds = self.histograms["vllm:kv_block_idle_before_evict_seconds"]
+            seconds.observe(block.idle_ns / SECOND)
+            seconds = self.histograms["vllm:kv_block_reuse_gap_seconds"]
+            for gap in block.reuse_gaps_ns:
+                seconds.observe(gap / SECOND)
         if stats.num_scheduled_tokens:
             self.histograms["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
 

@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servd.api.auth import ANYONE, OPEN_PATHS
+from servd.api.explanation import server_timing
 from servd.api.metrics import Metrics
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
@@ -78,7 +79,6 @@ class RequestContext:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         state = self._begin(scope, headers)
-        span = state["span"]
         length = headers.get("content-length", "")
         announced = int(length) if length.isdecimal() else 0
         num_received, status, written = 0, 0, False
@@ -98,10 +98,7 @@ class RequestContext:
             nonlocal status, written
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = [(b"x-request-id", state["request_id"].encode())]
-                if span:
-                    own.append((b"traceresponse", span.traceparent.encode()))
-                message["headers"] = [*message["headers"], *own]
+                message["headers"] = [*message["headers"], *self._headers(state, message)]
             await _send_timed(send, message, blocked)
             written = message["type"] == "http.response.body" and not message.get(
                 "more_body", False
@@ -142,6 +139,16 @@ class RequestContext:
             client=address, span=span,
         )  # fmt: skip
         return state
+
+    def _headers(self, state: dict[str, Any], start: Message) -> Iterator[tuple[bytes, bytes]]:
+        """What every answer says, and where the time went if all of it is there."""
+        yield b"x-request-id", state["request_id"].encode()
+        if state["span"]:
+            yield b"traceresponse", state["span"].traceparent.encode()
+        if state["traced"] and any(name == b"content-length" for name, _ in start["headers"]):
+            running = self.tracer.running
+            timelines = [running[name] for name in state["traced"] if name in running]
+            yield b"server-timing", server_timing(timelines).encode()
 
     def _observe(self, scope: Scope, status: int, seconds: float) -> None:
         """Count and log the answer."""

@@ -54,6 +54,10 @@ HEADERS: Schema = {
         "description": "Milliseconds of the stages of an answer that is not streamed.",
         "schema": {"type": "string"},
     },
+    "traceresponse": {
+        "description": "The OpenTelemetry span of the request, if spans are exported.",
+        "schema": {"type": "string"},
+    },
     "Retry-After": {
         "description": "Seconds after which to try again, where that may help.",
         "schema": {"type": "integer"},

@@ -74,7 +74,8 @@ class EngineCore:
                     else:
                         self.scheduler.reject(request, error)
             case AbortRequests(request_ids):
-                self.grammars.abort(request_ids)
+                for request in self.grammars.abort(request_ids):
+                    self.scheduler.report_to(request.client)
                 self.scheduler.abort(request_ids)
             case ResetPrefixCache():
                 self.scheduler.kv_cache.pool.forget_cached()
@@ -86,6 +87,8 @@ class EngineCore:
         try:
             if has_grammar or self.grammars.admit(request):
                 self.scheduler.add(request)
+            else:
+                self.scheduler.report_to(request.client)
         except Exception as error:
             logger.exception("request %s cannot be taken in", request.request_id)
             self.scheduler.reject(request, f"the engine cannot take it ({type(error).__name__})")
@@ -109,6 +112,7 @@ class EngineCore:
             record.launched_ns = now_ns()
         if self.in_flight and (scheduled is None or len(self.in_flight) >= self.depth):
             self._harvest()
+        self.scheduler.num_deferred = grammars.num_waiting
         return self.scheduler.take_outputs()
 
     def _harvest(self) -> None:

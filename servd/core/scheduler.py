@@ -70,9 +70,7 @@ class Scheduler:
         # No request may outgrow the whole cache: alone, it must always be able to finish.
         self.cache_len = num_blocks * cache_config.block_size
         self.max_model_len = min(max_model_len, self.cache_len)
-        self.kv_cache = KVCacheManager(
-            num_blocks, cache_config.block_size, cache_config.enable_prefix_caching
-        )
+        self.kv_cache = KVCacheManager(num_blocks, cache_config)
         self.lookahead = Lookahead(max_drafts)
         self.requests: dict[str, Request] = {}  # unfinished
         self.running: list[Request] = []  # by order: the last is preempted first
@@ -84,6 +82,7 @@ class Scheduler:
         self._freed_slots: list[int] = []  # not yet told to the workers
         self._in_flight: deque[Step] = deque()
         self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)  # by client
+        self.num_deferred = 0  # requests that are to be added as soon as they can run
         self._stats = SchedulerStats()
         self._num_steps = 0
         self._log = StepLog()
@@ -127,9 +126,9 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is not None:
                 self._finish(request)
-                self._report_to(request.client)
+                self.report_to(request.client)
 
-    def _report_to(self, client: int) -> None:
+    def report_to(self, client: int) -> None:
         """Let `take_outputs` give the client the engine's new state, with no output beside."""
         self._outputs.setdefault(client, [])
 
@@ -421,7 +420,7 @@ class Scheduler:
         self.lookahead.time(step.scheduled, self._log.add(step.record, now, times_ns))
         if self._log.take_news_due():
             for request in self.requests.values():
-                self._report_to(request.client)
+                self.report_to(request.client)
 
     def _learn(
         self, request: Request, scheduled: ScheduledRequest, num_kept: int, found: list[int]
@@ -462,7 +461,10 @@ class Scheduler:
         )
         report.num_running = len(self.running)
         report.num_waiting = len(self.waiting)
+        report.num_deferred = self.num_deferred
         report.kv_cache_usage = self.kv_cache.usage
+        if times := self.kv_cache.pool.times:
+            report.evictions = times.news()
         report.step = self._num_steps
         return report
 

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.config import CacheConfig
 from servd.messages import (
+    BlockEviction,
     DraftStats,
     EngineCoreOutput,
     EngineReady,
@@ -59,6 +60,9 @@ HISTOGRAMS = [
     "request_params_n",
     "request_params_max_tokens",
     "iteration_tokens_total",
+    "kv_block_lifetime_seconds",
+    "kv_block_idle_before_evict_seconds",
+    "kv_block_reuse_gap_seconds",
 ]
 
 
@@ -104,6 +108,27 @@ def test_state_of_the_engine():
     assert (
         value(metrics, "iteration_tokens_total_count") == 1
     )  # a step that computed nothing is none
+
+
+def test_what_waits_for_its_grammar_is_deferred():
+    metrics = Metrics("m")
+    metrics.observe_step(SchedulerStats(num_waiting=2, num_deferred=3))
+    assert value(metrics, "num_requests_waiting") == 5
+    assert value(metrics, "num_requests_waiting_by_reason", reason="capacity") == 2
+    assert value(metrics, "num_requests_waiting_by_reason", reason="deferred") == 3
+
+
+def test_blocks_that_were_evicted():
+    metrics = Metrics("m")
+    eviction = BlockEviction(9 * SECOND, 2 * SECOND, [3 * SECOND, SECOND])
+    metrics.observe_step(SchedulerStats(evictions=[eviction]))
+    for name, count, total in (
+        ("lifetime", 1, 9),
+        ("idle_before_evict", 1, 2),
+        ("reuse_gap", 2, 4),
+    ):
+        assert value(metrics, f"kv_block_{name}_seconds_count") == count
+        assert value(metrics, f"kv_block_{name}_seconds_sum") == total
 
 
 def test_what_became_of_drafts():

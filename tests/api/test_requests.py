@@ -14,7 +14,7 @@ from servd.api.openapi import document
 from servd.api.prefix_explanation import common_length
 from servd.api.routes import load_routers
 from servd.hf import FAKE_SPEC
-from tests.api.harness import Served, events, serve, until, user
+from tests.api.harness import ALIAS, Served, events, serve, until, user
 
 COMPLETIONS = "/v1/completions"
 
@@ -145,6 +145,23 @@ async def test_server_timing_names_the_stages(served: Served, path, body):
     times = {name: float(ms) for name, ms in stages.items()}
     assert times["decode"] >= 40 and sum(times.values()) <= 2 * times["total"]
     assert "timings" not in answer.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/pooling", {"input": "a"}),
+        ("/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ("/v1/messages", {"messages": user("a"), "max_tokens": 2}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 16}),
+    ],
+)
+async def test_every_answer_of_the_engine_has_server_timing(served: Served, path, body):
+    answer = await served.http.post(path, json={"model": ALIAS, **body})
+    stages = [part.split(";")[0] for part in answer.headers["server-timing"].split(", ")]
+    assert {"prepare", "queue", "prefill", "total"} <= {*stages}
+    assert "server-timing" not in (await served.http.get("/health")).headers
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

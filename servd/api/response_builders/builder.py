@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import context_of, owned, start_timeline
-from servd.api.explanation import server_timing
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.processor import Prepared
@@ -129,7 +128,6 @@ class ResponseBuilder(ABC):
                 error_frame=self.error_frame,
             )
         content = await until_disconnect(self._collect(), self.request.receive)
-        headers["server-timing"] = server_timing(self.timelines)
         return Response(content, headers=headers, media_type="application/json")
 
     @asynccontextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from servd.core.kv_cache.block_times import BlockTimes
 from servd.tracing import now_ns
 
 
@@ -14,9 +15,14 @@ class BlockPool:
     A block is free when nobody owns it. A free block that still has a hash is cached: it can be
     shared again until the space is needed. Blank blocks are handed out first, then cached ones,
     least recently used first.
+
+    Args:
+        num_blocks: how many there are.
+        times: follows them, or None.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, times: BlockTimes | None = None) -> None:
+        self.times = times
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
@@ -39,10 +45,14 @@ class BlockPool:
             assert self.ref_counts[block] == 0
             self.ref_counts[block] = 1
             taken.append(block)
+        if self.times is not None:
+            self.times.begin(taken)
         return taken
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: Sequence[int]) -> None:
         """Own these cached blocks together with whoever owns them already."""
+        if self.times is not None:
+            self.times.use(blocks)
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self._cached[block]
@@ -82,6 +92,8 @@ class BlockPool:
         del self._block_of_hash[block_hash]
         self.hashes[block] = None
         self.evicted_at_ns[block_hash] = now_ns()
+        if self.times is not None:
+            self.times.evict(block)
         if len(self.evicted_at_ns) > self.num_blocks:
             self.evicted_at_ns.popitem(last=False)
         return block

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from servd.config import CacheConfig
 from servd.core.kv_cache.block_hash import block_hash, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
+from servd.core.kv_cache.block_times import BlockTimes
 from servd.core.request import Request
 
 
@@ -18,10 +20,12 @@ class KVCacheManager:
     fills it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
+    def __init__(self, num_blocks: int, config: CacheConfig) -> None:
+        self.block_size = config.block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
+        interval = round(1 / config.kv_cache_metrics_sample)
+        times = BlockTimes(interval) if config.kv_cache_metrics else None
+        self.pool = BlockPool(num_blocks, times)
 
     @property
     def usage(self) -> float:

@@ -195,6 +195,11 @@ class GrammarManager:
     # ---- before a request runs ----
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a grammar."""
+        return sum(map(len, self._compiling.values()))
+
+    @property
     def is_compiling(self) -> bool:
         """Whether requests wait for a grammar."""
         return bool(self._compiling)
@@ -233,11 +238,13 @@ class GrammarManager:
                     self._cache.retain(output, compiled.grammar)
         return requests
 
-    def abort(self, request_ids: list[str]) -> None:
-        """Forget requests that wait for their grammars."""
-        gone = set(request_ids)
+    def abort(self, request_ids: list[str]) -> list[EngineCoreRequest]:
+        """Forget requests that wait for their grammars; returns them."""
+        gone, ids = [], set(request_ids)
         for requests in self._compiling.values():
-            requests[:] = [request for request in requests if request.request_id not in gone]
+            gone += [request for request in requests if request.request_id in ids]
+            requests[:] = [request for request in requests if request.request_id not in ids]
+        return gone
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         """Have a thread with a stack of known size do some work."""

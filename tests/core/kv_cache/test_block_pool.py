@@ -8,7 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from servd.core.kv_cache import block_times
 from servd.core.kv_cache.block_pool import BlockPool
+from servd.core.kv_cache.block_times import BlockTimes
 
 NUM_BLOCKS = 6
 
@@ -111,3 +113,21 @@ def test_sharing_a_cached_block_makes_it_the_last_to_be_evicted():
     pool.share([blocks[0]])
     pool.release([blocks[0]])
     assert pool.take(2) == [blocks[1], blocks[0]]
+
+
+def test_the_times_of_blocks_are_told_once_they_are_evicted(monkeypatch):
+    clock = iter([1, 10, 14, 50])
+    monkeypatch.setattr(block_times, "now_ns", lambda: next(clock))
+    pool = BlockPool(2, BlockTimes(2))
+    blocks = pool.take(2)  # the second is followed, from 1 on
+    for block in blocks:
+        pool.register(block, b"%d" % block)
+    for _ in range(2):  # it is found at 10 and at 14
+        pool.share(blocks)
+    for _ in range(3):
+        pool.release(blocks)
+    assert pool.times and pool.times.news() == []
+    pool.forget_cached()
+    [eviction] = pool.times.news()
+    assert (eviction.lifetime_ns, eviction.idle_ns, eviction.reuse_gaps_ns) == (49, 36, [4])
+    assert pool.times.news() == []

@@ -102,6 +102,25 @@ def test_one_compilation_serves_all_who_wait_and_all_who_follow():
     )
 
 
+def test_requests_that_wait_for_their_grammars_are_told_of_as_deferred():
+    engine = make_engine()
+    driver = Driver(
+        engine,
+        make_request("a", [1], structured_output=REGEX),
+        make_request("b", [1], structured_output=SCHEMA),
+    )
+
+    def told() -> int:
+        [outputs] = engine.step().values()
+        return outputs.stats.num_deferred
+
+    assert told() == 2
+    engine.handle(AbortRequests(["b"]))
+    assert told() == 1
+    driver.run()
+    assert driver.log.finished("a") and engine.scheduler.num_deferred == 0
+
+
 def test_an_aborted_request_does_not_come_back():
     engine = make_engine()
     driver = Driver(engine, make_request("gone", [1], structured_output=REGEX))

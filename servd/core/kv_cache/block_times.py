@@ -1,0 +1,49 @@
+"""BlockTimes: how long some blocks of the prefix cache live, lie idle and wait to be used again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from servd.messages import BlockEviction
+from servd.tracing import now_ns
+
+MAX_USES = 4  # of a block that are remembered, the last ones
+
+
+class BlockTimes:
+    """Follows one of `interval` blocks from the moment it is taken until it is evicted."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._num_taken = 0
+        # Block -> when it was taken, and when it was found in the prefix cache.
+        self._times: dict[int, list[int]] = {}
+        self._evictions: list[BlockEviction] = []
+
+    def begin(self, blocks: Iterable[int]) -> None:
+        """These get new content."""
+        for block in blocks:
+            self._times.pop(block, None)
+            self._num_taken += 1
+            if self._num_taken % self._interval == 0:
+                self._times[block] = [now_ns()]
+
+    def use(self, blocks: Iterable[int]) -> None:
+        """These were found in the prefix cache."""
+        for block in blocks:
+            if times := self._times.get(block):
+                times.append(now_ns())
+                del times[1:-MAX_USES]
+
+    def evict(self, block: int) -> None:
+        """This loses its content."""
+        if times := self._times.pop(block, None):
+            now = now_ns()
+            gaps = [later - earlier for earlier, later in pairwise(times[1:])]
+            self._evictions.append(BlockEviction(now - times[0], now - times[-1], gaps))
+
+    def news(self) -> list[BlockEviction]:
+        """Evictions since the last call."""
+        news, self._evictions = self._evictions, []
+        return news
