@@ -455,16 +455,13 @@ class Scheduler:
         """The state now. Counters start again, so that the sum over all reports, to any client, is
         the truth.
         """
-        report, self._stats = (
-            self._stats,
-            SchedulerStats(num_scheduled_tokens=self._stats.num_scheduled_tokens),
-        )
+        report = self._stats
+        self._stats = SchedulerStats(num_scheduled_tokens=report.num_scheduled_tokens)
         report.num_running = len(self.running)
         report.num_waiting = len(self.waiting)
         report.num_deferred = self.num_deferred
         report.kv_cache_usage = self.kv_cache.usage
-        if times := self.kv_cache.pool.times:
-            report.evictions = times.news()
+        report.evictions = self.kv_cache.pool.take_evictions()
         report.step = self._num_steps
         return report
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from servd.core.kv_cache.block_times import BlockTimes
+from servd.messages import BlockEviction
 from servd.tracing import now_ns
 
 
@@ -84,6 +85,10 @@ class BlockPool:
         """Make all cached blocks blank; owned blocks keep their content."""
         while self._cached:
             self._blank.append(self._evict())
+
+    def take_evictions(self) -> list[BlockEviction]:
+        """Evictions since the last call, as far as they are followed."""
+        return self.times.news() if self.times is not None else []
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
