@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from servd.messages import ScheduledRequest
 
 MEMORY = 0.97  # weight that a sample of a request has left after another one
-COST_MEMORY = 0.99  # of a step's seconds
+COST_MEMORY = 0.995  # of a step's seconds
 # Before anything is known, a token more costs 1/128 of a step, and every second draft is kept.
 TOKENS_PER_STEP = 128
 LEAST_SHARE = 1 / 500  # of a step: noise may make a token look free
@@ -25,9 +25,12 @@ FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0
 FIRST_TRIALS = 2  # of each request, whatever became of others' drafts
 LONGEST = 3.0  # a step counts at most so many times what was expected: others may have run
 MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
-# Costs change, and steps of one size teach nothing: now and then one step drafts nothing, and
-# in one a few requests try what seems not to pay, and forget what they knew.
-PROBE_STEPS, FIRST_PROBE, PROBE_MEMORY = 64, 3, 0.5
+# Costs change, and steps of one size teach nothing. At first, and now and then, some steps in a row
+# draft nothing: one of them still verifies, and the first without drafts may record a program.
+PAUSE_INTERVAL, PAUSE_STEPS = 96, 4
+# And in one step a few requests try what seems not to pay, and forget what they knew; the more
+# seldom the longer nothing has paid, as a try may take as long as two other steps.
+TRY_INTERVAL, MAX_TRY_INTERVAL, TRY_MEMORY = 32, 512, 0.5
 
 
 @dataclass(slots=True)
@@ -138,8 +141,9 @@ class Lookahead:
         self.guess = self.guess_found = FIRST_GUESS
         # Of a draft in the step that is put together, in tokens: what verifying and making it cost.
         self.least_gain = self.least_gain_asked = 0.0
-        self.num_steps = PROBE_STEPS - FIRST_PROBE
-        self.num_probes = 0  # left in this step
+        self.num_steps = 0  # measured
+        self.try_interval = self.next_try = TRY_INTERVAL
+        self.num_tries = 0  # left in this step
 
     def begin_step(self, num_requests: int) -> None:
         """A step of so many requests is put together."""
@@ -149,12 +153,13 @@ class Lookahead:
         shares = self.cost.shares(num_requests)
         self.least_gain, self.least_gain_asked = (MARGIN * num_requests * each for each in shares)
         self.guess, self.guess_found = self.overall.chance(), self.overall.hit_rate()
-        self.num_steps += 1
-        self.num_probes = 0
-        if self.num_steps % PROBE_STEPS == 0:
+        self.num_tries = 0
+        if self.num_steps % PAUSE_INTERVAL < PAUSE_STEPS:
             self.least_gain = 1.0
-        elif self.num_steps % PROBE_STEPS == PROBE_STEPS // 2:
-            self.num_probes = 1 + num_requests // 4
+        elif self.num_steps >= self.next_try:
+            self.try_interval = min(2 * self.try_interval, MAX_TRY_INTERVAL)
+            self.next_try = self.num_steps + self.try_interval
+            self.num_tries = 1 + num_requests // 4
 
     def num_drafts(self, acceptance: Acceptance | None) -> int:
         """How many drafts of a request are worth their time in this step; None: of one that wants
@@ -166,11 +171,12 @@ class Lookahead:
         if least_gain < chance and self.least_gain_asked:
             least_gain += self.least_gain_asked / acceptance.hit_rate(self.guess_found)
         if least_gain >= chance:
-            if not self.num_probes:
+            if not self.num_tries:
                 return 0
-            self.num_probes -= 1
-            acceptance.forget(PROBE_MEMORY)
+            self.num_tries -= 1
+            acceptance.forget(TRY_MEMORY)
             return 1
+        self.try_interval = TRY_INTERVAL
         if chance >= 1:
             return self.max_drafts
         return min(self.max_drafts, int(math.log(least_gain) / math.log(chance)))
@@ -182,7 +188,7 @@ class Lookahead:
             self.overall.count(*counts)
 
     def time(self, scheduled: Sequence[ScheduledRequest], nanoseconds: int) -> None:
-        """A step is over; without others', it took so long. Those with prompts say nothing here."""
+        """A step is over, so long after the one before. Those with prompts say nothing here."""
         if not self.max_drafts:
             return
         num_tokens = num_asked = 0
@@ -191,4 +197,5 @@ class Lookahead:
                 return
             num_tokens += item.num_tokens
             num_asked += item.max_new_drafts
+        self.num_steps += 1
         self.cost.count(num_tokens, num_asked, nanoseconds * 1e-9)

@@ -57,12 +57,14 @@ class StepLog:
         self._announced_ns = 0
 
     def add(self, record: StepRecord, harvested_ns: int, worker_ns: list[int]) -> int:
-        """A step is harvested. Returns its nanoseconds, without those of the step before."""
+        """A step is harvested. Returns the nanoseconds since the one before: with what the engine
+        does between two steps, and where it had nothing to do, with that.
+        """
         record.harvested_ns, record.worker_ns = harvested_ns, worker_ns
         self._records.append(record)
         self._num_added += 1
         before, self._harvested_ns = self._harvested_ns, harvested_ns
-        return harvested_ns - max(record.started_ns, before)
+        return harvested_ns - before
 
     def take_news_due(self) -> bool:
         """Whether clients with requests should get the records, whatever came out for them: they

@@ -8,33 +8,50 @@ import random
 
 import pytest
 
-from servd.core.lookahead import Acceptance, Lookahead, StepCost
+from servd.core.lookahead import PAUSE_STEPS, Acceptance, Lookahead, StepCost
+from servd.messages import ScheduledRequest
 
 MAX_DRAFTS = 6
 NUM_STEPS = 1500
 
 
-def throughput(base: float, chance: float, num_requests: int, depth: int | None) -> float:
-    """Tokens per second where a step takes `base` and 1 for each of its tokens, with noise; each
-    draft is kept with `chance`. depth None: what Lookahead chooses.
+def throughput(
+    base: float,
+    chance: float,
+    num_requests: int,
+    depth: int | None,
+    overhead: float = 0.0,
+    first_step: int = 0,
+) -> float:
+    """Tokens per second where a step takes `base` and 1 for each of its tokens, and `overhead` if
+    it verifies any drafts or makes some, with noise; each draft is kept with `chance`. depth None:
+    what Lookahead chooses. Steps before `first_step` do not count.
     """
     noise, lookahead = random.Random(3), Lookahead(MAX_DRAFTS)
     requests = [Acceptance() for _ in range(num_requests)]
+    depths = [0] * num_requests
     num_yielded, seconds = 0, 0.0
-    for _ in range(NUM_STEPS):
+    for step in range(NUM_STEPS):
         lookahead.begin_step(num_requests)
-        num_tokens = 0
-        for acceptance in requests:
-            num_drafts = lookahead.num_drafts(acceptance) if depth is None else depth
-            num_kept = 0
-            while num_kept < num_drafts and noise.random() < chance:
-                num_kept += 1
-            lookahead.count(acceptance, num_drafts, num_kept, num_drafts, num_drafts)
-            num_tokens += 1 + num_drafts
-            num_yielded += 1 + num_kept
-        took = (base + num_tokens) * noise.uniform(0.7, 1.3)
-        lookahead.cost.count(num_tokens, num_tokens - num_requests, took)
-        seconds += took
+        scheduled, num_kept = [], 0
+        for row, acceptance in enumerate(requests):
+            num_drafts = depths[row]
+            depths[row] = lookahead.num_drafts(acceptance) if depth is None else depth
+            kept = 0
+            while kept < num_drafts and noise.random() < chance:
+                kept += 1
+            lookahead.count(acceptance, num_drafts, kept, depths[row], depths[row])
+            scheduled.append(
+                ScheduledRequest(0, 1 + num_drafts, [], True, 0, num_drafts, depths[row])
+            )
+            num_kept += kept
+        num_tokens = sum(item.num_tokens for item in scheduled)
+        took = base + num_tokens + overhead * (num_tokens > num_requests) + overhead * any(depths)
+        took *= noise.uniform(0.7, 1.3)
+        lookahead.time(scheduled, round(took * 1e9))
+        if step >= first_step:
+            num_yielded += num_requests + num_kept
+            seconds += took
     return num_yielded / seconds
 
 
@@ -46,6 +63,18 @@ def test_it_is_never_slower_and_near_the_best_depth(base, chance, num_requests):
     fixed = [throughput(base, chance, num_requests, depth) for depth in range(MAX_DRAFTS + 1)]
     assert got >= 0.97 * fixed[0]
     assert got >= 0.85 * max(fixed)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.5])
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_drafts_that_cost_more_than_they_yield_are_left_within_a_hundred_steps(
+    chance, num_requests
+):
+    """As around a small model: a step with drafts takes more than two without."""
+    plain, got = (
+        throughput(20.0, chance, num_requests, depth, 20.0, first_step=100) for depth in (0, None)
+    )
+    assert got >= 0.97 * plain
 
 
 def test_the_cost_of_a_token_is_the_slope_of_the_steps():
@@ -64,15 +93,22 @@ def test_without_a_method_nothing_is_ever_drafted():
     assert lookahead.num_drafts(Acceptance()) == 0
 
 
-def test_who_wants_none_gets_none():
+def started() -> Lookahead:
+    """After the first steps, which draft nothing."""
     lookahead = Lookahead(MAX_DRAFTS)
+    lookahead.num_steps = PAUSE_STEPS
+    return lookahead
+
+
+def test_who_wants_none_gets_none():
+    lookahead = started()
     lookahead.begin_step(1)
     assert lookahead.num_drafts(Acceptance()) > 0
     assert lookahead.num_drafts(None) == 0
 
 
 def test_what_became_of_others_drafts_does_not_keep_a_request_from_trying():
-    lookahead = Lookahead(MAX_DRAFTS)
+    lookahead = started()
     for _ in range(50):
         lookahead.begin_step(1)
         lookahead.count(Acceptance(), 3, 0, 3, 3)
@@ -80,7 +116,7 @@ def test_what_became_of_others_drafts_does_not_keep_a_request_from_trying():
 
 
 def test_drafts_that_are_seldom_found_must_pay_for_the_search():
-    lookahead = Lookahead(MAX_DRAFTS)
+    lookahead = started()
     found, missed = Acceptance(), Acceptance()
     for step in range(40):
         num_asked = step % 2 * 4

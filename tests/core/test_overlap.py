@@ -127,7 +127,7 @@ def drafting(max_drafts: int) -> dict[str, Any]:
 def eager_lookahead(monkeypatch):
     """Every draft is worth its time: steps of a fake device take none, or any."""
     monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0))
-    monkeypatch.setattr(lookahead, "FIRST_PROBE", 0)  # no step without drafts for a while
+    monkeypatch.setattr(lookahead, "PAUSE_STEPS", 0)
 
 
 def serve(
