@@ -129,6 +129,8 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
         )
     if executor.needs_weights:
         config = find_draft(config)
+    elif speculative := config.model.speculative_config:
+        config = config.replace(speculative_config=speculative.with_heads(None))
     decided = decide(config, spec, look_at_machine())
     values = {name: decision.value for name, decision in decided.items()}
     return config.replace(**values), spec, decided
@@ -175,9 +177,11 @@ def find_draft(config: Config) -> Config:
         draft = str(hf.DEMO_HEAD)
         speculative = msgspec.structs.replace(speculative, model=draft)
     folder = hf.find_model(draft, speculative.revision, config.model.download_dir)
-    method = hf.read_json(folder / "config.json").get("speculators_model_type")
+    keys = hf.read_json(folder / "config.json")
+    method = keys.get("speculators_model_type")
     if method and speculative.method == "draft_model":
         speculative = msgspec.structs.replace(speculative, method=method)
+    speculative = speculative.with_heads(keys.get("num_heads") or keys.get("medusa_num_heads"))
     return config.replace(speculative_config=speculative)
 
 

@@ -21,7 +21,7 @@ MAX_FORCED_TOKENS = 16  # computed with the token before them, for one request i
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
-MOST_DRAFTS = 64
+MOST_DRAFTS, DEFAULT_DRAFTS = 64, 5
 # Part of the draft's name -> its method, the more special first.
 METHODS_BY_NAME = {
     "[ngram]": "ngram", "eagle3": "eagle3", "eagle-": "eagle", "medusa": "medusa",
@@ -44,7 +44,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     method: str = ""  # a file of servd/worker/spec_decode; else what the name of `model` says
     model: str | None = None  # folder or id of the draft
-    # Most drafts of a request in a step; how many it gets is measured.
+    # Most drafts of a request in a step; how many it gets is measured. Of medusa it stays 0 until
+    # the heads are found.
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] = 0
 
     # Of a draft that is a model.
@@ -77,7 +78,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f'method {method} needs "model": the folder or id of its draft')
         if self.model == "[ngram]":
             force_setattr(self, "model", None)
-        depth = self.suffix_decoding_max_tree_depth if method == "suffix" else 5
+        depth = self.suffix_decoding_max_tree_depth if method == "suffix" else DEFAULT_DRAFTS
+        if method == "medusa":
+            depth = 0  # as many as it has heads: `with_heads`
         force_setattr(self, "method", method)
         force_setattr(self, "num_speculative_tokens", self.num_speculative_tokens or depth)
         self._fill_in_lookup()
@@ -96,6 +99,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             is_less = sum(middle**i for i in range(self.num_speculative_tokens + 1)) < length
             low, high = (middle, high) if is_less else (low, middle)
         return [high] * self.num_speculative_tokens
+
+    def with_heads(self, num_heads: int | None) -> SpeculativeConfig:
+        """Of a method whose draft has so many heads, if it says so: a chain of all of them unless
+        another number of drafts is given.
+        """
+        if self.num_speculative_tokens:
+            return self
+        return msgspec.structs.replace(self, num_speculative_tokens=num_heads or DEFAULT_DRAFTS)
 
     def _fill_in_lookup(self) -> None:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
@@ -179,7 +190,7 @@ REFUSED = {
 
 
 FLAG = "--speculative-config"
-DEMO_KEYS = {"method": "medusa", "model": DEMO_MODEL, "num_speculative_tokens": 4}
+DEMO_KEYS = {"method": "medusa", "model": DEMO_MODEL}
 # Options that are keys of it.
 FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 

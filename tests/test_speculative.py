@@ -64,3 +64,21 @@ def test_the_demo_model_has_a_head_of_its_own(tmp_path):
     (tmp_path / "config.json").write_bytes((DEMO_FOLDER / "config.json").read_bytes())
     with pytest.raises(ConfigError, match="drafts for servd's demo model.*method.*ngram.*train"):
         resolved(model=str(tmp_path), speculative_config="demo")
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "num_drafts"),
+    [
+        ({"num_heads": 3}, None, 3),
+        ({"medusa_num_heads": 2}, None, 2),
+        ({"num_heads": 3}, 7, 7),
+        ({}, None, 5),
+    ],
+)
+def test_medusa_drafts_a_chain_of_all_its_heads(tmp_path, keys, given, num_drafts):
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    options = {"spec_method": "medusa", "spec_model": str(tmp_path), "spec_tokens": given}
+    for executor in ("uniproc", "fake"):
+        made = resolved(model="demo", executor=executor, **options)[0].model.speculative_config
+        expected = num_drafts if executor == "uniproc" else given or 5  # it reads no draft
+        assert made.num_speculative_tokens == expected

@@ -65,7 +65,7 @@ class GPUModelRunner(ModelRunner):
         self, slots: torch.Tensor, columns: torch.Tensor, places: torch.Tensor | None = None
     ) -> torch.Tensor:
         attention = decode_attention(self.states, slots, columns, places)
-        input_ids = self.states.token_ids[slots, columns].long()
+        input_ids = self.states.token_ids[slots, columns].long().clamp_(min=0)  # see InputBatch
         return self.run(input_ids, self.states.positions(columns, places), attention)
 
     @torch.inference_mode()

@@ -120,6 +120,11 @@ class InputBatch:
         """Whether each row of the attention computes one token."""
         return len(self.attention_rows.query_lens) == self.tokens.shape[1]
 
+    @property
+    def samples_all(self) -> bool:
+        """Whether a token is sampled after each of the step's."""
+        return len(self.sample_host_slots) == self.tokens.shape[1]
+
     @cached_property
     def sample_columns(self) -> torch.Tensor:
         """Where each sampled token is written, int64 [m]; before, a draft stands there."""
@@ -128,9 +133,14 @@ class InputBatch:
         return self.tokens[1, self.sample_tokens] + 1
 
     @cached_property
-    def input_ids(self) -> torch.Tensor:
-        """int64 [num_tokens]."""
+    def token_ids(self) -> torch.Tensor:
+        """int64 [num_tokens]; -1 in place of a draft that was not found."""
         return self.states.token_ids[self.tokens[0], self.tokens[1]].long()
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """int64 [num_tokens]: with any token in place of a draft that was not found."""
+        return self.token_ids.clamp(min=0) if self.num_drafts.any() else self.token_ids
 
     @cached_property
     def attention(self) -> AttentionBatch:

@@ -281,12 +281,15 @@ class ModelRunner(ABC):
         parts = [*launched.parts]
         if launched.computed is not None:
             batch, hidden = launched.computed
+            num_kept = None
             if len(batch.sample_rows):
-                part = self._sample(batch, hidden[batch.sample_tokens], bitmask)
+                chosen = hidden if batch.samples_all else hidden[batch.sample_tokens]
+                part = self._sample(batch, chosen, bitmask)
                 parts.append(part)
+                num_kept = part.sampled.num_kept
                 if part.sampled.order is not None:
                     hidden = self._line_up(batch, hidden, part.sampled.order)
-            if self.proposer is not None and (drafts := self.proposer.draft(batch, hidden)):
+            if self.proposer and (drafts := self.proposer.draft(batch, hidden, num_kept)):
                 parts.append(drafts)
         return AsyncOutput(launched.num_scheduled, *self.to_host(parts), launched.times_ns)
 
@@ -304,9 +307,8 @@ class ModelRunner(ABC):
         )
         self.states.write(batch.sample_slots, batch.sample_columns, sampled.token_ids)
         if sampled.num_kept is not None:
-            last = np.cumsum(batch.num_drafts[batch.sample_rows] + 1) - 1
-            slots = batch.sample_slots[upload(last, self.device)]
-            self.states.num_computed[slots] += sampled.num_kept
+            slots = upload(batch.host_slots[batch.sample_rows], self.device)
+            self.states.num_computed.index_add_(0, slots, sampled.num_kept)
         num_drafts = batch.num_drafts[batch.sample_rows].tolist()
         return SampledTokens(batch.sample_rows.tolist(), num_drafts, sampled)
 

@@ -16,8 +16,8 @@ class RequestStates:
     """Token ids, counters and block table of every slot, on the device.
 
     Sampled tokens are written on the device, so the next step can be gathered before the host has
-    seen them, or knows how many drafts were kept. Drafts stand behind the tokens of their row. The
-    row after the last slot, `null_slot`, is nobody's.
+    seen them, or knows how many drafts were kept. Drafts stand behind the tokens of their row, -1
+    where fewer were found than asked for. The row after the last slot, `null_slot`, is nobody's.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class RequestStates:
         )
         self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        self.num_drafts = torch.zeros_like(self.num_computed)
         self.tree: DraftTree | None = None  # what the drafts of `is_tree` make; of others a chain
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 
@@ -58,7 +57,6 @@ class RequestStates:
         token_ids = upload(token_ids.astype(np.int32), self.token_ids.device)
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.num_computed[slot] = request.num_computed_tokens
-        self.num_drafts[slot] = 0
         self.block_tables.clear(slot)
         if request.block_ids:
             self.block_tables.append(slot, request.block_ids)
@@ -84,13 +82,12 @@ class RequestStates:
     def write_drafts(self, scheduled: list[ScheduledRequest]) -> None:
         """Store the engine's drafts behind the known tokens of their rows."""
         drafts = [
-            (row.slot, row.num_tokens - row.num_drafts + offset, token_id, row.num_drafts)
+            (row.slot, row.num_tokens - row.num_drafts + offset, token_id)
             for row in scheduled
             for offset, token_id in enumerate(row.draft_token_ids)
         ]
         if not drafts:
             return
         columns = np.array(drafts, dtype=np.int64).T
-        slots, offsets, token_ids, counts = upload(columns, self.token_ids.device)
+        slots, offsets, token_ids = upload(columns, self.token_ids.device)
         self.write(slots, self.num_computed[slots] + offsets, token_ids)
-        self.num_drafts[slots] = counts

@@ -149,13 +149,20 @@ class Proposer(ABC):
     def remove(self, slot: int) -> None:  # noqa: B027 - few need it
         """The request leaves its slot."""
 
-    def follow(self, batch: InputBatch, hidden: Tensor) -> None:  # noqa: B027 - few need it
-        """A step was computed and its tokens are written: its hidden states [num_tokens, hidden]
-        include those of prompts, and of drafts that were not kept.
+    def follow(  # noqa: B027 - few need it
+        self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None
+    ) -> None:
+        """A step was computed and its tokens are written.
+
+        Args:
+            batch: the step.
+            hidden: of its tokens, those of prompts and of drafts that were not kept with them,
+                [num_tokens, hidden].
+            num_kept: see `SamplerOutput`.
         """
 
     @abstractmethod
-    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """Draft for rows whose tokens are known up to and with the one just sampled, the token
         number `states.num_computed` of each; it is not computed yet. They have blocks for the
         drafts.
@@ -163,45 +170,36 @@ class Proposer(ABC):
         Args:
             slots: [n] int64.
             max_len: no row has more tokens.
-            num_drafts: the most for a row; for each of them it is `states.num_drafts`.
+            num_drafts: the most for a row; a row may get fewer than are found for it.
 
         Returns:
-            token ids [n, num_drafts] int64, and how many of them count, [n] int64.
+            token ids, int64 [n, num_drafts]; -1 behind the last one of a row.
         """
 
-    def draft(self, batch: InputBatch, hidden: Tensor) -> Drafts | None:
+    def draft(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> Drafts | None:
         """Draft for the rows of a step that want it, when its tokens are written; see `follow`."""
-        self.follow(batch, hidden)
+        self.follow(batch, hidden, num_kept)
         wanted = np.flatnonzero(batch.max_new_drafts)
         if not len(wanted):
             return None
-        most = batch.max_new_drafts[wanted]
-        slots, limits = upload(np.stack((batch.host_slots[wanted], most)), batch.tokens.device)
-        max_len = int(batch.seq_lens[wanted].max()) + 1
-        states = self.states
-        states.num_drafts[slots] = limits
-        token_ids, counts = self.propose(slots, max_len, int(most.max()))
-        if states.tree is not None:  # rows that may not have it get its likeliest drafts
-            rows = upload(np.flatnonzero(~states.is_tree[batch.host_slots[wanted]]), slots.device)
-            chain = [draft for draft in states.tree.chain if draft < token_ids.shape[1]]
+        states, device = self.states, batch.tokens.device
+        host_slots, limits = batch.host_slots[wanted], batch.max_new_drafts[wanted]
+        slots, num_drafts = upload(host_slots, device), int(limits.max())
+        token_ids = self.propose(slots, int(batch.seq_lens[wanted].max()) + 1, num_drafts)
+        if states.tree is not None and not (is_tree := states.is_tree[host_slots]).all():
+            # Rows that may not have it get its likeliest drafts.
+            rows = upload(np.flatnonzero(~is_tree), device)
+            chain = [draft for draft in states.tree.chain if draft < num_drafts]
             token_ids[rows, : len(chain)] = token_ids[rows][:, chain]
-            counts[rows] = len(chain)
-        counts = torch.minimum(counts, limits)
-        after = torch.arange(token_ids.shape[1], device=slots.device) + 1
+            token_ids[rows, len(chain) :] = -1
+        if limits.min() < num_drafts:
+            is_over = np.arange(num_drafts) >= limits[:, None]
+            token_ids = token_ids.masked_fill(upload(is_over, device), -1)
+        after = torch.arange(1, num_drafts + 1, device=device)
         # Past the row's end there is a column for nobody.
         columns = (states.num_computed[slots].unsqueeze(1) + after).clamp_(max=states.max_model_len)
         states.write(slots.unsqueeze(1), columns, token_ids)
-        states.num_drafts[slots] = counts
-        return Drafts(wanted, token_ids, counts)
-
-
-def last_kept(batch: InputBatch) -> tuple[Tensor, Tensor]:
-    """Slot of each row of a step whose tokens are written, and the index in the step of its last
-    token that is known to be right: no draft, or one that was kept. [num_rows] int64 each.
-    """
-    ends = upload(np.cumsum(batch.query_lens) - 1, batch.tokens.device)
-    slots, columns = batch.tokens[:2, ends]
-    return slots, ends - (columns + 1 - batch.states.num_computed[slots])
+        return Drafts(wanted, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,23 +207,16 @@ class Drafts:
     """The StepPart of what was drafted: the engine follows it in grammars."""
 
     rows: np.ndarray  # [n] indices in `scheduled`
-    token_ids: Tensor  # [n, k] int64
-    counts: Tensor  # [n] int64
+    token_ids: Tensor  # [n, k] int64; -1: none
 
     def to_host(self) -> Drafts:
         """Start the copy to the host."""
-        return Drafts(
-            self.rows,
-            self.token_ids.to("cpu", non_blocking=True),
-            self.counts.to("cpu", non_blocking=True),
-        )
+        return Drafts(self.rows, self.token_ids.to("cpu", non_blocking=True))
 
     def write(self, output: ModelRunnerOutput) -> None:
         """Add what was drafted to the step's output."""
-        for row, token_ids, count in zip(
-            self.rows.tolist(), self.token_ids.tolist(), self.counts.tolist(), strict=True
-        ):
-            output.draft_token_ids[row] = token_ids[:count]
+        for row, token_ids in zip(self.rows.tolist(), self.token_ids.tolist(), strict=True):
+            output.draft_token_ids[row] = [each for each in token_ids if each >= 0]
 
 
 def load(target: Target) -> Proposer | None:

@@ -82,7 +82,7 @@ class DraftModelProposer(Proposer):
         """What the prefix cache has of the target, it has of the draft."""
         self.behind[request.slot] = 0
 
-    def follow(self, batch: InputBatch, hidden: Tensor) -> None:
+    def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
         """Compute the tokens of the step, those before that were left, and the newest one of rows
         that want drafts: these draft when nothing of them is left.
         """
@@ -142,10 +142,10 @@ class DraftModelProposer(Proposer):
             hidden = self._run(input_ids, positions, attention)
         return hidden[firsts_d + newest[firsts_d] - positions[firsts_d]]
 
-    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """The likeliest tokens, one after the other."""
         newest = self.states.num_computed[slots]  # [n]
-        drafts = slots.new_zeros(len(slots), num_drafts)
+        drafts = slots.new_full((len(slots), num_drafts), -1)
         for step in range(num_drafts):
             rows = upload(np.flatnonzero(self.limits > step), slots.device)
             if not len(rows):
@@ -154,7 +154,7 @@ class DraftModelProposer(Proposer):
             tokens = self._choose(self.decode(slots[rows], positions)) if step else self.first
             drafts[rows, step] = tokens
             self.states.write(slots[rows], positions + 1, tokens)
-        return drafts, upload(self.limits, slots.device)
+        return drafts
 
     def _run(self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
         ctx = ForwardContext(self.backend, self.backend.build_metadata(attention), self.kv_caches)

@@ -200,7 +200,7 @@ class EagleProposer(Proposer):
         """What the prefix cache has of the target, it has of the head."""
         self.behind[request.slot] = self.skipped[request.slot] = 0
 
-    def follow(self, batch: InputBatch, hidden: Tensor) -> None:
+    def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
         """Catch up with rows that want drafts, or whose tokens are drafts or too many to be kept;
         keep what the others will need for it.
         """
@@ -263,12 +263,13 @@ class EagleProposer(Proposer):
         num_right = self.states.num_computed[row_slots] - start
         self.features = made[(firsts + num_right - 1)[drafting]]
         self.num_skipped = skipped[drafting]
+        self.limits = upload(batch.max_new_drafts[rows][wants], read.device)
 
-    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """A chain of likeliest tokens, up to `max_model_len`."""
         newest = self.states.num_computed[slots]
         # A row has blocks for no more; positions from the newest token's on are computed again.
-        last = newest + self.states.num_drafts[slots] - 1
+        last = newest + self.limits - 1
         features = self.features
         drafts = [self.head.top(features)]
         for depth in range(num_drafts - 1):
@@ -277,7 +278,8 @@ class EagleProposer(Proposer):
             features = self._run(drafts[-1], features, positions, attention)
             drafts.append(self.head.top(features))
         room = (self.config.max_model_len or self.states.max_model_len) - 1 - newest
-        return torch.stack(drafts, dim=1), room.clamp(0, num_drafts)
+        is_outside = torch.arange(num_drafts, device=slots.device) >= room.unsqueeze(1)
+        return torch.stack(drafts, dim=1).masked_fill_(is_outside, -1)
 
     def _run(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, attention: AttentionBatch

@@ -13,19 +13,24 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from servd.errors import ConfigError
 from servd.speculative import MOST_DRAFTS, SpeculativeConfig
+from servd.worker.device import upload
 from servd.worker.draft_tree import Path
 from servd.worker.input_batch import InputBatch
+from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.weight import Weight
 from servd.worker.model_loader import tensor_shapes
 from servd.worker.parallel import Parallel
-from servd.worker.spec_decode import Proposer, Target, last_kept
+from servd.worker.sample import ops
+from servd.worker.sample.shift import Shift
+from servd.worker.spec_decode import Proposer, Target
 
 # Names of vLLM's layout and of https://github.com/FasterDecoding/Medusa, and the names here.
 NAMES = (
@@ -63,20 +68,22 @@ def best_paths(num_drafts: int, num_heads: int) -> list[Path]:
 
 
 class ResidualLayer(nn.Module):
-    """`x + silu(W x)` of all heads at once: one alone is less work than calling it."""
+    """`x + silu(W x)` of all heads in one product: a small model has a head computed sooner than
+    called.
+    """
 
     def __init__(self, num_heads: int, size: int, parallel: Parallel, *, bias: bool) -> None:
         super().__init__()
         parts = [size] * num_heads
-        self.weight = Weight((num_heads * size, size), parallel, parts=parts)
+        self.weight = Matrix((num_heads * size, size), parallel, parts=parts)
         self.bias = Weight((num_heads * size,), parallel, parts=parts) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_heads, n, hidden], of as many heads as are wanted."""
-        num_heads, _, size = x.shape
-        made = x @ self.weight.view(-1, size, size)[:num_heads].mT
-        if self.bias is not None:
-            made += self.bias.view(-1, 1, size)[:num_heads]
+        """[n, num_heads, hidden]; in the first layer [n, 1, hidden], the same for all heads."""
+        n, num_inputs, size = x.shape
+        made = self.weight.product(x.flatten(0, 1), self.bias).view(n, num_inputs, -1, size)
+        # Every input was multiplied with every head: weights are what takes the time to read.
+        made = made[:, 0] if num_inputs == 1 else made.diagonal(dim1=1, dim2=2).mT
         return x + F.silu(made)
 
 
@@ -110,6 +117,7 @@ class MedusaHeads(nn.Module):
         self.lm_heads = nn.ModuleList(lm_heads)
         self.compute_logits = [lm_head.logits for lm_head in lm_heads]
         self.compute_logits = self.compute_logits or [target.model.compute_logits]
+        self.ops = ops.for_device(target.backend.spec.device)
         self.token_map: Weight | None = None
         if "token_map" in shapes:
             self.token_map = Weight(shapes["token_map"], parallel)
@@ -117,25 +125,28 @@ class MedusaHeads(nn.Module):
 
     def forward(self, hidden: Tensor, num_heads: int, width: int = 1) -> Tensor:
         """[n, hidden] -> the likeliest tokens of each head [n, num_heads, width]."""
-        x = hidden.expand(num_heads, *hidden.shape)
+        x = hidden.unsqueeze(1)
         for layer in self.layers:
             x = layer(x)
+        x = x[:, :num_heads]
         if len(self.compute_logits) == 1:
-            top = likeliest(self.compute_logits[0](x.flatten(0, 1)), width)
+            top = self.likeliest(self.compute_logits[0](x.flatten(0, 1)), width)
         else:
-            pairs = zip(self.compute_logits, x, strict=False)
-            top = torch.cat([likeliest(logits(of_head), width) for logits, of_head in pairs])
-        top = top.view(num_heads, -1, width).transpose(0, 1)
+            pairs = zip(self.compute_logits, x.unbind(1), strict=False)
+            parts = [self.likeliest(logits(of_head), width) for logits, of_head in pairs]
+            top = torch.stack(parts, dim=1)
+        top = top.view(-1, num_heads, width)
         return top if self.token_map is None else self.token_map[top]
 
-
-def likeliest(logits: Tensor, width: int) -> Tensor:
-    """[n, vocab] -> token ids [n, width]."""
-    return logits.argmax(-1, keepdim=True) if width == 1 else logits.topk(width).indices
+    def likeliest(self, logits: Tensor, width: int) -> Tensor:
+        """[n, vocab] -> token ids [n, width]."""
+        if width > 1:
+            return logits.topk(width).indices
+        return self.ops.shift(logits.float(), Shift()).unsqueeze(1)
 
 
 class MedusaProposer(Proposer):
-    """Keeps the hidden state of the last token of every slot."""
+    """Reads the hidden state of each row's last token: nothing is kept from step to step."""
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
@@ -152,25 +163,23 @@ class MedusaProposer(Proposer):
         num_heads, num_drafts = self.heads.num_heads, config.num_speculative_tokens
         if num_drafts > num_heads:
             self.draft_tree(best_paths(num_drafts, num_heads))
-        spec = target.backend.spec
-        self.hidden = torch.zeros(
-            (target.states.max_num_seqs + 1, size), dtype=spec.dtype, device=spec.device
-        )
 
-    def follow(self, batch: InputBatch, hidden: Tensor) -> None:
-        """Rows that want no drafts are kept too, beside others."""
+    def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
+        """Keep the hidden states [n, hidden] of the rows that want drafts."""
         if not batch.max_new_drafts.any():
             return
-        slots, tokens = last_kept(batch)
-        self.hidden[slots] = hidden[tokens]
+        device = hidden.device
+        last = upload(np.cumsum(batch.query_lens) - batch.num_drafts - 1, device)
+        if num_kept is not None:
+            last.index_add_(0, upload(batch.sample_rows, device), num_kept)
+        self.hidden = hidden[last[upload(np.flatnonzero(batch.max_new_drafts), device)]]
 
-    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """The first head's token comes after the one just sampled."""
-        tree, heads, ranks = self.states.tree, [*range(num_drafts)], [0] * num_drafts
-        if tree is not None:
-            heads, ranks = tree.heads[:num_drafts], tree.ranks[:num_drafts]
-        candidates = self.heads(self.hidden[slots], max(heads) + 1, max(ranks) + 1)
-        return candidates[:, heads, ranks], torch.full_like(slots, num_drafts)
+        if (tree := self.states.tree) is None:
+            return self.heads(self.hidden, num_drafts)[..., 0]
+        heads, ranks = tree.heads[:num_drafts], tree.ranks[:num_drafts]
+        return self.heads(self.hidden, max(heads) + 1, max(ranks) + 1)[:, heads, ranks]
 
 
 Proposer = MedusaProposer  # the name that every file of this package has

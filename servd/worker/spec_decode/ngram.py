@@ -13,7 +13,7 @@ from servd.worker.spec_decode import Proposer
 class NgramProposer(Proposer):
     """Searches the rows of token ids on the device: no model, and nothing to keep."""
 
-    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """The longest of the last `prompt_lookup_max` to `prompt_lookup_min` tokens that occur
         before, where they do so last.
         """
@@ -30,8 +30,7 @@ class NgramProposer(Proposer):
         # What follows may end soon: then it is taken to repeat.
         after = torch.arange(num_drafts, device=slots.device) % (last - found).clamp_(min=1)
         drafts = tokens.gather(1, (found + 1 + after).clamp_(max=max_len - 1)).long()
-        is_found = longest.squeeze(1) >= self.config.prompt_lookup_min * max_len
-        return drafts, is_found * num_drafts
+        return drafts.masked_fill_(longest < self.config.prompt_lookup_min * max_len, -1)
 
 
 Proposer = NgramProposer  # the name that every file of this package has

@@ -147,13 +147,10 @@ class SuffixProposer(Proposer):
         text.extend(self.states.token_ids[slot, len(text.token_ids) : known].tolist())
         return text
 
-    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """What follows the longest match; that of the request itself if others have no longer."""
         drafts = [self._draft(slot, num_drafts) for slot in slots.tolist()]
-        token_ids = torch.zeros(len(drafts), num_drafts, dtype=torch.int64)
-        for row, draft in zip(token_ids, drafts, strict=True):
-            row[: len(draft)] = torch.tensor(draft, dtype=torch.int64)
-        return token_ids, torch.tensor([len(draft) for draft in drafts])
+        return torch.tensor([[*draft, *[-1] * (num_drafts - len(draft))] for draft in drafts])
 
     def _draft(self, slot: int, num_drafts: int) -> Sequence[int]:
         if slot not in self._rows:

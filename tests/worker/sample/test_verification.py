@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -244,6 +245,20 @@ def test_drawn_frequencies_around_a_draft_fit_the_exact_distribution(case, rank)
         assert len(drawn) > 100 and chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
 
 
+@given(rows=st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(-1, 1))), min_size=1))
+def test_kept_drafts_are_counted_alike_on_host_and_device(rows):
+    """Each row has pairs of a sampled token and the draft in its place, and one token more."""
+    pairs = [pair for row in rows for pair in [*row, (1, 1)]]
+    num_drafts = np.array([len(row) for row in rows])
+    if not num_drafts.any():
+        return
+    sampled, drafts = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    metadata = SpecDecodeMetadata(num_drafts, drafts)
+    expected = [len(list(takewhile(lambda pair: pair[0] == pair[1], row))) for row in rows]
+    assert metadata.count_kept(sampled).tolist() == expected
+    assert metadata.count_kept_on_host(sampled.tolist()) == expected
+
+
 @pytest.mark.parametrize(
     ("keys", "rates"),
     [
@@ -266,10 +281,9 @@ def test_synthetic_acceptance_keeps_drafts_at_the_given_rates(keys, rates):
         sample_rows=np.arange(num_rows),
         sample_slots=slots,
         sample_positions=positions,
-        sample_columns=positions,
-        states=SimpleNamespace(
-            num_drafts=torch.full((num_rows,), num_drafts), token_ids=drafts, tree=None
-        ),
+        samples_all=True,
+        token_ids=drafts[:, :-1].flatten(),
+        states=SimpleNamespace(tree=None),
     )
     metadata = SpecDecodeMetadata.of(batch, torch.tensor(config.acceptance_chances))
     assert metadata is not None

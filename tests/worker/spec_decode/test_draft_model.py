@@ -104,15 +104,15 @@ class Recorder:
         self.logits.append(proposer.model.compute_logits(hidden).clone())
         return method(proposer, hidden)
 
-    def propose(self, method, proposer, slots, *args) -> tuple[torch.Tensor, torch.Tensor]:
-        drafts, counts = method(proposer, slots, *args)
+    def propose(self, method, proposer, slots, *args) -> torch.Tensor:
+        drafts = method(proposer, slots, *args)
         for row, slot in enumerate(slots.tolist()):
             newest = int(proposer.states.num_computed[slot])
-            for step in range(int(counts[row])):
+            for step in range(int((drafts[row] >= 0).sum())):
                 index = np.flatnonzero(proposer.limits > step).tolist().index(row)
                 before = proposer.states.token_ids[slot, : newest + 1 + step].tolist()
                 self.drafted.append((before, int(drafts[row, step]), self.logits[step][index]))
-        return drafts, counts
+        return drafts
 
     def check(self, folder: Path) -> None:
         """They are the likeliest tokens by the logits of transformers."""

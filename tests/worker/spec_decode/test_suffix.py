@@ -50,8 +50,8 @@ def enter(
 
 
 def drafts_of(proposer: suffix.SuffixProposer) -> list[int]:
-    token_ids, counts = proposer.propose(torch.tensor([0]), 64, NUM_DRAFTS)
-    return token_ids[0, : int(counts[0])].tolist()
+    token_ids = proposer.propose(torch.tensor([0]), 64, NUM_DRAFTS)[0].tolist()
+    return [token_id for token_id in token_ids if token_id >= 0]
 
 
 def search(own: list[int], others: list[list[int]], factor: float, chance: float) -> list[int]:
