@@ -32,6 +32,7 @@ from servd.messages import (
     EngineReady,
     EngineStatus,
     ToEngine,
+    WorkerReady,
 )
 from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput, RequestOutput, unpack_vector
@@ -269,6 +270,7 @@ class Port(Protocol):
 
     client: int
     max_model_len: int  # what the KV cache allows, too
+    worker: WorkerReady
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None: ...
     def send(self, message: ToEngine) -> None: ...
@@ -282,8 +284,8 @@ class InProcess:
     client = 0
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
-        self.executor, ready = start_executor(config, spec, progress)
-        self.engine = EngineCore(config, spec, self.executor, ready.num_blocks)
+        self.executor, self.worker = start_executor(config, spec, progress)
+        self.engine = EngineCore(config, spec, self.executor, self.worker.num_blocks)
         self.compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self.engine.grammars.on_compiled = self.compiled.put
         self.max_model_len = self.engine.scheduler.max_model_len
@@ -319,7 +321,7 @@ class SeparateProcess:
             while not isinstance(message := self.wait_for_message(), EngineReady):
                 assert isinstance(message, EngineStatus), message
                 progress(message.phase, message.progress)
-            self.max_model_len = message.max_model_len
+            self.max_model_len, self.worker = message.max_model_len, message.worker
         except BaseException:
             self.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -21,9 +22,11 @@ from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, until_disconnect
 from servd.api.timeline import Timeline
-from servd.messages import RequestOptions
+from servd.errors import EngineDead, InvalidRequest
+from servd.messages import EngineReady, RequestOptions
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams
+from servd.receipt import Receipt, RepeatablePrompt
 from servd.tracing import now_ns
 
 
@@ -77,6 +80,10 @@ class ResponseBuilder(ABC):
         self.parsers: list[OutputParser] = []  # of the choices
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prompts)
+        self.wants_receipt = request.headers.get("x-servd-receipt") == "1"
+        self.token_ids: list[list[int]] = [[] for _ in prompts for _ in range(self.n)]
+        if self.wants_receipt and getattr(body, "use_beam_search", False):
+            raise InvalidRequest("there is no receipt of a beam search: leave out X-Servd-Receipt")
 
     def start(self) -> None:  # noqa: B027
         """The request is valid: make what its choices need besides their parsers."""
@@ -151,6 +158,8 @@ class ResponseBuilder(ABC):
     def count(self, output: CompletionOutput) -> None:
         """Count the tokens of an output."""
         self.num_output_tokens += len(output.token_ids)
+        if self.wants_receipt:
+            self.token_ids[output.index] += output.token_ids
         if num_cached := output.num_cached_tokens:
             prompt, choice = divmod(output.index, self.n)
             if choice == 0:  # later choices find what the first one computed
@@ -165,15 +174,41 @@ class ResponseBuilder(ABC):
                     yield frames
             if last := self.last_frame():
                 yield last
+            if self.wants_receipt:  # a comment, which clients skip
+                yield b": receipt " + msgspec.json.encode(await self.receipt()) + b"\n\n"
 
     async def _collect(self) -> bytes:
         async with self.admitted(), aclosing(self.generate()) as outputs:
             async for output in outputs:
                 self.count(output)
                 self.add(output)
-        return await self.async_llm.offload(
-            self.options.owner, self.size, lambda: msgspec.json.encode(self.whole())
-        )
+        receipt = {"receipt": await self.receipt()} if self.wants_receipt else None
+
+        def encode() -> bytes:
+            whole = self.whole()
+            if receipt is not None:
+                whole = {**msgspec.to_builtins(whole), **receipt}
+            return msgspec.json.encode(whole)
+
+        return await self.async_llm.offload(self.options.owner, self.size, encode)
+
+    async def receipt(self) -> Receipt:
+        """What is needed to repeat the answer, once it is whole."""
+        n = self.n
+        prompts = [
+            RepeatablePrompt(
+                one.prompt_token_ids,
+                one.params,
+                self.num_cached_tokens[i],
+                self.token_ids[i * n : (i + 1) * n],
+            )
+            for i, one in enumerate(self.prepared)
+        ]
+        ready = self.async_llm.status
+        if not isinstance(ready, EngineReady):  # the engine died after the last token
+            raise EngineDead("the engine is gone")
+        config, spec = self.context.config, self.async_llm.spec
+        return await asyncio.to_thread(Receipt.of, config, spec, ready.worker, prompts)
 
     @property
     def timelines(self) -> list[Timeline]:

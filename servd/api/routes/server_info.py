@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +17,9 @@ from servd.api.context import Context, context_of, json_response
 from servd.api.openapi import describes
 from servd.config import flag_of, options_by_name
 from servd.messages import EngineReady
+from servd.receipt import versions
 
 router = APIRouter()
-
-PACKAGES = ("torch", "tokenizers", "llguidance", "fastapi", "uvicorn")
 
 
 class Option(msgspec.Struct):
@@ -69,7 +66,7 @@ async def server_info(request: Request) -> Response:
     context = context_of(request)
     info = ServerInfo(
         version=servd.__version__,
-        versions={"python": platform.python_version(), **dict(_versions())},
+        versions={name: v for name, v in versions().items() if name != "servd"},
         model=context.model_names,
         architecture=context.async_llm.spec.architecture,
         uptime_seconds=round(time.time() - context.started_at, 3),
@@ -82,14 +79,6 @@ async def server_info(request: Request) -> Response:
         known |= {"max_model_len": ready.max_model_len, "block_size": ready.block_size}
         info.engine = msgspec.convert(known, Engine)
     return json_response(info)
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        try:
-            yield package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # torch may come from elsewhere
-            continue
 
 
 def _options(context: Context) -> Iterator[Option]:

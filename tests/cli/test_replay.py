@@ -1,0 +1,117 @@
+"""Receipts: `X-Servd-Receipt: 1` says what made an answer, and `servd replay` repeats it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from servd import cli
+from servd.cli import replay as command
+from servd.config import Config
+from servd.errors import ConfigError
+from servd.hf import FAKE_SPEC
+from servd.llm import LLM
+from servd.messages import WorkerReady
+from servd.params import SamplingParams
+from servd.receipt import Receipt, RepeatablePrompt, hash_weights
+from tests.api.harness import MODEL, serve, user
+
+HEADERS = {"X-Servd-Receipt": "1"}
+CHAT = {"messages": user("hi"), "max_tokens": 8, "n": 2, "temperature": 0.7}
+
+
+def replay(*args: str) -> int:
+    arguments = cli.make_parser().parse_args(["replay", *args])
+    return arguments.run(arguments)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"stream": True}),
+        ("/v1/completions", {"prompt": ["one", "two"], "max_tokens": 4, "n": 2}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+        ("/v1/messages", {"model": MODEL, "messages": user("hi"), "max_tokens": 4, "stream": True}),
+    ],
+)
+async def test_an_answer_is_repeated_by_its_receipt(path: str, body: Any, tmp_path: Path, capsys):
+    async with serve() as served:
+        answer = await served.http.post(path, json=body, headers=HEADERS)
+        plain = await served.http.post(path, json=body)
+    assert "receipt" not in plain.text
+    (tmp_path / "answer").write_text(answer.text)
+    made = command.read_receipt(str(tmp_path / "answer"))
+    choices = [ids for prompt in made.prompts for ids in prompt.token_ids]
+    assert len(choices) == len(made.prompts) * body.get("n", 1) and all(choices)
+    options = ("--executor", "fake", "--max-model-len", "4096")
+    assert replay(str(tmp_path / "answer"), *options) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("all the same") == len(choices)
+    assert "not the same" not in shown
+
+
+def test_the_first_token_that_differs_is_named_with_its_margin(tmp_path: Path, capsys):
+    params = SamplingParams(max_tokens=6, temperature=0)
+    llm = LLM("demo", device="cpu", use_tqdm=False)
+    try:
+        [output] = llm.generate(["The sun"], params)
+        engine = llm.engine
+        config, spec = engine.processor.config, engine.processor.spec
+        made = Receipt.of(config, spec, engine.port.worker, [])
+    finally:
+        llm.close()
+    token_ids = [*output.outputs[0].token_ids]
+    token_ids[3] += 1
+    prompt = RepeatablePrompt(output.prompt_token_ids, params, 0, [token_ids])
+    made = msgspec.structs.replace(made, prompts=[prompt], weights="another")
+    (tmp_path / "receipt.json").write_bytes(msgspec.json.encode(made))
+    assert replay(str(tmp_path / "receipt.json"), "demo", "--device", "cpu") == 1
+    shown = capsys.readouterr().out
+    assert f"({token_ids[3]}) and is" in shown and "token 3 was" in shown
+    margin = float(shown.partition("the new one by ")[2].split()[0])
+    assert margin > 0 and ("no tie" in shown) == (margin >= 1e-3)
+    assert "not the same: weights: another then" in shown
+
+
+async def test_a_receipt_names_no_places_and_beam_search_has_none():
+    async with serve() as served:
+        answer = await served.http.post("/v1/chat/completions", json=CHAT, headers=HEADERS)
+        beam = CHAT | {"use_beam_search": True}
+        refused = await served.http.post("/v1/chat/completions", json=beam, headers=HEADERS)
+    made = json.dumps(answer.json()["receipt"])
+    assert MODEL not in made and "/" not in made
+    assert refused.status_code == 400 and "X-Servd-Receipt" in refused.text
+
+
+def test_weights_are_known_by_their_contents(tmp_path: Path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+    hash_weights.cache_clear()
+    assert hash_weights(str(one)) == hash_weights(str(other))
+    (other / "model.safetensors").write_bytes(b"others")
+    hash_weights.cache_clear()
+    assert hash_weights(str(one)) != hash_weights(str(other))
+
+
+def test_what_decides_the_tokens_is_in_the_hash_and_where_it_lies_is_not():
+    def configuration(**options: Any) -> str:
+        worker = WorkerReady("cpu", "float32", "torch", 1, 0, 0)
+        return Receipt.of(Config.load(options), FAKE_SPEC, worker, []).configuration
+
+    assert configuration() == configuration(model="a", download_dir="b", served_model_name=["c"])
+    assert configuration() != configuration(block_size=32)
+    assert configuration() != configuration(dtype="bfloat16")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"receipt": 1}'])
+def test_what_is_no_receipt_is_refused(text: str, tmp_path: Path):
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(ConfigError, match="no receipt"):
+        command.read_receipt(str(tmp_path / "x"))
