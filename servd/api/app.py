@@ -48,8 +48,9 @@ def create_app(
     access_log = config.observability.access_log
     middleware = [
         Middleware(RequestContext, async_llm.tracer, async_llm.metrics, access_log),
-        Middleware(ApiKeyAuth, keys, open_paths),
     ]
+    if keys.are_needed:
+        middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
     if config.access.allowed_origins:  # outermost: browsers ask without a key, and read errors, too
         middleware.insert(0, _cross_origin(config.access))
     app = FastAPI(

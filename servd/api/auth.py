@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
 from servd.access import SCOPES, AccessConfig, Key, Scope, hash_key, read_keys
-from servd.errors import Forbidden, Unauthorized
+from servd.errors import ConfigError, Forbidden, Unauthorized
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # they tell nothing of the model
 # What tells of other clients, or of the machine. Whatever is not here is for inference.
@@ -27,17 +27,20 @@ class Keys:
     """The keys of this server, as they were last read."""
 
     def __init__(self, access: AccessConfig) -> None:
+        # A file without keys opens nothing.
+        self.are_needed = bool(access.api_key or access.api_key_file)
         self.load(access)
 
     def load(self, access: AccessConfig) -> None:
         """Read them, again.
 
         Raises:
-            ConfigError: see `read_keys`; those of before stay.
+            ConfigError: see `read_keys`, or there were none before; those of before stay.
         """
-        self.known = read_keys(access)
-        # A file without keys opens nothing.
-        self.are_needed = bool(access.api_key or access.api_key_file)
+        known = read_keys(access)
+        if known and not self.are_needed:
+            raise ConfigError("a server that started without API keys asks for none: restart it")
+        self.known = known
 
     @property
     def are_several(self) -> bool:
@@ -84,11 +87,7 @@ class ApiKeyAuth:
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        if (
-            scope["type"] == "http"
-            and self.keys.are_needed
-            and scope["path"] not in self.open_paths
-        ):
+        if scope["type"] == "http" and scope["path"] not in self.open_paths:
             key = self.keys.find(scope["headers"])
             needed = SCOPE_OF_PATH.get(scope["path"], "inference")
             if needed not in key.scopes:

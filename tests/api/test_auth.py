@@ -290,3 +290,12 @@ async def test_keys_that_are_read_again_count_from_then_on(key_file: Path):
         context.keys.load(context.config.access)
         context.responses.forget_strangers()
         assert not context.responses
+
+
+async def test_keys_need_a_restart_where_there_were_none():
+    async with serve() as served:
+        keys = served.app.state.context.keys
+        with pytest.raises(ConfigError, match="restart"):
+            keys.load(AccessConfig(api_key=["k"]))
+        assert not keys.known
+        assert (await served.http.get("/v1/models")).status_code == 200
