@@ -18,14 +18,19 @@ MOMENTUM = 0.95
 class Muon(torch.optim.Optimizer):
     """Muon with the step size of AdamW (https://arxiv.org/abs/2502.16982, 2.2).
 
-    In float32 and over all matrices of one shape at once: torch.optim.Muon computes in bfloat16,
-    which takes as long as the rest of the step on a CPU without units for it.
+    Over all matrices of one shape at once, and in a type of choice: torch.optim.Muon computes in
+    bfloat16, which takes as long as the rest of the step on a CPU without units for it.
     """
 
     def __init__(
-        self, matrices: Iterable[Tensor], learning_rate: float = 1e-3, weight_decay: float = 0.05
+        self,
+        matrices: Iterable[Tensor],
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.05,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(matrices, {"lr": learning_rate, "weight_decay": weight_decay})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -37,7 +42,8 @@ class Muon(torch.optim.Optimizer):
                 if matrix.grad is not None:
                     shapes[matrix.shape].append(matrix)
             for shape, matrices in shapes.items():
-                steps = orthogonal(torch.stack([self._direction(matrix) for matrix in matrices]))
+                directions = torch.stack([self._direction(matrix) for matrix in matrices])
+                steps = orthogonal(directions.to(self.dtype))
                 for matrix, step in zip(matrices, steps, strict=True):
                     matrix.mul_(1 - group["lr"] * group["weight_decay"])
                     matrix.add_(step, alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)

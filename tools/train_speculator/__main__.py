@@ -19,7 +19,7 @@ from servd import LLM
 from servd.hf import download_weights, read_spec
 from tools.train_speculator.data import Example, Generator, Prompts, read_examples
 from tools.train_speculator.heads import Eagle3, Head, Medusa
-from tools.train_speculator.teacher import Teacher
+from tools.train_speculator.teacher import StateCache, Teacher
 from tools.train_speculator.train import Options, Trainer, export, make_batches, train
 
 NUM_HELD_OUT = 32  # examples, for the figures at the end; a tenth if that is less
@@ -50,6 +50,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[%(default)s]")
     add("--max-num-seqs", type=int, default=32, help="answers at a time [%(default)s]")
+    add("--state-cache-gib", type=float, default=8, metavar="GIB",
+        help="disk for hidden states of later epochs; they are computed again if they need more "
+        "[%(default)s]")  # fmt: skip
     add("--work", type=Path, help="folder for text and checkpoints [OUT/.work]")
     return parser.parse_args(arguments)
 
@@ -65,7 +68,7 @@ def generate(args: argparse.Namespace, folder: Path, work: Path) -> tuple[str, l
     params = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     name = fingerprint(str(folder), prompts, params, args.seed, args.dtype)
     path = work / f"text-{name}.jsonl"
-    if len(read_examples(path)) < args.num_examples:
+    if not read_examples(path).keys() >= {*range(args.num_examples)}:
         llm = LLM(str(folder), dtype=args.dtype, max_num_seqs=args.max_num_seqs)
         source = Prompts(llm.engine, args.prompts)
         Generator(llm.engine, source, path, params, args.seed).run(args.num_examples)
@@ -127,7 +130,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = Options(
         args.batch_tokens, args.epochs, args.learning_rate, args.max_length, args.seed
     )
-    trainer = Trainer(head, teacher, options)
+    lengths = [min(len(example), args.max_length) for example in (*held_out, *examples)]
+    cache = None
+    if args.epochs > 1 and StateCache.num_bytes(teacher, lengths) <= args.state_cache_gib * 2**30:
+        of = fingerprint(text, head.aux_layers, args.max_length)
+        cache = StateCache(teacher, work / f"states-{of}.bin", lengths)
+    trainer = Trainer(head, teacher, options, cache)
     name = fingerprint(text, len(examples), head.config, vars(options))
     checkpoint = work / f"{args.method}-{name}.pt"
     if checkpoint.exists():

@@ -24,8 +24,12 @@ MAX_WAITING = 256  # requests in the engine
 class Example:
     """Token ids of a prompt and of what the model went on with."""
 
+    number: int  # in its file
     prompt: array[int]
     output: array[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
 
 
 class Prompts:
@@ -159,5 +163,5 @@ def read_examples(path: Path) -> dict[int, Example]:
                 file.truncate(file.tell() - len(line))
                 break
             number, prompt, output = json.loads(line)
-            examples[number] = Example(array("i", prompt), array("i", output))
+            examples[number] = Example(number, array("i", prompt), array("i", output))
     return examples

@@ -142,7 +142,7 @@ class Eagle3(Head):
         embedded = teacher.embed(batch.ids)
         wanted = Wanted(batch, lambda hidden: teacher.logits(hidden, self.target_ids))
         x = self.fc(batch.features)
-        made, memory = [], Memory()
+        made, memory = [], Memory(batch.ids)
         for step in range(self.num_steps):
             # The token after the features, which are those of position + step.
             x = self.midlayer(F.pad(embedded[:, 1 + step :], (0, 0, 0, 1 + step)), x, memory)
@@ -164,9 +164,12 @@ class Eagle3(Head):
 class Memory:
     """Keys and values of a pass: of the real features, and of one step after another past them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Tensor) -> None:
+        length = ids.shape[1]
         self.keys: list[Tensor] = []  # [rows, heads, length, head_dim] each
         self.values: list[Tensor] = []
+        # Added to scores, [length, length].
+        self.future = torch.full((length, length), -torch.inf, device=ids.device).triu(1)
 
 
 class Attention(nn.Module):
@@ -204,13 +207,12 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, memory: Memory) -> Tensor:
         """The sum over real positions up to the row's, and over its own steps."""
         (real_keys, *keys), (real_values, *values) = memory.keys, memory.values
-        scores = q @ real_keys.mT
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
+        q = q * self.head_dim**-0.5
+        future, length = memory.future.to(q.dtype), q.shape[2]
+        scores = torch.baddbmm(future, q.flatten(0, 1), real_keys.flatten(0, 1).mT)
+        scores = scores.unflatten(0, q.shape[:2])
         own = [(q * key).sum(-1, keepdim=True) for key in keys]
-        weights = torch.cat((scores, *own), dim=-1).float() * self.head_dim**-0.5
-        weights = weights.softmax(-1).to(q.dtype)
-        length = scores.shape[-1]
+        weights = torch.cat((scores, *own), dim=-1).softmax(-1)
         mixed = weights[..., :length] @ real_values
         for i, value in enumerate(values):
             mixed = mixed + weights[..., length + i, None] * value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ class Teacher:
         norm = getattr(model.base_model, "norm", None)
         self.last_norm: Tensor | None = None if norm is None else norm.weight
         self.aux_layers = aux_layers
-        self.is_16_bit = dtype != torch.float32
+        self.dtype, self.device = dtype, device
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,6 +45,11 @@ class Teacher:
         states = made.hidden_states
         features = [states[layer] for layer in self.aux_layers] or [states[0][..., :0]]
         return torch.cat(features, dim=-1), made.last_hidden_state
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token: features and last hidden state."""
+        return (len(self.aux_layers) + 1) * self.embedding.shape[1]
 
     def embed(self, ids: Tensor) -> Tensor:
         """As the embedding has them, unscaled."""
@@ -60,3 +67,38 @@ class Teacher:
         """Weights of the last layer by their names in it."""
         lists = (part for part in self.model.modules() if isinstance(part, nn.ModuleList))
         return dict(next(lists)[-1].named_parameters())
+
+
+class StateCache:
+    """What a teacher says of examples, kept in a file, so that later passes need not compute it.
+
+    Args:
+        teacher: the model.
+        path: of the file, which is mapped to memory; what is in it already holds.
+        lengths: tokens of each example.
+    """
+
+    def __init__(self, teacher: Teacher, path: Path, lengths: Sequence[int]) -> None:
+        self.teacher = teacher
+        self.starts = [0, *accumulate(lengths)]
+        size = self.num_bytes(teacher, lengths) // teacher.dtype.itemsize
+        states = torch.from_file(str(path), shared=True, size=size, dtype=teacher.dtype)
+        self.states = states.view(-1, teacher.width)
+
+    @staticmethod
+    def num_bytes(teacher: Teacher, lengths: Sequence[int]) -> int:
+        """Bytes of the file."""
+        return sum(lengths) * teacher.width * teacher.dtype.itemsize
+
+    def __call__(self, ids: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As of the teacher, for ids [rows, length] of the examples with these numbers; zeros
+        behind their ends.
+        """
+        rows = [self.states[self.starts[i] : self.starts[i + 1]] for i in numbers]
+        if not all(row[0].any() for row in rows):
+            for row, made in zip(rows, torch.cat(self.teacher(ids), dim=-1), strict=True):
+                row[1:] = made[1 : len(row)]
+                row[0] = made[0]  # at last: an example is there whole or not at all
+        states = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.teacher.device)
+        hidden_size = self.teacher.embedding.shape[1]
+        return states[..., :-hidden_size], states[..., -hidden_size:]

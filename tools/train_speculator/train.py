@@ -17,7 +17,7 @@ from tqdm import tqdm
 from tools.demo_model.muon import Muon
 from tools.train_speculator.data import Example
 from tools.train_speculator.heads import Batch, Head, kept, loss
-from tools.train_speculator.teacher import Teacher
+from tools.train_speculator.teacher import StateCache, Teacher
 
 SAVE_EVERY_S = 60
 POOL = 256  # examples of which batches of like lengths are made
@@ -42,19 +42,14 @@ def make_batches(examples: Sequence[Example], options: Options, epoch: int) -> l
     batches: list[list[Example]] = []
     for start in range(0, len(shuffled), POOL):
         batch: list[Example] = []
-        for example in sorted(shuffled[start : start + POOL], key=length):
-            longest = min(length(example), options.max_length)
+        for example in sorted(shuffled[start : start + POOL], key=len):
+            longest = min(len(example), options.max_length)
             if batch and longest * (len(batch) + 1) > options.batch_tokens:
                 batches.append(batch)
                 batch = []
             batch.append(example)
         batches.append(batch)
     return rng.sample(batches, len(batches))
-
-
-def length(example: Example) -> int:
-    """Tokens of prompt and output."""
-    return len(example.prompt) + len(example.output)
 
 
 class Trainer:
@@ -64,22 +59,27 @@ class Trainer:
         head: on the teacher's device.
         teacher: the model.
         options: of the training.
+        cache: of what the teacher says of the examples it learns from.
     """
 
-    def __init__(self, head: Head, teacher: Teacher, options: Options) -> None:
-        self.head, self.teacher, self.options = head, teacher, options
-        self.device = next(head.parameters()).device
+    def __init__(
+        self, head: Head, teacher: Teacher, options: Options, cache: StateCache | None = None
+    ) -> None:
+        self.head, self.teacher, self.options, self.cache = head, teacher, options, cache
+        self.device = teacher.device
+        is_16_bit = teacher.dtype != torch.float32
+        self.dtype = torch.bfloat16 if is_16_bit else torch.float32  # of products
         self.step = 0
         named = [item for item in head.named_parameters() if item[1].requires_grad]
         matrices = [p for name, p in named if p.dim() == 2 and name != "lm_head.weight"]
         others = [p for name, p in named if p.dim() != 2 or name == "lm_head.weight"]
-        self.optimizers: list[torch.optim.Optimizer] = [Muon(matrices)]
+        self.optimizers: list[torch.optim.Optimizer] = [Muon(matrices, dtype=self.dtype)]
         if others:
             self.optimizers.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0))
 
-    def read(self, examples: Sequence[Example]) -> Batch:
+    def read(self, examples: Sequence[Example], cache: StateCache | None) -> Batch:
         """A batch with what the teacher says of it."""
-        longest = min(max(map(length, examples)), self.options.max_length)
+        longest = min(max(map(len, examples)), self.options.max_length)
         ids = torch.zeros((len(examples), longest), dtype=torch.int64)
         is_output = torch.zeros((len(examples), longest), dtype=torch.bool)
         for row, example in enumerate(examples):
@@ -87,18 +87,24 @@ class Trainer:
             ids[row, : len(tokens)] = tokens
             is_output[row, len(example.prompt) : len(tokens)] = True
         ids, is_output = ids.to(self.device), is_output.to(self.device)
-        return Batch(ids, is_output, *self.teacher(ids))
+        if cache is None:
+            return Batch(ids, is_output, *self.teacher(ids))
+        numbers = [example.number for example in examples]
+        return Batch(ids, is_output, *cache(ids, numbers))
 
-    def measure(self, examples: Sequence[Example]) -> tuple[Tensor, list[float]]:
+    def measure(
+        self, examples: Sequence[Example], cache: StateCache | None = None
+    ) -> tuple[Tensor, list[float]]:
         """Loss, and the shares of rows in which so many drafts are right."""
-        batch = self.read(examples)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.teacher.is_16_bit):
+        batch = self.read(examples, cache)
+        enabled = self.dtype == torch.bfloat16
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             places = self.head.places(batch, self.teacher)
         return loss(places), kept(self.head, places, batch.ids.shape)
 
     def update(self, examples: Sequence[Example], num_steps: int) -> tuple[float, float]:
         """One of `num_steps` steps; returns the loss and the mean acceptance length."""
-        value, shares = self.measure(examples)
+        value, shares = self.measure(examples, self.cache)
         value.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.step += 1

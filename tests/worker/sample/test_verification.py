@@ -202,47 +202,72 @@ def test_right_drafts_are_kept_and_wrong_ones_end_the_row(penalty):
         assert row.tokens == tokens[: 8 if wrong is None else 4 + wrong]
 
 
+FREE = {
+    "plain": SamplingParams(temperature=1.0),
+    "narrowed": SamplingParams(temperature=1.3, top_k=9, top_p=0.9),
+    "min_p": SamplingParams(temperature=0.8, min_p=0.05, logit_bias={5: 2.0, 9: -3.0}),
+}
+IN_TURN = {  # what follows the tokens that were said, which trees do not have
+    "penalized": SamplingParams(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.3),
+}
+# The input before each draft, and its rank among the likeliest tokens there.
+CHAIN = [(0, 0), (1, 1)]
+TREE = [(0, 0), (0, 2), (1, 0), (1, 1), (2, 0), (3, 0)]
+
+
+@pytest.mark.parametrize("has_grammar", [False, True], ids=["free", "grammar"])
 @pytest.mark.parametrize(
-    "case",
-    [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=1.3, top_k=9, top_p=0.9),
-        SamplingParams(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.3),
-    ],
-    ids=["plain", "narrowed", "penalized"],
+    ("shape", "case"),
+    [(CHAIN, case) for case in (FREE | IN_TURN).values()]
+    + [(TREE, case) for case in FREE.values()],
+    ids=[f"chain, {name}" for name in FREE | IN_TURN] + [f"tree, {name}" for name in FREE],
 )
-@pytest.mark.parametrize("rank", [0, 3])
-def test_drawn_frequencies_around_a_draft_fit_the_exact_distribution(case, rank):
-    """Of the first token, and of the second one where the draft was kept: as many requests that
-    differ in their seeds, in one step.
+def test_drawn_frequencies_around_drafts_fit_the_exact_distribution(shape, case, has_grammar):
+    """Of the token after each input that the text reached: as many requests that differ in their
+    seeds, in one step.
     """
-    num_rows = 20_000
-    draft = int(logits_after(PROMPT).argsort(descending=True)[rank])
+    num_rows = 4_000
+    inputs = [PROMPT]
+    for parent, rank in shape:
+        likeliest = logits_after(inputs[parent]).argsort(descending=True)
+        inputs.append([*inputs[parent], int(likeliest[rank])])
+    paths = [tuple(tokens[len(PROMPT) :]) for tokens in inputs]
     sampler = Sampler(VOCAB, num_rows, CPU)
     for slot in range(num_rows):
         sampler.add(slot, msgspec.structs.replace(case, seed=slot), PROMPT, [], EOS)
-    logits = logits_after(PROMPT), logits_after([*PROMPT, draft])
-    slots = np.repeat(np.arange(num_rows), 2)
+    logits = torch.stack([logits_after(tokens) for tokens in inputs])
+    masks = torch.tensor([bitmask_after(tokens, has_grammar) for tokens in inputs])
+    slots = np.repeat(np.arange(num_rows), len(inputs))
     output = sampler(
-        torch.stack(logits).repeat(num_rows, 1),
+        logits.repeat(num_rows, 1),
         torch.from_numpy(slots),
         slots,
-        torch.tensor([3, 4]).repeat(num_rows),
-        None,
-        SpecDecodeMetadata(np.ones(num_rows, dtype=np.int64), torch.tensor([draft, -1] * num_rows)),
+        torch.tensor([len(tokens) for tokens in inputs]).repeat(num_rows),
+        masks.int().repeat(num_rows, 1) if has_grammar else None,
+        SpecDecodeMetadata(
+            np.full(num_rows, len(shape)),
+            torch.tensor([path[-1] for path in paths[1:]] + [-1]).repeat(num_rows),
+            False,
+            None if shape is CHAIN else np.array([[0, *(p for p, _ in shape)]] * num_rows),
+        ),
     )
     assert output.num_kept is not None
-    first, second = output.token_ids.view(-1, 2).T.numpy()
-    is_kept = output.num_kept.numpy() == 1
-    assert (is_kept == (first == draft)).all()
-    for drawn, row, outputs in ((first, logits[0], []), (second[is_kept], logits[1], [draft])):
-        exact = distribution(row, case, PROMPT, outputs, EOS)
+    ends = (output.num_kept + 1).tolist()
+    texts = [
+        tuple(row[:end])
+        for row, end in zip(output.token_ids.view(num_rows, -1).tolist(), ends, strict=True)
+    ]
+    assert all(text not in paths and text[:-1] in paths for text in texts)
+    for path, row, (mask,) in zip(paths, logits, masks.tolist(), strict=True):
+        drawn = [text[len(path)] for text in texts if text[: len(path)] == path]
+        allowed = [token for token in range(VOCAB) if mask >> token & 1]
+        exact = distribution(row, case, PROMPT, path, EOS, allowed)
         counts = np.bincount(drawn, minlength=VOCAB)
         assert not counts[exact == 0].any()
         expected = exact[exact > 0] * len(drawn)
-        chi_square = ((counts[exact > 0] - expected) ** 2 / expected).sum()
+        chi_square = ((counts[exact > 0] - expected) ** 2 / expected.clip(min=1)).sum()
         freedom = len(expected) - 1
-        assert len(drawn) > 100 and chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
+        assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
 
 
 @given(rows=st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(-1, 1))), min_size=1))
