@@ -68,7 +68,12 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
-        """Change the logits [n, vocab] of `rows` in place, or leave it to the fused pass."""
+        """Change the logits of `rows` in place, or leave it to the fused pass.
+
+        `logits` [all rows of the step, vocab] has neighbours too, which do not use the feature:
+        `rows.index` and `rows.repeat` say which rows are meant, `rows.slots` [n] where their state
+        is.
+        """
 
     def update(self, token_ids: Tensor, rows: Rows) -> None:  # noqa: B027 - few need it
         """Take in the sampled tokens [n] of the step, of which `rows` use the feature."""
