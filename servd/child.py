@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -18,6 +20,9 @@ from servd.config import Config
 T = TypeVar("T")
 
 log = logging.getLogger("servd.child")
+
+SHOW_STACKS = signal.SIGUSR1  # has a process write the stacks of its threads into its log
+LAST_STACKS = 1.0  # seconds for that
 
 
 class Child:
@@ -88,6 +93,16 @@ class Child:
         if self.exit_code is None:
             self.process.terminate()
 
+    def kill_hung(self) -> None:
+        """Kill it and its descendants, after the stacks of all their threads went into the log."""
+        pids = [self.process.pid, *_descendants(self.process.pid)]
+        for signum in (SHOW_STACKS, signal.SIGCONT, signal.SIGKILL):
+            if signum == signal.SIGKILL:
+                self.wait(LAST_STACKS)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+
     def stop(self, timeout: float) -> None:
         """Ask it to end, and kill it after `timeout` seconds."""
         self.terminate()
@@ -99,6 +114,16 @@ class Child:
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it never read its start message
                 self.process.stdin.close()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Its children, theirs, and so on."""
+    try:
+        text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    except OSError:  # it has ended meanwhile
+        return []
+    children = [int(child) for child in text.split()]
+    return [*children, *(each for child in children for each in _descendants(child))]
 
 
 def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda config: None) -> T:

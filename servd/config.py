@@ -328,6 +328,22 @@ class ServerConfig(Section, frozen=True):
         float,
         about("Seconds that open requests get to finish after SIGTERM or Ctrl-C.", ge=0, le=86400),
     ] = 15.0
+    max_engine_restarts: Annotated[
+        int,
+        about("Restarts of a dead engine, or API servers, within the window; then it ends.", ge=0),
+    ] = 20
+    engine_restart_window: Annotated[
+        float, about("Seconds for which a death counts.", gt=0, le=86400)
+    ] = 600.0
+    engine_hang_timeout: Annotated[
+        float,
+        about(
+            "Seconds without a sign of life, or beyond what a step should take, after which the "
+            "engine is killed and started again.",
+            gt=0,
+            le=86400,
+        ),
+    ] = 10.0
 
 
 class ObservabilityConfig(Section, frozen=True):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from servd import ipc, launch
+from servd import incarnations, ipc, launch
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
@@ -29,14 +29,15 @@ from servd.messages import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineFailed,
     EngineReady,
     EngineStatus,
     ToEngine,
     WorkerReady,
 )
-from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput, RequestOutput, unpack_vector
 from servd.params import PoolingParams, SamplingParams
+from servd.process_tree import ENGINE_STOP_TIMEOUT
 
 TextOrIds = str | list[int]
 Messages = list[dict[str, Any]]
@@ -316,7 +317,7 @@ class SeparateProcess:
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
         self.ipc_dir = str(ipc.private_dir())
         self.engine_client = EngineCoreClient(self.ipc_dir, self.client, identity(config, spec))
-        self.child = launch.start_engine(config, spec, self.ipc_dir, time.monotonic())
+        self.child = incarnations.start_engine(config, spec, self.ipc_dir, time.monotonic())
         try:
             while not isinstance(message := self.wait_for_message(), EngineReady):
                 assert isinstance(message, EngineStatus), message
@@ -331,10 +332,12 @@ class SeparateProcess:
         while (message := self.engine_client.recv(timeout=0.5)) is None:
             if self.child.exit_code is not None:
                 raise EngineDead(f"the engine process ended with code {self.child.exit_code}")
-        if isinstance(message, EngineDeadMessage):
-            self.child.wait(1.0)
-            raise (ConfigError if self.child.exit_code == 2 else EngineDead)(message.reason)
-        return message
+        match message:
+            case EngineFailed(reason=reason, is_config_error=is_config_error):
+                raise (ConfigError if is_config_error else EngineDead)(reason)
+            case EngineStatus() | EngineReady() | EngineCoreOutputs():
+                return message
+        raise AssertionError(message)  # the others are for API servers
 
     def send(self, message: ToEngine) -> None:
         """Queued to the process."""
@@ -347,7 +350,7 @@ class SeparateProcess:
 
     def close(self) -> None:
         """Stop the process and remove its sockets."""
-        self.child.stop(launch.ENGINE_STOP_TIMEOUT)
+        self.child.stop(ENGINE_STOP_TIMEOUT)
         self.engine_client.close()
         shutil.rmtree(self.ipc_dir, ignore_errors=True)
 

@@ -82,6 +82,9 @@ class EngineCoreRequest(Message, tag=True):
     options: RequestOptions = RequestOptions()
     block_hashes: list[bytes] = []  # of the prompt's full blocks; the engine fills it in
     marks: list[Mark] = []  # taken in the engine before it is queued
+    # Where it is replayed after the death of an engine: the output so far of each choice that goes
+    # on, by its index.
+    output_token_ids: dict[int, list[TokenId]] = {}
 
     @property
     def choice_ids(self) -> list[str]:
@@ -90,13 +93,21 @@ class EngineCoreRequest(Message, tag=True):
         return [self.request_id] if n == 1 else [f"{self.request_id}_{i}" for i in range(n)]
 
     def choices(self) -> list[EngineCoreRequest]:
-        """A request for each choice, with a seed of its own. They share all lists."""
-        params = self.params
+        """A request for each choice that has not ended, with a seed of its own. They share all
+        lists.
+        """
+        params, outputs = self.params, self.output_token_ids
         if not isinstance(params, SamplingParams) or params.n == 1:
             return [self]
         return [
-            msgspec.structs.replace(self, request_id=choice_id, params=params.of_choice(index))
+            msgspec.structs.replace(
+                self,
+                request_id=choice_id,
+                params=params.of_choice(index),
+                output_token_ids={0: outputs[index]} if outputs else {},
+            )
             for index, choice_id in enumerate(self.choice_ids)
+            if not outputs or index in outputs
         ]
 
 
@@ -121,6 +132,7 @@ class EngineStatus(Message, tag=True):
 
     phase: str  # e.g. "loading weights"
     progress: float = 0.0  # 0 to 1 within the phase
+    incarnation: int = 0  # the engine's; what an earlier one said is void
 
 
 class WorkerReady(Message, tag=True):
@@ -141,6 +153,7 @@ class EngineReady(Message, tag=True):
     max_model_len: int
     block_size: int
     startup_seconds: dict[str, float] = {}  # by phase, from the user's command on
+    incarnation: int = 0
 
 
 class TokenLogprobs(Message):
@@ -241,15 +254,37 @@ class EngineCoreOutputs(Message, tag=True):
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
     steps: list[StepRecord] = []  # harvested since the last message to this API server
+    incarnation: int = 0
+
+
+class EngineFailed(Message, tag=True):
+    """An engine's last words. Whether another one comes is for its parent to say."""
+
+    reason: str
+    is_config_error: bool = False
+
+
+class EngineRestarting(Message, tag=True):
+    """From the engine's parent: its process is gone and another one is on its way, to which API
+    servers attach and send again what has not ended.
+    """
+
+    incarnation: int  # of the next one
+    reason: str
+    errors: dict[str, str] = {}  # by engine id: requests that end here, and why
 
 
 class EngineDead(Message, tag=True):
-    """The engine cannot go on: from itself, or from the parent when its process is gone."""
+    """There is no engine any more: from its parent. From an engine itself: it is of another
+    identity.
+    """
 
     reason: str
 
 
-FromEngine = EngineStatus | EngineReady | EngineCoreOutputs | EngineDead
+FromEngine = (
+    EngineStatus | EngineReady | EngineCoreOutputs | EngineFailed | EngineRestarting | EngineDead
+)
 
 
 # ---- api <-> grammar checker ----

@@ -7,6 +7,8 @@ API process, the engine and its workers can be compared and sorted.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -65,3 +67,33 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_drafts: int = 0  # tokens computed as drafts
     num_accepted: int = 0  # of the drafts
     prefills: dict[str, int] = {}  # engine ids with more than one token -> how many
+
+
+PATIENCE = 5  # a step is overdue after so many times what it should take, and some seconds
+FIRST_STEP = 120.0  # seconds that a step may take of which nothing is known
+
+
+class Pace(NamedTuple):
+    """How long steps have taken of late. Nanoseconds."""
+
+    longest: int = 0  # of all
+    per_token: float = 0.0  # the slowest of those with prompts
+    most_tokens: int = 0
+
+    @classmethod
+    def of(cls, steps: Sequence[StepRecord]) -> Pace:
+        """That of these steps."""
+        took = [(step.harvested_ns - step.started_ns, step) for step in steps]
+        return cls(
+            max((ns for ns, _ in took), default=0),
+            max((ns / step.num_tokens for ns, step in took if step.prefills), default=0.0),
+            max((step.num_tokens for _, step in took), default=0),
+        )
+
+    def expected_seconds(self, num_tokens: int) -> float:
+        """The most that a step of so many tokens should take: as long as any of late or, where it
+        is larger, as its tokens do in the slowest of those with prompts.
+        """
+        if not self.per_token and num_tokens > self.most_tokens:
+            return FIRST_STEP
+        return max(self.longest, self.per_token * num_tokens) / 1e9

@@ -29,7 +29,14 @@ MAY_IMPORT = {
     "worker": {"leaf", "worker"},
     "top": {"leaf", "api", "core", "top"},
 }
-TOP = {"servd", "servd.__main__", "servd.launch", "servd.llm"}
+TOP = {
+    "servd",
+    "servd.__main__",
+    "servd.incarnations",
+    "servd.launch",
+    "servd.process_tree",
+    "servd.llm",
+}
 
 # Library -> the files or folders that may import it. A library without a row may not be imported at
 # all.

@@ -26,8 +26,12 @@ from servd.hf import ModelSpec
 from servd.log import current_request
 from servd.messages import (
     AbortRequests,
+    EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineFailed,
     EngineReady,
+    EngineRestarting,
     EngineStatus,
     FinishReason,
     RequestOptions,
@@ -110,6 +114,7 @@ class AsyncLLM:
     Attributes:
         status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's state as last reported.
+        is_restarting: the engine has died; requests are kept until there is another one.
         num_unfinished: prompts that are admitted, from before they are prepared to their end.
 
     Args:
@@ -144,6 +149,7 @@ class AsyncLLM:
         self.status = EngineStatus("starting the engine")
         self.stats = SchedulerStats()
         self.num_unfinished = 0
+        self.is_restarting = False
         self._running: dict[str, _Running] = {}  # by request id
         self._threads = FairThreads(NUM_THREADS, "prepare")
         self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
@@ -184,7 +190,7 @@ class AsyncLLM:
         match self.status:
             case EngineDeadMessage(reason=reason):
                 raise EngineDead(f"the engine is gone: {reason}")
-            case EngineStatus(phase=phase, progress=progress):
+            case EngineStatus(phase=phase, progress=progress) if not self.is_restarting:
                 self.metrics.labelled["vllm:admission_rejections", "loading"].inc()
                 raise Overloaded(
                     f"the model is still loading ({phase}, {progress:.0%}): retry later",
@@ -296,7 +302,7 @@ class AsyncLLM:
                 timeline.salt = one.request.options.cache_salt
                 timeline.reads_prompt = one.params.prompt_logprobs is not None
                 timeline.marks += [*one.marks, Mark("sent", sent)]
-                self.client.send(one.request)
+                self._send(one.request)
                 num_open += one.params.n
             while num_open:
                 for delta in await stream.take():
@@ -307,6 +313,11 @@ class AsyncLLM:
         finally:
             for one in prepared:
                 self._end(one.request_id)
+
+    def _send(self, request: EngineCoreRequest) -> None:
+        """Hand a request to the engine; if there is none now, the next one gets it (`_replay`)."""
+        if not self.is_restarting:
+            self.client.send(request)
 
     def _end(self, request_id: str) -> None:
         """Forget a prompt; the engine drops the choices that have not ended, if any."""
@@ -366,6 +377,8 @@ class AsyncLLM:
             if not messages:
                 return
             for message in messages:
+                if getattr(message, "incarnation", current := self.client.incarnation) < current:
+                    continue  # an engine that is gone said so
                 if isinstance(message, EngineCoreOutputs):
                     self._take_outputs(message)
                 else:
@@ -375,8 +388,15 @@ class AsyncLLM:
                 asyncio.get_running_loop().call_soon(self._receive)
                 return
 
-    def _take_status(self, message: EngineStatus | EngineReady | EngineDeadMessage) -> None:
+    def _take_status(
+        self,
+        message: EngineStatus | EngineReady | EngineFailed | EngineRestarting | EngineDeadMessage,
+    ) -> None:
         match message:
+            case EngineFailed(reason=reason):
+                log.error("the engine has failed: %s", reason)
+            case EngineRestarting():
+                self._restart(message)
             case EngineDeadMessage(reason=reason):
                 self.status = message
                 log.error("the engine is gone: %s", reason)
@@ -385,8 +405,32 @@ class AsyncLLM:
                 self.status = message
                 self.metrics.observe_ready(message, self.config.cache)
                 self.processor.max_model_len = message.max_model_len
+                if self.is_restarting:
+                    self.is_restarting = False
+                    self._replay()
             case EngineStatus():
                 self.status = message
+
+    def _restart(self, message: EngineRestarting) -> None:
+        """Attach to the engine that comes; end the requests that it is not to have."""
+        self.is_restarting = True
+        self.status = EngineStatus("restarting")
+        self.client.follow(message.incarnation)
+        outputs = [
+            EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
+            for engine_id, error in message.errors.items()
+        ]
+        self._take_outputs(EngineCoreOutputs(outputs, SchedulerStats()))
+
+    def _replay(self) -> None:
+        """Send all that runs to a new engine, with the tokens so far."""
+        for request_id, running in self._running.items():
+            if outputs := self.output_processor.outputs(request_id):
+                running.sent_ns = now_ns()
+                request = msgspec.structs.replace(
+                    running.prepared.request, output_token_ids=outputs
+                )
+                self.client.send(request)
 
     def _take_outputs(self, message: EngineCoreOutputs) -> None:
         received = now_ns()

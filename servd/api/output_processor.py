@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
 
 from servd.api.detokenizer import Detokenizer
@@ -18,6 +20,7 @@ class _Choice(msgspec.Struct):
     index: int
     detokenizer: Detokenizer
     include_stop: bool
+    token_ids: array[int]  # so far
 
 
 class OutputProcessor:
@@ -44,6 +47,7 @@ class OutputProcessor:
                 index,
                 Detokenizer(self.tokenizer, params, prepared.prompt_token_ids, visible_ids),
                 params.include_stop_str_in_output,
+                array("I"),
             )
 
     def abort(self, request_id: str) -> list[str]:
@@ -56,6 +60,11 @@ class OutputProcessor:
         for engine_id in engine_ids:
             del self._choices[engine_id]
         return engine_ids
+
+    def outputs(self, request_id: str) -> dict[int, list[int]]:
+        """The tokens so far of the choices of a request that have not ended, by their index."""
+        choices = [self._choices[engine_id] for engine_id in self._engine_ids.get(request_id, ())]
+        return {choice.index: choice.token_ids.tolist() for choice in choices}
 
     def owner(self, engine_id: str) -> tuple[str, int] | None:
         """Request id and choice index of an engine request; None when it has ended."""
@@ -77,6 +86,7 @@ class OutputProcessor:
             choice = self._choices.get(output.request_id)
             if choice is None:
                 continue
+            choice.token_ids.extend(output.new_token_ids)
             delta = _delta(choice, output)
             if delta.finish_reason is not None:
                 self._end(output.request_id)

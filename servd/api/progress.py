@@ -6,13 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from servd.tracing import StepRecord
+from servd.tracing import PATIENCE, Pace, StepRecord
 
 SECOND = 1_000_000_000
-# A step is overdue after so many times what it should take, and some seconds: a busy machine, or
-# the first step of a size, may take as long.
-PATIENCE, GRACE = 5, 10.0
-FIRST_STEP = 120.0  # seconds that a step may take of which nothing is known
+GRACE = 10.0  # seconds that a busy machine, or the first step of a size, may take beyond PATIENCE
 
 
 class Unfinished(msgspec.Struct):
@@ -55,7 +52,7 @@ def progress(
         return found
     to_compute = sum(request.num_prompt_tokens for request in due if not request.has_begun)
     found.activity = "prefill" if to_compute else "decoding"
-    expected = _expected_seconds(steps, min(to_compute + len(due), budget))
+    expected = Pace.of(steps).expected_seconds(min(to_compute + len(due), budget))
     found.expected_seconds = round(expected, 3)
     begin = min(request.sent_ns for request in due)
     silent = (now_ns - max(begin, steps[-1].harvested_ns if steps else 0)) / SECOND
@@ -66,18 +63,3 @@ def progress(
             f"running one should take {expected:.1f} s: see the log of the engine"
         )
     return found
-
-
-def _expected_seconds(steps: Sequence[StepRecord], num_tokens: int) -> float:
-    """The most that a step of so many tokens should take: as long as any of late or, where it is
-    larger, as its tokens do in the slowest of those with prompts.
-    """
-    if not steps:
-        return FIRST_STEP
-    longest = max(step.harvested_ns - step.started_ns for step in steps)
-    token_ns = [
-        (step.harvested_ns - step.started_ns) / step.num_tokens for step in steps if step.prefills
-    ]
-    if not token_ns and num_tokens > max(step.num_tokens for step in steps):
-        return FIRST_STEP
-    return max(longest, max(token_ns, default=0) * num_tokens) / SECOND

@@ -189,7 +189,9 @@ async def serve(start: Start) -> int:
     """Run the server; return the process's exit code."""
     config, spec = start.config, start.spec
     listener = socket.socket(fileno=start.listener)
-    client = EngineCoreClient(start.ipc_dir, start.client, identity(config, spec))
+    client = EngineCoreClient(
+        start.ipc_dir, start.client, identity(config, spec), start.incarnation
+    )
     tokenizer = Tokenizer.of_model(config, spec)
     assert config.model.max_model_len is not None
     processor = Processor(config, spec, tokenizer, config.model.max_model_len, client=start.client)

@@ -21,3 +21,4 @@ class Start(msgspec.Struct):
     name: str  # for the log, e.g. "api-0"
     listener: int  # descriptor of the listening socket, inherited
     url: str | None  # announced by this process once the model is ready
+    incarnation: int  # of the engine

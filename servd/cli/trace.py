@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import html
 import json
 import shutil
@@ -12,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from math import exp
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from servd.config import Config
 from servd.core.client import EngineCoreClient, identity
 from servd.core.engine_core_proc import EngineCoreProc, Start
 from servd.errors import ConfigError, EngineError
-from servd.messages import EngineDead, WorkerFailed
+from servd.messages import WorkerFailed
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams
 
@@ -133,7 +133,8 @@ def ask_here(
     ipc_dir, recorder = ipc.private_dir(), _calls.Recorder()
     engine = EngineCoreProc(Start(config, spec, str(ipc_dir), time.monotonic()))
     threading.setprofile(recorder)
-    thread = threading.Thread(target=run_engine, args=[engine], name="busy loop")
+    ended: Future[None] = Future()
+    thread = threading.Thread(target=run_engine, args=[engine, ended], name="busy loop")
     thread.start()
     client = EngineCoreClient(str(ipc_dir), 0, identity(config, spec))
     tokenizer = Tokenizer.of_model(config, spec)
@@ -144,7 +145,7 @@ def ask_here(
     if not arguments.raw:
         content = Chat(messages=[{"role": "user", "content": content}])
     try:
-        calls, answer = asyncio.run(ask(llm, recorder, content, arguments.max_tokens))
+        calls, answer = asyncio.run(ask(llm, ended, recorder, content, arguments.max_tokens))
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
@@ -158,20 +159,26 @@ def ask_here(
     return calls, [*tokens_of(answer, tokenizer)]
 
 
-def run_engine(engine: EngineCoreProc) -> None:
-    """Its clients hear of its end."""
-    with contextlib.suppress(EngineError, ConfigError):
+def run_engine(engine: EngineCoreProc, ended: Future[None]) -> None:
+    """Run it until it fails, and keep the failure."""
+    try:
         engine.run()
+    except (EngineError, ConfigError) as error:
+        ended.set_exception(error)
 
 
 async def ask(
-    llm: AsyncLLM, recorder: _calls.Recorder, content: str | Chat, max_tokens: int
+    llm: AsyncLLM,
+    ended: Future[None],
+    recorder: _calls.Recorder,
+    content: str | Chat,
+    max_tokens: int,
 ) -> tuple[list[_calls.Call], list[tuple[float, CompletionOutput]]]:
     """The calls, and what came in how many seconds; raises as `ask_here`."""
     llm.start()
     while not llm.is_ready:
-        if isinstance(llm.status, EngineDead):
-            raise ConfigError(llm.status.reason)
+        if ended.done():
+            ended.result()
         await asyncio.sleep(0.01)
     try:
         warm = SamplingParams(max_tokens=2, ignore_eos=True)

@@ -24,6 +24,13 @@ def identity(config: Config, spec: ModelSpec) -> str:
     return f"servd {servd.__version__} with model {os.path.basename(folder)} ({fingerprint})"
 
 
+def engine_address(ipc_dir: str, incarnation: int) -> str:
+    """Where an engine listens. Each has an address of its own: what was sent to a dead one never
+    reaches the next.
+    """
+    return address(ipc_dir, f"engine-{incarnation}" if incarnation else "engine")
+
+
 class EngineCoreClient:
     """Sends ToEngine and receives FromEngine. Belongs to one thread.
 
@@ -32,12 +39,24 @@ class EngineCoreClient:
     have the `identity` that the client has.
     """
 
-    def __init__(self, ipc_dir: str, client: int, identity: str) -> None:
+    def __init__(self, ipc_dir: str, client: int, identity: str, incarnation: int = 0) -> None:
+        self.ipc_dir = ipc_dir
         self.client = client
-        at = address(ipc_dir, f"client-{client}")
-        self.inbox: Inbox[FromEngine] = Inbox(at, FromEngine)
-        self.outbox = Outbox(address(ipc_dir, "engine"))
-        self.send(Attach(client, at, identity))
+        self.identity = identity
+        self.inbox: Inbox[FromEngine] = Inbox(address(ipc_dir, f"client-{client}"), FromEngine)
+        self._attach(incarnation)
+
+    def _attach(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.outbox = Outbox(engine_address(self.ipc_dir, incarnation))
+        self.send(Attach(self.client, self.inbox.at, self.identity))
+
+    def follow(self, incarnation: int) -> None:
+        """Attach to the engine that takes the place of a dead one. What that one still said may
+        come after this, with its own incarnation.
+        """
+        self.outbox.close()
+        self._attach(incarnation)
 
     def send(self, message: ToEngine) -> None:
         """Queue a message to the engine; never blocks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from servd.config import Config
 from servd.core.executor import Executor, PendingOutput
@@ -20,6 +21,7 @@ from servd.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ResetPrefixCache,
+    SchedulerOutput,
     ToEngine,
 )
 from servd.tracing import now_ns
@@ -53,6 +55,8 @@ class EngineCore:
         self.executor = executor
         self.depth = 2 if config.scheduler.async_scheduling else 1  # steps in flight
         self.in_flight: deque[PendingOutput] = deque()
+        # Called with each step before it is launched.
+        self.on_scheduled: Callable[[SchedulerOutput], None] = lambda scheduled: None
 
     @property
     def has_work(self) -> bool:
@@ -103,6 +107,7 @@ class EngineCore:
         scheduled = self.scheduler.schedule(grammars.choose_idle(), grammars.forced_tokens())
         if scheduled is not None:
             record = self.scheduler.newest
+            self.on_scheduled(scheduled)
             self.executor.execute_model(scheduled)
             record.executed_ns = now_ns()
             grammars.begin_step(scheduled)

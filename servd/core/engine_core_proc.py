@@ -5,6 +5,7 @@ idle.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import queue
@@ -14,20 +15,21 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 from typing import NamedTuple
 
 import msgspec
 
 from servd import hf, log, plugins
-from servd.child import read_start
+from servd.child import SHOW_STACKS, read_start
 from servd.config import Config
-from servd.core.client import identity
+from servd.core.client import engine_address, identity
 from servd.core.engine_core import EngineCore
 from servd.core.executor import EXECUTORS, Executor, Progress
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineError
-from servd.ipc import Inbox, Outbox, UnreadableMessage, address
+from servd.ipc import Inbox, Outbox, UnreadableMessage
 from servd.messages import (
     AbortRequests,
     Attach,
@@ -36,19 +38,24 @@ from servd.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDead,
+    EngineFailed,
     EngineReady,
     EngineStatus,
     FinishReason,
     FromEngine,
+    SchedulerOutput,
     ToEngine,
     WorkerFailed,
     WorkerReady,
 )
 from servd.params import MAX_N, SamplingParams
+from servd.pulse import BEAT_INTERVAL, Pulse
+from servd.tracing import FIRST_STEP, PATIENCE, Pace
 
 logger = logging.getLogger("servd.engine")
 
 LOG_INTERVAL = 10.0  # seconds between log lines while requests run
+STEPS_PER_LOOK = 64  # steps between two looks at how long they take
 IDLE = 1.0  # seconds without work after which the engine warms up for requests to come
 
 
@@ -58,7 +65,9 @@ class Start(msgspec.Struct):
     config: Config  # resolved
     spec: hf.ModelSpec
     ipc_dir: str
-    started_at: float  # time.monotonic() when the user's command began
+    started_at: float  # time.monotonic() when the user's command, or the restart, began
+    incarnation: int = 0  # how many engines this tree had before
+    pulse: int = -1  # inherited descriptor, see Pulse
 
 
 class StartupClock:
@@ -113,24 +122,24 @@ class EngineCoreProc:
             target=self.guard, args=[self.send_outputs], name="output", daemon=True
         )
         self.executor: Executor | None = None
+        self.pulse = Pulse(start.pulse)
+        self.pace = Pace()
+        self.num_steps = 0
 
     def run(self) -> None:
         """Load the model, then serve until the process is to end."""
         self.input_thread.start()
         self.output_thread.start()
+        threading.Thread(target=self.beat, name="pulse", daemon=True).start()
         try:
             engine = self.load()
             self.busy_loop(engine)
-        except SystemExit:
-            # API servers of this tree have ended before; those that attached must hear of it.
-            self.outputs.put((None, EngineDead("the engine was stopped")))
-            raise
         except Exception as error:
             # Clients get the kind of the failure; its details are for the log alone. What a
-            # ConfigError says, LLM raises again; an API server hides the paths in it.
+            # ConfigError says, LLM raises again.
             is_config = isinstance(error, ConfigError)
             reason = str(error) if is_config else f"the engine failed ({type(error).__name__})"
-            self.outputs.put((None, EngineDead(reason)))
+            self.outputs.put((None, EngineFailed(reason, is_config)))
             raise
         finally:
             self.attaching.shutdown()  # whoever attaches just now must hear how it ended
@@ -139,12 +148,18 @@ class EngineCoreProc:
             if self.executor is not None:
                 self.executor.shutdown()
 
+    def beat(self) -> None:
+        """Pulse thread: as long as the process gets anywhere at all."""
+        while True:
+            self.pulse.beat()
+            time.sleep(BEAT_INTERVAL)
+
     def progress(self, phase: str, fraction: float) -> None:
         """Tell all clients where start-up stands."""
         if phase != self.clock.phase:
             logger.info("%s", phase)
         self.clock.enter(phase)
-        self.outputs.put((None, EngineStatus(phase, fraction)))
+        self.outputs.put((None, EngineStatus(phase, fraction, self.start.incarnation)))
 
     def load(self) -> EngineCore:
         """Bring up executor and engine, reporting progress."""
@@ -155,11 +170,17 @@ class EngineCoreProc:
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         engine.grammars.on_compiled = self.inputs.put
+        engine.on_scheduled = partial(self.begin_step, engine)
         self.clock.enter("ready")
         ready = EngineReady(
-            worker, engine.scheduler.max_model_len, config.cache.block_size, self.clock.seconds
+            worker,
+            engine.scheduler.max_model_len,
+            config.cache.block_size,
+            self.clock.seconds,
+            self.start.incarnation,
         )
         self.outputs.put((None, ready))
+        self.pulse.get_ready()
         phases = ", ".join(
             f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items()
         )
@@ -172,7 +193,9 @@ class EngineCoreProc:
         """
         while True:
             while not engine.has_work or not self.inputs.empty():
+                self.pulse.rest()
                 message = self.next_input(engine)
+                self.pulse.work(FIRST_STEP)
                 if isinstance(message, WorkerFailed):
                     # A worker or thread ended while no step was awaited.
                     raise EngineError(message.reason)
@@ -181,6 +204,14 @@ class EngineCoreProc:
                 )
             for client, outputs in engine.step().items():
                 self.outputs.put((client, outputs))
+
+    def begin_step(self, engine: EngineCore, scheduled: SchedulerOutput) -> None:
+        """Show how long it may take."""
+        if self.num_steps % STEPS_PER_LOOK == 0 or self.num_steps < STEPS_PER_LOOK:
+            self.pace = engine.scheduler.pace
+        self.num_steps += 1
+        expected = self.pace.expected_seconds(scheduled.num_tokens)
+        self.pulse.work(self.start.config.server.engine_hang_timeout + PATIENCE * expected)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
         """Wait for a message; the first long wait is a good time for what would make requests
@@ -205,7 +236,8 @@ class EngineCoreProc:
 
     def receive_inputs(self) -> None:
         """Input thread: socket -> queue."""
-        inbox: Inbox[ToEngine] = Inbox(address(self.start.ipc_dir, "engine"), ToEngine)
+        at = engine_address(self.start.ipc_dir, self.start.incarnation)
+        inbox: Inbox[ToEngine] = Inbox(at, ToEngine)
         while True:
             self.receive(inbox)
 
@@ -257,6 +289,7 @@ class EngineCoreProc:
             if client is None:
                 latest = message
             if isinstance(message, EngineCoreOutputs):
+                message.incarnation = self.start.incarnation
                 line.count(message)
             for receiver in [*outboxes] if client is None else [client]:
                 try:
@@ -371,6 +404,7 @@ def main() -> None:
     """Entry point of `python -m servd.core.engine_core_proc`."""
     start = read_start(Start, lambda config: log.set_level(config.observability))
     log.setup("engine", start.config.observability)
+    faulthandler.register(SHOW_STACKS, all_threads=True)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         # A second one would cut short the stopping of the workers.

@@ -105,7 +105,7 @@ class Request:
             is_drafted_for = params.speculative and max_output > 1
         stop_token_ids = params.stop_token_ids if isinstance(params, SamplingParams) else []
         detection = params.repetition_detection if isinstance(params, SamplingParams) else None
-        return cls(
+        request = cls(
             request_id=message.request_id,
             client=message.client,
             token_ids=message.prompt_token_ids,
@@ -133,6 +133,11 @@ class Request:
             acceptance=Acceptance() if is_drafted_for else None,
             marks=[*message.marks, Mark("queued", now_ns())],
         )
+        if output := message.output_token_ids.get(0):
+            request.token_ids = request.token_ids.copy()
+            request._extend(output)
+            request.num_tokens = len(request.token_ids)
+        return request
 
     def as_new(self, cached: list[int]) -> NewRequest:
         """What the workers must know of it when it gets its slot, and blocks of the prefix

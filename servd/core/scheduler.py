@@ -32,7 +32,7 @@ from servd.messages import (
     SchedulerStats,
 )
 from servd.speculative import MAX_FORCED_TOKENS, max_num_samples
-from servd.tracing import Mark, StepRecord, now_ns
+from servd.tracing import Mark, Pace, StepRecord, now_ns
 
 logger = logging.getLogger("servd.scheduler")
 
@@ -99,8 +99,8 @@ class Scheduler:
         assert message.request_id not in self.requests, "its id is another's"
         order = self.waiting.order(message.options)
         request = Request.from_message(message, order, self.max_model_len)
-        if request.num_prompt_tokens + (not request.is_prompt_only) > self.max_model_len:
-            self.reject(message, self._prompt_too_long(request.num_prompt_tokens))
+        if request.num_tokens + (not request.is_prompt_only) > self.max_model_len:
+            self.reject(message, self._prompt_too_long(request.num_tokens))
             return
         self.requests[request.request_id] = request
         self.waiting.add(request)
@@ -171,6 +171,11 @@ class Scheduler:
         lacks = "slots" if not self._free_slots else "blocks" if budget > 0 else "budget"
         step.end_scheduling(self._stats.num_scheduled_tokens, len(self.waiting), lacks)
         return SchedulerOutput(step.record.step, step.scheduled, step.new_requests, freed_slots)
+
+    @property
+    def pace(self) -> Pace:
+        """How long the latest steps took."""
+        return self._log.pace
 
     @property
     def newest(self) -> StepRecord:

@@ -8,7 +8,7 @@ from itertools import islice
 
 from servd.core.request import Request
 from servd.messages import NewRequest, ScheduledRequest
-from servd.tracing import StepRecord, now_ns
+from servd.tracing import Pace, StepRecord, now_ns
 
 MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each
 NEWS_INTERVAL = 256  # steps
@@ -74,6 +74,11 @@ class StepLog:
         if is_late:
             self._announced_ns = self._harvested_ns
         return is_late or self._num_added % NEWS_INTERVAL == 0
+
+    @property
+    def pace(self) -> Pace:
+        """How long the latest took."""
+        return Pace.of(list(islice(reversed(self._records), NEWS_INTERVAL)))
 
     def news(self, client: int) -> list[StepRecord]:
         """The records since the last call for this client, as far as they are kept."""

@@ -4,6 +4,7 @@ thread.
 
 from __future__ import annotations
 
+import faulthandler
 import queue
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from servd import log, messages
-from servd.child import read_start
+from servd.child import SHOW_STACKS, read_start
 from servd.errors import ConfigError
 from servd.ipc import Inbox, Outbox
 
@@ -103,6 +104,7 @@ def main(worker_class: Callable[..., Any]) -> None:
     """Run a worker of this class, as the start message on stdin says."""
     start = read_start(messages.StartWorker)
     log.setup(f"worker-{start.rank}", start.config.observability)
+    faulthandler.register(SHOW_STACKS, all_threads=True)
     sys.exit(WorkerProc(start, worker_class).run())
 
 

@@ -31,6 +31,7 @@ from servd.core.structured_output.manager import Compiled
 from servd.hf import FAKE_SPEC, ModelSpec
 from servd.messages import (
     EngineReady,
+    EngineRestarting,
     FromEngine,
     ToEngine,
 )
@@ -72,6 +73,8 @@ class InProcessEngine:
         script: str | list[int] | None = None,
     ) -> None:
         self.client = 0
+        self.config, self.spec = config, spec
+        self.incarnation = 0
         executor = (FakeExecutor if script is None else ScriptedExecutor)(
             config, spec, lambda phase, progress: None
         )
@@ -109,8 +112,34 @@ class InProcessEngine:
         while self.core.has_work:
             await self.may_step.wait()
             for outputs in self.core.step().values():
+                outputs.incarnation = self.incarnation
                 self.tell(outputs)
             await asyncio.sleep(self.step_seconds)
+
+    def follow(self, incarnation: int) -> None:
+        """The API server has heard of the death of `die`."""
+        self.incarnation = incarnation
+
+    def die(self, errors: dict[str, str] | None = None) -> None:
+        """End this engine in the middle, and have its parent say so; `revive` starts another."""
+        if self._steps is not None:
+            self._steps.cancel()
+            self._steps = None
+        self.core = EngineCore(self.config, self.spec, self.executor, self.worker.num_blocks)
+        self.executor.rows.clear()
+        self.tell(EngineRestarting(self.incarnation + 1, "killed", errors or {}))
+
+    def revive(self) -> None:
+        """The next one is ready, as an API server hears that followed."""
+        config = self.config
+        self.tell(
+            EngineReady(
+                self.worker,
+                config.model.max_model_len or 0,
+                config.cache.block_size,
+                incarnation=self.incarnation,
+            )
+        )
 
     def tell(self, message: FromEngine) -> None:
         """Say something to the API room."""

@@ -47,6 +47,7 @@ class FakeClient:
     """
 
     client = 0
+    incarnation = 0
 
     def __init__(self) -> None:
         self.sent: list = []

@@ -227,7 +227,8 @@ def test_killed_engine_leaves_no_socket_of_its_workers(start, tiny_llama: Path, 
         prefix="x", dir="/tmp"
     ) as folder:  # a short path, as sockets need
         monkeypatch.setitem(os.environ, "XDG_RUNTIME_DIR", folder)
-        server = start(str(tiny_llama), "--device", "cpu", "--executor", "multiproc")
+        limit = ["--max-engine-restarts", "0"]
+        server = start(str(tiny_llama), "--device", "cpu", "--executor", "multiproc", *limit)
         assert list(Path(folder).rglob("worker-0"))
         server.children()["engine"].kill()
         assert server.process.wait(60) == 1

@@ -31,8 +31,8 @@ router = APIRouter()
 )
 async def health(request: Request) -> Response:
     """200 when requests are served: the `activity` is idle, decoding or prefill. 503 while the
-    model loads, when the engine is gone, and when it has work but has ended no step for longer than
-    the running one can take.
+    model loads, while the engine restarts (requests wait for it), when it is gone, and when it has
+    work but has ended no step for longer than the running one can take.
     """
     context = context_of(request)
     match context.async_llm.status:
@@ -46,7 +46,8 @@ async def health(request: Request) -> Response:
                 "progress": status.progress,
                 "elapsed_seconds": elapsed,
             }
-            return json_response({"status": "loading", **progress}, 503, {"retry-after": "1"})
+            what = "restarting" if context.async_llm.is_restarting else "loading"
+            return json_response({"status": what, **progress}, 503, {"retry-after": "1"})
         case EngineDead() as status:
             return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)
 

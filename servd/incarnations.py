@@ -1,0 +1,142 @@
+"""Incarnations: the engine processes of a tree, one after the death of the other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from servd import hf, ipc
+from servd.child import Child
+from servd.config import Config, ServerConfig
+from servd.core.client import engine_address
+from servd.messages import EngineRestarting
+from servd.pulse import Pulse, Watch, make_file
+
+logger = logging.getLogger("servd.launch")
+
+ENGINE_MODULE = "servd.core.engine_core_proc"
+LOOK_INTERVAL = 0.25  # seconds between two looks at the engine's pulse
+
+
+def start_engine(
+    config: Config,
+    spec: hf.ModelSpec,
+    ipc_dir: str,
+    started_at: float,
+    incarnation: int = 0,
+    pulse: int = -1,
+) -> Child:
+    """Start the engine process; it listens in `ipc_dir`."""
+    from servd.core.engine_core_proc import Start
+
+    return Child(
+        "engine",
+        ENGINE_MODULE,
+        Start(config, spec, ipc_dir, started_at, incarnation, pulse),
+        [pulse] if pulse >= 0 else [],
+        env={ipc.PARENT_DIR: ipc_dir},
+    )
+
+
+def newest_engine(folder: str) -> int:
+    """The incarnation of the engine that listens in a folder; -1 if none does."""
+    live = [path.name for path in Path(folder).glob("engine*") if somebody_listens(str(path))]
+    return max((int(name.partition("-")[2] or 0) for name in live), default=-1)
+
+
+def somebody_listens(path: str) -> bool:
+    """Whether a process has this Unix socket open, rather than having left its file behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
+class Deaths:
+    """Counts how often children have died of late."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.most = config.max_engine_restarts
+        self.window = config.engine_restart_window
+        self.times: deque[float] = deque()
+
+    def add(self) -> bool:
+        """One more. Returns whether they are too many."""
+        now = time.monotonic()
+        self.times.append(now)
+        while self.times[0] < now - self.window:
+            self.times.popleft()
+        return len(self.times) > self.most
+
+
+class Incarnations:
+    """Starts the engine, and starts it again under the same API servers.
+
+    Args:
+        config: resolved.
+        spec: the model's.
+        ipc_dir: where the engines listen.
+        on_exit: called from another thread when one has ended.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spec: hf.ModelSpec,
+        ipc_dir: str,
+        on_exit: Callable[[Child], None],
+    ) -> None:
+        self.config = config
+        self.spec = spec
+        self.ipc_dir = ipc_dir
+        self.on_exit = on_exit
+        self.number = 0
+        self.child: Child | None = None
+        self.deaths = Deaths(config.server)
+
+    def start(self, started_at: float) -> None:
+        """Start the next one; `started_at` is when somebody began to wait for it."""
+        descriptor = make_file()
+        try:
+            self.pulse = Pulse(descriptor)
+            self.child = start_engine(
+                self.config, self.spec, self.ipc_dir, started_at, self.number, descriptor
+            )
+        finally:
+            os.close(descriptor)
+        self.watch = Watch(self.pulse, LOOK_INTERVAL, self.config.server.engine_hang_timeout)
+        self.reason = ""
+        self.child.on_exit(self.on_exit)
+
+    def look(self) -> None:
+        """Kill it if it is hung. To be called every LOOK_INTERVAL."""
+        if self.child and not self.reason and (reason := self.watch.look()):
+            logger.error("engine: hung: %s: stacks of its threads follow, then its end", reason)
+            self.reason = f"the engine was hung: {reason}"
+            self.child.kill_hung()
+
+    def end(self) -> str | None:
+        """Take in the end of the process; returns why there is to be no other one."""
+        assert self.child is not None
+        self.reason = self.reason or f"the engine ended with code {self.child.exit_code}"
+        address = engine_address(self.ipc_dir, self.number)
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        for folder in Path(self.ipc_dir).glob("servd-*"):  # of its workers
+            shutil.rmtree(folder, ignore_errors=True)
+        if not (self.pulse.is_ready or self.number):
+            return f"{self.reason} before it was ready"
+        if self.deaths.add():
+            return (
+                f"{self.reason}; it died more than {self.deaths.most} times within "
+                f"{self.deaths.window:g} s (--max-engine-restarts)"
+            )
+        return None
+
+    def succeed(self) -> EngineRestarting:
+        """Count on; returns what API servers must know before the next one starts."""
+        self.number += 1
+        return EngineRestarting(self.number, self.reason)

@@ -1,0 +1,269 @@
+"""The tree of processes of `servd serve`: what is done when one of them, or it, has to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from servd import hf, ipc, log
+from servd.access import AccessConfig, read_keys, tls_context
+from servd.api.start import ENGINE_IS_DEAD, Start
+from servd.child import Child
+from servd.config import Config
+from servd.errors import ConfigError
+from servd.incarnations import LOOK_INTERVAL, Deaths, Incarnations, newest_engine
+from servd.messages import EngineDead, EngineRestarting
+from servd.resolve import Decision
+
+logger = logging.getLogger("servd.launch")
+
+API_MODULE = "servd.api.server"
+
+DEATH_GRACE = 1.0  # seconds that API servers get to answer open requests after the engine died
+API_STOP_TIMEOUT = 3.0  # seconds from SIGTERM, the second one at that, to SIGKILL
+ENGINE_STOP_TIMEOUT = 3.0  # the same for the engine
+
+
+def check_access(access: AccessConfig) -> None:
+    """Check that the files of keys and certificates can be read.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    read_keys(access)
+    tls_context(access)
+
+
+def has_terminal() -> bool:
+    """Whether this process belongs to a terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def url_of(listener: socket.socket, access: AccessConfig) -> str:
+    """What a person types to reach the server."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if access.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class ProcessTree:
+    """This process's children, and what happens when one of them, or it, has to end."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: hf.ModelSpec,
+        decided: dict[str, Decision],
+        ipc_dir: str,
+        listener: socket.socket | None,
+        started_at: float,
+        read_config: Callable[[], Config],
+    ) -> None:
+        self.config = config
+        self.read_config = read_config
+        self.had_terminal = has_terminal()
+        self.spec = spec
+        self.reasons = {name: decision.why for name, decision in decided.items()}
+        self.ipc_dir = ipc_dir
+        self.listener = listener  # handed to every API server
+        self.started_at = started_at
+        self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
+        self.incarnations: Incarnations | None = None
+        self.api_servers: list[Child] = []
+        self.api_deaths = Deaths(config.server)
+        self.outboxes: dict[Path, ipc.Outbox] = {}  # to our API servers, by their sockets
+        self.inboxes: dict[str, Path] = {}  # by name
+        self.metrics_dir: str | None = None
+
+    def start(self) -> None:
+        """Start the children."""
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+                signal.signal(signum, self.on_signal)
+        if not self.config.server.attach:
+            self.incarnations = Incarnations(self.config, self.spec, self.ipc_dir, self.events.put)
+        if self.listener is not None:
+            logger.info("listening on %s", url_of(self.listener, self.config.access))
+            count = self.config.server.api_server_count
+            if count > 1:  # each of them must be able to answer /metrics for all
+                self.metrics_dir = tempfile.mkdtemp(prefix="metrics-", dir=self.ipc_dir)
+            self.api_servers = [self.start_api_server(f"api-{i}") for i in range(count)]
+        if self.incarnations is not None:
+            self.incarnations.start(self.started_at)
+
+    def start_api_server(self, name: str) -> Child:
+        """One of them; the kernel hands each connection of their shared socket to one."""
+        assert self.listener is not None
+        # A random number rather than an index: servers of several launchers may attach to one
+        # engine.
+        client = secrets.randbits(31)
+        inbox = Path(self.ipc_dir, f"client-{client}")
+        self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # what is sent waits for it to start
+        start = Start(
+            self.config,
+            self.spec,
+            self.reasons,
+            self.ipc_dir,
+            client,
+            name,
+            self.listener.fileno(),
+            url_of(self.listener, self.config.access) if name == "api-0" else None,
+            self.incarnations.number if self.incarnations else newest_engine(self.ipc_dir),
+        )
+        env = {"PROMETHEUS_MULTIPROC_DIR": self.metrics_dir} if self.metrics_dir else {}
+        child = Child(name, API_MODULE, start, [self.listener.fileno()], env)
+        self.inboxes[name] = inbox
+        child.on_exit(self.events.put)
+        return child
+
+    @property
+    def engine(self) -> Child | None:
+        """The engine process, if it is ours."""
+        return self.incarnations and self.incarnations.child
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Signal handlers only leave a note; SimpleQueue.put is allowed in one."""
+        self.events.put(signal.Signals(signum))
+
+    def watch(self) -> int:
+        """Keep the children alive until a signal, or until that is given up; return the exit
+        code.
+        """
+        while True:
+            event = self.next_event()
+            # The hang-up of a terminal ends what was started in it.
+            if event is signal.SIGHUP and not (self.had_terminal and not has_terminal()):
+                self.reload()
+                continue
+            if isinstance(event, signal.Signals):
+                seconds = self.config.server.shutdown_timeout
+                logger.info(
+                    "%s: finishing open requests, at most %g s; a second one stops at once",
+                    event.name,
+                    seconds,
+                )
+                self.drain()
+                return 0
+            why = self.replace_engine() if event is self.engine else self.replace_api_server(event)
+            if why is not None:
+                break
+        code = 2 if event.exit_code == 2 else 1  # 2: a ConfigError, which the child has printed
+        if code == 1:
+            logger.error("%s: stopping", why)
+        self.tell(EngineDead(why))
+        self.wait_for_api_servers(DEATH_GRACE)
+        return code
+
+    def reload(self) -> None:
+        """Read again what may change while the server runs, and have the children take it over."""
+        try:
+            new = self.read_config()
+            check_access(new.access)
+        except ConfigError as error:
+            logger.error("SIGHUP: %s: nothing has changed", error)
+            return
+        log.set_level(new.observability)
+        self.config = self.config.replace(
+            log_level=new.observability.log_level, **msgspec.structs.asdict(new.access)
+        )
+        if self.incarnations is not None:
+            self.incarnations.config = self.config
+        for child in [*self.api_servers, *([self.engine] if self.engine else [])]:
+            child.send(self.config)
+        logger.info("SIGHUP: keys, their limits, certificates and log level were read again")
+
+    def next_event(self) -> Child | signal.Signals:
+        """Wait for a child's end or a signal, and look at the engine meanwhile."""
+        while True:
+            try:
+                return self.events.get(timeout=LOOK_INTERVAL if self.incarnations else None)
+            except queue.Empty:
+                assert self.incarnations is not None
+                self.incarnations.look()
+
+    def replace_engine(self) -> str | None:
+        """Start another engine, to which API servers turn with all that is open; or why not."""
+        incarnations = self.incarnations
+        assert incarnations is not None
+        died_at = time.monotonic()
+        if (why := incarnations.end()) is not None:
+            return why
+        logger.error("%s: starting it again", incarnations.reason)
+        self.tell(incarnations.succeed())
+        incarnations.start(died_at)
+        return None
+
+    def replace_api_server(self, child: Child) -> str | None:
+        """Start another API server in place of one that is gone; or why not."""
+        reason = f"{child.name} ended unexpectedly with code {child.exit_code}"
+        if child.exit_code in (ENGINE_IS_DEAD, 2) or self.api_deaths.add():
+            return reason
+        logger.error("%s: starting it again", reason)
+        inbox = self.inboxes[child.name]
+        self.outboxes.pop(inbox).close()
+        inbox.unlink(missing_ok=True)
+        if self.metrics_dir is not None:  # gauges count what lives
+            for path in Path(self.metrics_dir).glob(f"gauge_live*_{child.process.pid}.db"):
+                path.unlink()
+        self.api_servers[self.api_servers.index(child)] = self.start_api_server(child.name)
+        return None
+
+    def tell(self, message: EngineDead | EngineRestarting) -> None:
+        """Send to all API servers: of an engine those that attached to it, too."""
+        for outbox in self.outboxes.values():
+            outbox.send(message)
+        others = {*Path(self.ipc_dir).glob("client-*")} if self.incarnations else {*()}
+        for inbox in others - self.outboxes.keys():
+            outbox = ipc.Outbox(f"ipc://{inbox}")
+            outbox.send(message)
+            outbox.close()
+
+    def drain(self) -> None:
+        """Let the API servers finish their open requests; a second signal cuts this short."""
+        if self.listener is not None:
+            self.listener.close()  # else connections would wait for servers that take no more
+        for child in self.api_servers:
+            child.terminate()
+        # The API servers keep to the timeout themselves; the extra second is for their exit.
+        self.wait_for_api_servers(self.config.server.shutdown_timeout + 1)
+
+    def wait_for_api_servers(self, timeout: float) -> None:
+        """Until all have ended, `timeout` seconds are over, or a signal arrives."""
+        deadline = time.monotonic() + timeout
+        while any(child.exit_code is None for child in self.api_servers):
+            try:
+                event = self.events.get(timeout=max(deadline - time.monotonic(), 0))
+            except queue.Empty:
+                return
+            if isinstance(event, signal.Signals) or event is self.engine:
+                return
+
+    def stop(self) -> None:
+        """End whatever still runs: the API servers first, which need the engine to the end."""
+        for child in self.api_servers:
+            child.terminate()
+        for child in self.api_servers:
+            child.stop(API_STOP_TIMEOUT)
+        if self.engine is not None:
+            self.tell(EngineDead("the engine was stopped"))  # to those of others
+            self.engine.stop(ENGINE_STOP_TIMEOUT)
+        if self.metrics_dir is not None:
+            shutil.rmtree(self.metrics_dir, ignore_errors=True)

@@ -1,0 +1,106 @@
+"""Pulse: what an engine process shows of itself without a word, so that it can be read of one that
+is hung or dead.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+
+import msgspec
+
+BEAT, STEP, READY, LIMIT, LENGTH, HEADER = 0, 1, 2, 3, 4, 5  # numbers of 8 bytes; then text
+SIZE = 256 * 1024  # bytes
+BEAT_INTERVAL = 0.5  # seconds
+
+
+class Pulse:
+    """Memory that the engine writes and its parent reads.
+
+    Args:
+        descriptor: of a file of SIZE bytes; -1 if nobody is to read it.
+    """
+
+    def __init__(self, descriptor: int = -1) -> None:
+        self.page = mmap.mmap(descriptor, SIZE)
+        self.numbers = memoryview(self.page).cast("d")
+
+    def beat(self) -> None:
+        """The process lives: called every BEAT_INTERVAL by a thread that has nothing else to do."""
+        self.numbers[BEAT] += 1
+
+    def get_ready(self) -> None:
+        """Start-up is over."""
+        self.numbers[READY] = 1
+
+    def work(self, limit: float) -> None:
+        """What begins now should be done within `limit` seconds."""
+        self.numbers[STEP] += 1
+        self.numbers[LIMIT] = limit
+
+    def rest(self) -> None:
+        """There is nothing to do."""
+        self.numbers[LIMIT] = 0
+
+    def put_at_risk(self, request_ids: Iterable[str]) -> None:
+        """Name the requests that a death in the step to come may be the fault of, newest last."""
+        text = msgspec.json.encode([*request_ids])[: SIZE - 8 * HEADER]
+        self.numbers[LENGTH] = 0  # while it changes there are none
+        self.page[8 * HEADER : 8 * HEADER + len(text)] = text
+        self.numbers[LENGTH] = len(text)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether start-up is over."""
+        return bool(self.numbers[READY])
+
+    @property
+    def at_risk(self) -> list[str]:
+        """See `put_at_risk`."""
+        text = self.page[8 * HEADER : 8 * HEADER + int(self.numbers[LENGTH])]
+        try:
+            return msgspec.json.decode(text, type=list[str])
+        except msgspec.DecodeError:  # it died while it wrote, or they are too many
+            return []
+
+
+def make_file() -> int:
+    """The descriptor of a new file for a pulse, which has no name."""
+    descriptor = os.memfd_create("pulse")
+    os.ftruncate(descriptor, SIZE)
+    return descriptor
+
+
+class Watch:
+    """Judges by looks at a pulse, at equal intervals, whether the process is hung.
+
+    It counts its own looks: while the whole machine stands still, so does the count.
+
+    Args:
+        pulse: of the process.
+        interval: seconds between two looks.
+        patience: seconds for which there may be no beat.
+    """
+
+    def __init__(self, pulse: Pulse, interval: float, patience: float) -> None:
+        self.pulse = pulse
+        self.interval = interval
+        self.patience = patience
+        self.seen = (0.0, 0.0)
+        self.without_beat = self.without_step = 0
+
+    def look(self) -> str | None:
+        """Why the process is hung, if it is."""
+        numbers = self.pulse.numbers
+        beat, step, limit = numbers[BEAT], numbers[STEP], numbers[LIMIT]
+        self.without_beat = self.without_beat + 1 if beat == self.seen[0] else 0
+        self.without_step = self.without_step + 1 if step == self.seen[1] and limit else 0
+        self.seen = beat, step
+        if not self.pulse.is_ready:  # imports and downloads hold everything up
+            return None
+        if (seconds := self.without_beat * self.interval) > self.patience:
+            return f"it has shown no sign of life for {seconds:.0f} s"
+        if (seconds := self.without_step * self.interval) > limit > 0:
+            return f"a step has taken {seconds:.0f} s, more than {limit:.0f} s"
+        return None

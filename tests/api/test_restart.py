@@ -1,0 +1,145 @@
+"""An engine that dies under its API server: requests wait for the next one and go on there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from servd.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from tests.api.harness import MODEL, Served, serve
+
+PROMPT = {"model": MODEL, "prompt": "Once upon a time", "ignore_eos": True}
+
+
+async def until(condition, what: str = "") -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def ask(served: Served, **body: Any) -> dict[str, Any]:
+    answer = await served.http.post("/v1/completions", json={**PROMPT, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
+    return {key: answer[key] for key in ("choices", "usage")}
+
+
+async def die_after(served: Served, num_steps: int, task: asyncio.Task) -> None:
+    """Let the engine die after so many steps, and start it again."""
+    engine = served.engine
+    begin = engine.core.scheduler._num_steps
+    await until(lambda: engine.core.scheduler._num_steps >= begin + num_steps or task.done())
+    engine.die()
+    await until(lambda: served.async_llm.is_restarting)
+    engine.revive()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 20])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 7, "logprobs": 2},
+        {"n": 3, "seed": 1, "logprobs": 1},
+        {"stop": ["e", "qq"], "max_tokens": 200},
+        {"structured_outputs": {"regex": "[a-z]{30}-[0-9]{20}"}, "ignore_eos": False},
+        {"echo": True, "logprobs": 1},
+        {"prompt": ["one", "two", "three"]},
+    ],
+    ids=["greedy", "seeded", "choices", "stop", "grammar", "echo", "prompts"],
+)
+async def test_an_answer_is_the_same_over_a_death(body, num_steps):
+    body = {"max_tokens": 60, **body}
+    async with serve() as served:
+        expected = await ask(served, **body)
+        task = asyncio.create_task(ask(served, **body))
+        await die_after(served, num_steps, task)
+        assert without_ids(await task) == without_ids(expected)
+        assert not served.engine.core.scheduler.requests
+
+
+async def test_a_stream_goes_on_without_a_token_lost_or_repeated():
+    async with serve() as served:
+        options = {"include_usage": True}
+        body = {**PROMPT, "max_tokens": 300, "stream": True, "stream_options": options}
+        expected = (await ask(served, max_tokens=300))["choices"][0]["text"]
+
+        async def read() -> list[dict[str, Any]]:
+            async with served.http.stream("POST", "/v1/completions", json=body) as answer:
+                lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
+            return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+        task = asyncio.create_task(read())
+        for _ in range(4):
+            await die_after(served, 40, task)
+        chunks = await task
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+        assert text == expected
+        assert chunks[-1]["usage"]["completion_tokens"] == 300
+
+
+async def test_what_a_dead_engine_still_says_is_void():
+    async with serve() as served:
+        expected = await ask(served, max_tokens=40)
+        task = asyncio.create_task(ask(served, max_tokens=40, request_id="r"))
+        await until(lambda: served.engine.core.scheduler._num_steps > 45)
+        served.engine.die()
+        await until(lambda: served.async_llm.is_restarting)
+        (request_id,) = served.async_llm._running
+        late = EngineCoreOutput(request_id, [120, 121], FinishReason.STOP)
+        served.engine.tell(EngineCoreOutputs([late], incarnation=0))
+        served.engine.revive()
+        assert without_ids(await task) == without_ids(expected)
+
+
+async def test_new_requests_wait_for_the_next_engine_within_bounds():
+    async with serve(max_waiting_requests=2) as served:
+        served.engine.die()
+        await until(lambda: served.async_llm.is_restarting)
+        health = await served.http.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "restarting"
+        tasks = [asyncio.create_task(ask(served, max_tokens=5)) for _ in range(2)]
+        await until(lambda: served.async_llm.num_unfinished == 2)
+        refused = await served.http.post("/v1/completions", json=PROMPT)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        tasks[0].cancel()
+        await until(lambda: served.async_llm.num_unfinished == 1)
+        served.engine.revive()
+        assert (await tasks[1])["usage"]["completion_tokens"] == 5
+        assert (await served.http.get("/health")).status_code == 200
+        assert served.async_llm.num_unfinished == 0
+
+
+async def test_a_request_that_is_at_fault_ends_with_its_report_and_others_go_on():
+    async with serve() as served:
+        expected = await ask(served, max_tokens=50)
+        served.engine.may_step.clear()
+        tasks = [asyncio.create_task(served.http.post("/v1/completions", json=PROMPT))]
+        await until(lambda: served.async_llm._running)
+        (guilty,) = served.async_llm._running
+        tasks.append(asyncio.create_task(ask(served, max_tokens=50)))
+        await until(lambda: len(served.async_llm._running) == 2)
+        served.engine.die({guilty: "it ended the engine twice (report 1234)"})
+        await until(lambda: served.async_llm.is_restarting)
+        answer = await tasks[0]
+        assert answer.status_code == 500 and "report 1234" in answer.json()["error"]["message"]
+        served.engine.may_step.set()
+        served.engine.revive()
+        assert without_ids(await tasks[1]) == without_ids(expected)
+
+
+async def test_gauges_are_zero_while_there_is_no_engine():
+    async with serve() as served:
+        task = asyncio.create_task(ask(served, max_tokens=2000))
+        await until(lambda: served.async_llm.stats.num_running)
+        served.engine.die()
+        await until(lambda: served.async_llm.is_restarting)
+        text = (await served.http.get("/metrics")).text
+        assert 'vllm:num_requests_running{engine="0",model_name="org/fake-model"} 0.0' in text
+        task.cancel()

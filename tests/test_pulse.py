@@ -1,0 +1,48 @@
+"""What a parent reads of an engine's pulse."""
+
+from __future__ import annotations
+
+import os
+
+from servd.pulse import SIZE, Pulse, Watch, make_file
+
+
+def looks(watch: Watch, count: int) -> list[str | None]:
+    return [watch.look() for _ in range(count)]
+
+
+def test_parent_and_engine_see_the_same_pulse():
+    descriptor = make_file()
+    engine, parent = Pulse(descriptor), Pulse(descriptor)
+    os.close(descriptor)
+    assert not parent.is_ready and parent.at_risk == []
+    engine.get_ready()
+    engine.put_at_risk(["a", "b"])
+    assert parent.is_ready and parent.at_risk == ["a", "b"]
+    engine.put_at_risk([])
+    assert parent.at_risk == []
+    engine.put_at_risk(["x" * SIZE])  # more than there is room for
+    assert parent.at_risk == []
+
+
+def test_an_engine_without_a_beat_is_hung():
+    pulse = Pulse()
+    watch = Watch(pulse, interval=0.5, patience=2.0)
+    assert not any(looks(watch, 20)), "it is not ready"
+    pulse.get_ready()
+    pulse.beat()
+    assert looks(watch, 5) == [None] * 5
+    assert watch.look() == "it has shown no sign of life for 2 s"
+
+
+def test_a_step_is_hung_only_beyond_its_own_limit():
+    pulse = Pulse()
+    watch = Watch(pulse, interval=1.0, patience=1000.0)
+    pulse.get_ready()
+    pulse.work(3.0)
+    assert looks(watch, 4) == [None] * 4
+    pulse.work(10.0)  # the next one
+    assert looks(watch, 11) == [None] * 11
+    assert watch.look() == "a step has taken 11 s, more than 10 s"
+    pulse.rest()
+    assert not any(looks(watch, 100)), "an idle engine takes no steps"
