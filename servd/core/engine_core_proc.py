@@ -208,7 +208,7 @@ class EngineCoreProc:
     def begin_step(self, engine: EngineCore, scheduled: SchedulerOutput) -> None:
         """Show how long it may take."""
         if self.num_steps % STEPS_PER_LOOK == 0 or self.num_steps < STEPS_PER_LOOK:
-            self.pace = engine.scheduler.pace
+            self.pace = engine.scheduler.step_log.pace
         self.num_steps += 1
         expected = self.pace.expected_seconds(scheduled.num_tokens)
         self.pulse.work(self.start.config.server.engine_hang_timeout + PATIENCE * expected)

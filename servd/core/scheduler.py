@@ -32,7 +32,7 @@ from servd.messages import (
     SchedulerStats,
 )
 from servd.speculative import MAX_FORCED_TOKENS, max_num_samples
-from servd.tracing import Mark, Pace, StepRecord, now_ns
+from servd.tracing import Mark, StepRecord, now_ns
 
 logger = logging.getLogger("servd.scheduler")
 
@@ -85,7 +85,7 @@ class Scheduler:
         self.num_deferred = 0  # requests that are to be added as soon as they can run
         self._stats = SchedulerStats()
         self._num_steps = 0
-        self._log = StepLog()
+        self.step_log = StepLog()
 
     @property
     def has_work(self) -> bool:
@@ -171,11 +171,6 @@ class Scheduler:
         lacks = "slots" if not self._free_slots else "blocks" if budget > 0 else "budget"
         step.end_scheduling(self._stats.num_scheduled_tokens, len(self.waiting), lacks)
         return SchedulerOutput(step.record.step, step.scheduled, step.new_requests, freed_slots)
-
-    @property
-    def pace(self) -> Pace:
-        """How long the latest steps took."""
-        return self._log.pace
 
     @property
     def newest(self) -> StepRecord:
@@ -422,8 +417,8 @@ class Scheduler:
             self._outputs[request.client].append(output)
 
     def _log_step(self, step: Step, now: int, times_ns: list[int]) -> None:
-        self.lookahead.time(step.scheduled, self._log.add(step.record, now, times_ns))
-        if self._log.take_news_due():
+        self.lookahead.time(step.scheduled, self.step_log.add(step.record, now, times_ns))
+        if self.step_log.take_news_due():
             for request in self.requests.values():
                 self.report_to(request.client)
 
@@ -450,7 +445,7 @@ class Scheduler:
         news.
         """
         taken = {
-            client: EngineCoreOutputs(outputs, self._report(), self._log.news(client))
+            client: EngineCoreOutputs(outputs, self._report(), self.step_log.news(client))
             for client, outputs in self._outputs.items()
         }
         self._outputs.clear()
