@@ -103,7 +103,7 @@ class KVCacheManager:
         self.commit(request)
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
-        request.num_registered_blocks = 0
+        request.num_registered_blocks = request.num_computed_tokens = 0
 
     def _extend_hashes(self, request: Request) -> None:
         hashes, size = request.block_hashes, self.block_size

@@ -241,6 +241,17 @@ def test_long_prompts_of_two_owners_share_the_steps():
     assert simulation.first["b"] > 1.6 * alone
 
 
+def test_a_long_output_that_yields_to_a_long_prompt_does_not_come_back_before_it():
+    simulation = Simulation(max_num_seqs=2)
+    for i in range(2):
+        simulation.send(f"a{i}", 40, 900, owner="a")  # soon longer than a long prompt
+    simulation.send("b", 200, 4, at=3.0, owner="b")
+    simulation.run(until=3.5)
+    requests = simulation.engine.scheduler.requests
+    assert simulation.first["b"] - 3.0 <= 3 * (STEP + 128 * TOKEN)
+    assert requests["a1"].num_preemptions == 1
+
+
 # ---- the background lane ----
 
 
