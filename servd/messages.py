@@ -271,7 +271,6 @@ class EngineRestarting(Message, tag=True):
 
     incarnation: int  # of the next one
     reason: str
-    errors: dict[str, str] = {}  # by engine id: requests that end here, and why
 
 
 class EngineDead(Message, tag=True):

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
+from uuid import uuid4
 
 import msgspec
 
+from servd.api.delta_stream import DeltaStream
 from servd.api.fair_threads import FairThreads
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Prepared, Processor
 from servd.api.progress import Progress, Unfinished, progress
 from servd.api.prompt import Prompt
+from servd.api.suspects import Suspects
 from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
@@ -60,47 +63,11 @@ MAX_MESSAGES = 16  # between two looks at the clock
 STEPS_LOOKED_AT = 256  # for how long the next one should take
 
 
-class _Stream(msgspec.Struct):
-    """Deltas between the engine's channel and one consumer.
-
-    What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in
-    one step.
-    """
-
-    _waiting: dict[int, CompletionOutput] = {}  # choice index -> merged delta
-    _failure: EngineError | None = None
-    _wake: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
-
-    def put(self, delta: CompletionOutput) -> None:
-        if self._failure is not None:  # an engine that goes on would hold the failure back
-            return
-        earlier = self._waiting.get(delta.index)
-        if earlier is None:
-            self._waiting[delta.index] = delta
-        else:
-            earlier.add(delta)
-        self._wake.set()
-
-    def fail(self, error: EngineError) -> None:
-        self._failure = error
-        self._wake.set()
-
-    async def take(self) -> Iterable[CompletionOutput]:
-        """Wait for deltas; a failure is raised once all deltas that came before it are taken."""
-        await self._wake.wait()
-        if not self._waiting and self._failure is not None:
-            raise self._failure
-        deltas, self._waiting = self._waiting, {}
-        if self._failure is None:
-            self._wake.clear()
-        return deltas.values()
-
-
 class _Running(msgspec.Struct):
     """A prompt in the engine, and where the deltas of its choices go."""
 
     prepared: Prepared
-    stream: _Stream
+    stream: DeltaStream
     first: int  # index in the stream of its first choice
     choices: list[ChoiceTimes]
     is_counted: bool  # in the metrics
@@ -150,6 +117,7 @@ class AsyncLLM:
         self.stats = SchedulerStats()
         self.num_unfinished = 0
         self.is_restarting = False
+        self._suspects = Suspects()
         self._running: dict[str, _Running] = {}  # by request id
         self._threads = FairThreads(NUM_THREADS, "prepare")
         self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
@@ -278,7 +246,7 @@ class AsyncLLM:
                 raise InvalidRequest(
                     f"a request with the id {one.request_id!r} is running", param="request_id"
                 )
-        stream, num_open = _Stream(), 0
+        stream, num_open = DeltaStream(), 0
         trace_id = current_request.get().get("trace_id")
         try:
             for one in prepared:
@@ -334,6 +302,7 @@ class AsyncLLM:
                 aborted.inc(len(engine_ids))
         if running.is_counted:
             self.metrics.observe_request(running.prepared.params, running.choices)
+        self._try_next()
 
     def progress(self) -> Progress:
         """Whether the engine gets on with the requests of this process."""
@@ -412,25 +381,51 @@ class AsyncLLM:
                 self.status = message
 
     def _restart(self, message: EngineRestarting) -> None:
-        """Attach to the engine that comes; end the requests that it is not to have."""
-        self.is_restarting = True
+        """Attach to the engine that comes; end the request that the others died of."""
+        had_all, self.is_restarting = not self.is_restarting, True
         self.status = EngineStatus("restarting")
         self.client.follow(message.incarnation)
-        outputs = [
-            EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
-            for engine_id, error in message.errors.items()
-        ]
+        guilty = self._suspects.engine_died(self._num_tokens()) if had_all else None
+        outputs: list[EngineCoreOutput] = []
+        if guilty is not None:
+            report = uuid4().hex[:8]
+            log.error("%s: engines die of this request (report %s)", guilty, report)
+            error = f"the engine ended at this request three times (report {report})"
+            outputs = [
+                EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
+                for engine_id in self._running[guilty].prepared.request.choice_ids
+            ]
         self._take_outputs(EngineCoreOutputs(outputs, SchedulerStats()))
 
+    def _num_tokens(self) -> dict[str, int]:
+        """The tokens so far of what is open."""
+        return {
+            request_id: sum(map(len, outputs.values()))
+            for request_id in self._running
+            if (outputs := self.output_processor.outputs(request_id))
+        }
+
     def _replay(self) -> None:
-        """Send all that runs to a new engine, with the tokens so far."""
-        for request_id, running in self._running.items():
-            if outputs := self.output_processor.outputs(request_id):
-                running.sent_ns = now_ns()
-                request = msgspec.structs.replace(
-                    running.prepared.request, output_token_ids=outputs
-                )
-                self.client.send(request)
+        """Send all that is open to a new engine, with the tokens so far."""
+        for request_id in self._num_tokens():
+            if not self._suspects.holds(request_id):
+                self._send_again(request_id)
+        self._try_next()
+
+    def _try_next(self) -> None:
+        """Send the next suspect, if the one before it got on."""
+        if self._suspects.is_active and not self.is_restarting:
+            suspect = self._suspects.next(self._num_tokens())
+            if suspect is not None:
+                self._send_again(suspect)
+
+    def _send_again(self, request_id: str) -> None:
+        running = self._running[request_id]
+        running.sent_ns = now_ns()
+        outputs = self.output_processor.outputs(request_id)
+        self.client.send(
+            msgspec.structs.replace(running.prepared.request, output_token_ids=outputs)
+        )
 
     def _take_outputs(self, message: EngineCoreOutputs) -> None:
         received = now_ns()
@@ -460,6 +455,7 @@ class AsyncLLM:
                 self.tracer.mark(request_id, "detokenised", now)
             delta.index += running.first
             running.stream.put(delta)
+        self._try_next()
 
     async def offload(
         self, owner: str, size: int, work: Callable[[], T], *, is_new: bool = False

@@ -120,14 +120,14 @@ class InProcessEngine:
         """The API server has heard of the death of `die`."""
         self.incarnation = incarnation
 
-    def die(self, errors: dict[str, str] | None = None) -> None:
+    def die(self) -> None:
         """End this engine in the middle, and have its parent say so; `revive` starts another."""
         if self._steps is not None:
             self._steps.cancel()
             self._steps = None
         self.core = EngineCore(self.config, self.spec, self.executor, self.worker.num_blocks)
         self.executor.rows.clear()
-        self.tell(EngineRestarting(self.incarnation + 1, "killed", errors or {}))
+        self.tell(EngineRestarting(self.incarnation + 1, "killed"))
 
     def revive(self) -> None:
         """The next one is ready, as an API server hears that followed."""

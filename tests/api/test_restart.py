@@ -116,22 +116,55 @@ async def test_new_requests_wait_for_the_next_engine_within_bounds():
         assert served.async_llm.num_unfinished == 0
 
 
-async def test_a_request_that_is_at_fault_ends_with_its_report_and_others_go_on():
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_a_request_that_engines_die_of_ends_alone(place):
+    """However many others are in its step, and whenever it came."""
     async with serve() as served:
-        expected = await ask(served, max_tokens=50)
+        expected = [await ask(served, max_tokens=50, seed=i) for i in range(3)]
         served.engine.may_step.clear()
-        tasks = [asyncio.create_task(served.http.post("/v1/completions", json=PROMPT))]
-        await until(lambda: served.async_llm._running)
-        (guilty,) = served.async_llm._running
-        tasks.append(asyncio.create_task(ask(served, max_tokens=50)))
-        await until(lambda: len(served.async_llm._running) == 2)
-        served.engine.die({guilty: "it ended the engine twice (report 1234)"})
-        await until(lambda: served.async_llm.is_restarting)
-        answer = await tasks[0]
-        assert answer.status_code == 500 and "report 1234" in answer.json()["error"]["message"]
+        tasks = []
+        for i in range(3):
+            body = {**PROMPT, "max_tokens": 50, "seed": i}
+            tasks.append(asyncio.create_task(served.http.post("/v1/completions", json=body)))
+            await until(lambda: len(served.async_llm._running) == len(tasks))
+        poison = list(served.async_llm._running)[place]
+        for _ in range(20):
+            for request in served.engine.core.scheduler.requests:
+                assert request in served.async_llm._running
+            if poison not in served.async_llm._running:
+                break
+            if poison in served.engine.core.scheduler.requests:
+                served.engine.die()
+                await until(lambda: served.async_llm.is_restarting)
+                served.engine.revive()
+                await until(lambda: not served.async_llm.is_restarting)
+            else:  # this one gets on, and the next suspect follows
+                for outputs in served.engine.core.step().values():
+                    outputs.incarnation = served.engine.incarnation
+                    served.engine.tell(outputs)
+                await asyncio.sleep(0.01)
         served.engine.may_step.set()
+        answers = await asyncio.gather(*tasks)
+        assert [each.status_code == 500 for each in answers] == [i == place for i in range(3)]
+        assert "(report " in answers[place].json()["error"]["message"]
+        for i in {0, 1, 2} - {place}:
+            assert without_ids(answers[i].json()) == without_ids(expected[i])
+        assert not served.async_llm._suspects.is_active
+
+
+async def test_deaths_while_an_engine_loads_make_nobody_a_suspect():
+    async with serve() as served:
+        expected = await ask(served, max_tokens=20)
+        served.engine.may_step.clear()
+        task = asyncio.create_task(ask(served, max_tokens=20))
+        await until(lambda: served.async_llm._running)
+        for incarnation in range(1, 6):
+            served.engine.die()
+            await until(lambda i=incarnation: served.engine.incarnation == i)
         served.engine.revive()
-        assert without_ids(await tasks[1]) == without_ids(expected)
+        await until(lambda: not served.async_llm.is_restarting)
+        served.engine.may_step.set()
+        assert without_ids(await task) == without_ids(expected)
 
 
 async def test_gauges_are_zero_while_there_is_no_engine():
