@@ -244,6 +244,13 @@ class ServerConfig(Section, frozen=True):
     chat_template: Annotated[
         str | None, about("Jinja chat template (file or text) to use instead of the model's.")
     ] = None
+    escape_special_tokens: Annotated[
+        bool,
+        about(
+            "Text of a chat that reads like a special token of the model stays text. Off: it "
+            "becomes the token, so that a message can end its own turn."
+        ),
+    ] = True
     fim_template: Annotated[
         str | None,
         about(

@@ -1,14 +1,19 @@
 """Chat messages to prompt text, by the model's Jinja template.
 
 Templates and messages are both untrusted: templates run in Jinja's sandbox (no attribute access to
-Python internals, nothing can be changed, `range` is bounded), and whatever goes wrong in one is the
-request's 400.
+Python internals, nothing can be changed, `range` is bounded) with limits of time and size, and
+whatever goes wrong in one is the request's 400.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+import secrets
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 
 from servd.api.prompt import Chat
@@ -42,6 +48,15 @@ RESERVED = frozenset({
     "conversation", "return_dict", "return_tensors", "raise_exception", "strftime_now",
 })  # fmt: skip
 
+# Stands inside what a message has in common with a special token: the tokenizer gets what is before
+# and after it apart. Nobody who sends a message knows it.
+SPLIT_HERE = f"\uf8ff{secrets.token_hex(8)}"
+
+MAX_SECONDS = 5.0  # of CPU time for one prompt; long ones take some hundredths
+MAX_CHARS = 1 << 26  # of a value in a template, and of all that it writes
+MAX_NUMBER = 1 << 20  # that a template may hand to a function, such as a width
+LONG_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")  # in what `%` formats
+
 # Stands at the end of the message to continue; a private-use character that no template strips or
 # splits at.
 _CONTINUE_HERE = "\uf8ffcontinue\uf8ff"
@@ -54,6 +69,7 @@ class ChatTemplate:
         template: Jinja text, with the extensions that Hugging Face templates use.
         tool_template: used instead when a request has tools.
         special_tokens: variables for the template such as `bos_token`.
+        escaped: special tokens that stay text where a chat has them.
 
     Raises:
         ConfigError: not valid Jinja.
@@ -64,15 +80,19 @@ class ChatTemplate:
         template: str,
         tool_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
+        escaped: Collection[str] = (),
     ) -> None:
         self.source = template
         self.tool_source = template if tool_template is None else tool_template
         self.special_tokens = special_tokens or {}
+        self.escaped = [token for token in escaped if len(token) > 1]
         self._template = _Compiled(template)
         self._tool_template = self._template if tool_template is None else _Compiled(tool_template)
 
     @classmethod
-    def load(cls, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
+    def load(
+        cls, tokenizer: Tokenizer, override: str | None = None, escape: bool = True
+    ) -> ChatTemplate:
         """The template to use: `override` (--chat-template: a file or Jinja text), else the
         model's, else the default.
 
@@ -90,10 +110,11 @@ class ChatTemplate:
             template = DEFAULT_TEMPLATE
             named = {"default": "{{ bos_token }}" + template if tokenizer.adds_bos else template}
         default = named.get("default") or next(iter(named.values()))
-        return cls(default, named.get("tool_use"), tokenizer.special_tokens)
+        escaped = map(tokenizer.token_string, tokenizer.special_ids) if escape else ()
+        return cls(default, named.get("tool_use"), tokenizer.special_tokens, [*escaped])
 
     def render(self, chat: Chat) -> str:
-        """The prompt, special tokens written out.
+        """The prompt, special tokens written out; those in the chat itself have a SPLIT_HERE.
 
         Raises:
             InvalidRequest: the template refuses the messages or fails on them, does not read the
@@ -116,16 +137,18 @@ class ChatTemplate:
                 "this model's chat template does not read documents: write them in a message",
                 param="documents",
             )
-        messages = [_normalise(m, compiled.wants_parts, i) for i, m in enumerate(chat.messages)]
+        chat_messages, tools, variables = map(self._escape, (chat.messages, chat.tools, variables))
+        messages = [_normalise(m, compiled.wants_parts, i) for i, m in enumerate(chat_messages)]
         if is_continued:
             _append_to_last(messages, _CONTINUE_HERE)
         context = {"documents": None} | self.special_tokens | variables
         context |= {
             "messages": messages,
-            "tools": chat.tools or None,
+            "tools": tools or None,
             "add_generation_prompt": chat.add_generation_prompt,
         }
         try:
+            _budget.set(_Budget())
             prompt = compiled.template.render(context)
         # Templates call Python: TypeError, OverflowError, KeyError... all mean "refused".
         except Exception as error:
@@ -139,16 +162,122 @@ class ChatTemplate:
             )
         return prompt[:end]
 
+    def _escape(self, value: Any) -> Any:
+        """A copy of JSON whose strings have no special token in one piece."""
+        if isinstance(value, dict):
+            return {key: self._escape(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._escape(each) for each in value]
+        if isinstance(value, str):
+            for token in self.escaped:
+                while token in value:
+                    value = value.replace(token, f"{token[0]}{SPLIT_HERE}{token[1:]}")
+        return value
+
+
+class _Budget:
+    """What one prompt may still cost."""
+
+    def __init__(self) -> None:
+        self.deadline = time.thread_time() + MAX_SECONDS
+        self.num_chars = MAX_CHARS
+
+    def check(self, num_chars: int = 0) -> None:
+        """Raise if a value of so many characters is too large, or time is up."""
+        if num_chars > MAX_CHARS:
+            raise jinja2.TemplateError(f"a value has more than {MAX_CHARS} characters")
+        if time.thread_time() > self.deadline:
+            raise jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} s")
+
+    def write(self, value: Any) -> Any:
+        """Count what `{{ ... }}` writes."""
+        if isinstance(value, str):
+            self.num_chars -= len(value)
+            self.check(0 if self.num_chars >= 0 else MAX_CHARS + 1)
+        return value
+
+
+_budget: ContextVar[_Budget] = ContextVar("_budget")
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which every template comes to an end: whatever can go on for long, or
+    grow, is a loop, a call or an operator, and asks the budget.
+    """
+
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """See Jinja."""
+        _budget.get().check()
+        if any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in (*args, *kwargs.values())):
+            raise jinja2.TemplateError(f"out of range: a number above {MAX_NUMBER} in a call")
+        found = super().call(context, obj, *args, **kwargs)
+        _budget.get().check(_length(found))
+        return found
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """See Jinja."""
+        budget = _budget.get()
+        budget.check(_length(left) + _length(right))
+        for value, number in ((left, right), (right, left)):
+            if operator == "*" and isinstance(number, int) and not isinstance(value, int):
+                budget.check(_length(value) * number)
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            budget.check(_length(left) * right)
+        if operator == "%" and isinstance(left, str) and LONG_WIDTH.search(left):
+            raise jinja2.TemplateError("a width is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def concat_values(self, values: tuple[Any, ...]) -> str:
+        """What `~` is compiled to."""
+        _budget.get().check(sum(map(_length, values)))
+        return "".join(map(str, values))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            loop.iter.set_environment(self)
+        return tree
+
+
+class _Code(CodeGenerator):
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concat_values((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write("))")
+
+
+_Sandbox.code_generator_class = _Code
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    """The items of a loop, as long as there is time."""
+    for item in items:
+        _budget.get().check()
+        yield item
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, int):
+        return value.bit_length()
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
 
 class _Compiled:
     """One template, and the form in which it expects the content of messages."""
 
     def __init__(self, source: str) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
+            finalize=lambda value: _budget.get().write(value) if _budget.get(None) else value,
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
         )
+        environment.filters["counted"] = _counted
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now

@@ -23,7 +23,7 @@ from servd.api.explanation import server_timing
 from servd.api.metrics import Metrics
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
-from servd.api.timeline import Tracer
+from servd.api.timeline import Timeline, Tracer
 from servd.log import current_request
 from servd.tracing import Mark, now_ns
 
@@ -154,7 +154,9 @@ class RequestContext:
         """Count and log the answer."""
         path = scope["path"]
         if self.access_log == "all" or (self.access_log == "requests" and path not in MONITORING):
-            _log_answer(scope, status, seconds)
+            running = self.tracer.running
+            traced = [running[n] for n in scope["state"]["traced"] if n in running]
+            _log_answer(scope, status, seconds, traced)
         if status:  # else the client left before
             route = scope.get("route")  # none if it was refused before it reached the router
             handler = route.path if route else handler_of(scope["path"], scope["app"])
@@ -174,16 +176,22 @@ class RequestContext:
             state["span"].end(timelines, status or LEFT)
 
 
-def _log_answer(scope: Scope, status: int, seconds: float) -> None:
+def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timeline]) -> None:
     """A line without the query, which may hold a secret."""
+    choices = [choice for timeline in timelines for choice in timeline.choices]
+    num_prompt = sum(t.choices[0].num_prompt_tokens for t in timelines if t.choices)
     fields = {
         "method": scope["method"],
         "path": quote(scope["path"]),
         "status": status or LEFT,
         "seconds": round(seconds, 6),
+        "num_prompt_tokens": num_prompt,
+        "num_output_tokens": sum(choice.num_tokens for choice in choices),
+        "key": scope["state"]["owner"],
         "request_id": scope["state"]["request_id"],  # the body may have named it
     }
-    log.info("%s %s %d in %.3f s, %s", *fields.values(), extra={"fields": fields})
+    text = "%s %s %d in %.3f s, %d + %d tokens, key %s, %s"
+    log.info(text, *fields.values(), extra={"fields": fields})
 
 
 async def _send_timed(send: Send, message: Message, blocked: deque[Mark]) -> None:

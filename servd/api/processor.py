@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from servd import hf
-from servd.api.chat_template import ChatTemplate
+from servd.api.chat_template import SPLIT_HERE, ChatTemplate
 from servd.api.fill_in_middle import FillInMiddle
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.model_format import ModelFormat
@@ -77,7 +77,9 @@ class Processor:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.client = client
-        self.chat_template = ChatTemplate.load(tokenizer, config.server.chat_template)
+        server = config.server
+        escape = server.escape_special_tokens
+        self.chat_template = ChatTemplate.load(tokenizer, server.chat_template, escape)
         self.fill_in_middle = FillInMiddle.choose(tokenizer, config.server.fim_template)
         self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer)
         # Sampling defaults of the model for fields that a request leaves out. max_tokens is not
@@ -118,7 +120,8 @@ class Processor:
         else:
             params.verify(self.spec.vocab_size)
             asked = params
-        text = self.render(prompt)
+        marked = self.render(prompt)
+        text = plain(marked)
         marks: list[Mark] = []
         expected = ExpectedOutput(asked.structured_output)
         if isinstance(prompt.content, Chat):
@@ -132,7 +135,7 @@ class Processor:
                     prompt.content.continued,
                 )
         least = 1 if asked.max_tokens is None else asked.max_tokens  # tokens kept free for output
-        token_ids, was_cut = self._encode(prompt, text, options.truncate_prompt_tokens, least)
+        token_ids, was_cut = self._encode(prompt, marked, options.truncate_prompt_tokens, least)
         asked = self._complete(prompt, asked, expected, token_ids, least)
         marks.append(Mark("tokenised", now_ns()))
         if options.truncate_prompt_tokens is not None:  # done; it may be too large for a message
@@ -282,7 +285,11 @@ class Processor:
             )
         # A chat template writes its own special tokens.
         adds = prompt.add_special_tokens and not isinstance(prompt.content, Chat)
-        return self.tokenizer.encode(text, adds)
+        first, *rest = text.split(SPLIT_HERE)
+        token_ids = self.tokenizer.encode(first, adds)
+        for piece in rest:
+            token_ids += self.tokenizer.encode(piece, False)
+        return token_ids
 
     def _beginning(self, token_ids: list[int], limit: int) -> list[int]:
         """The first tokens, with the special ones that the tokenizer puts at the end."""
@@ -360,6 +367,11 @@ class Processor:
         return list(
             map(list, dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants))
         )
+
+
+def plain(text: str | list[int]) -> str | list[int]:
+    """A prompt as people see it."""
+    return text.replace(SPLIT_HERE, "") if isinstance(text, str) else text
 
 
 def _for_engine(params: SamplingParams) -> SamplingParams:

@@ -55,6 +55,8 @@ async def test_the_access_log(lines, access_log, logged):
         first, last = found[0], found[-1]
         assert (first["request_id"], first["trace_id"]) == ("mine", TRACE)
         assert (first["method"], first["status"], last["status"]) == ("POST", 200, 404)
+        assert (first["num_prompt_tokens"], last["num_output_tokens"]) == (len(BODY["prompt"]), 0)
+        assert first["num_output_tokens"] == BODY["max_tokens"] and first["key"] == ""
         assert "trace_id" not in last and first["process"] == "api-0" and first["level"] == "info"
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first["time"])
 
