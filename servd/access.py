@@ -151,13 +151,17 @@ def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
     added.
 
     Raises:
-        ConfigError: a file cannot be read, or key and certificate do not belong together.
+        ConfigError: there is no certificate any more, a file cannot be read, or key and certificate
+            do not belong together; the context stays as it was.
     """
-    assert access.ssl_certfile is not None
+    if access.ssl_certfile is None:
+        raise ConfigError("a server that started with TLS keeps it: restart it to go without")
+    trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # a failure leaves a certificate without key
     try:
-        context.load_cert_chain(access.ssl_certfile, access.ssl_keyfile, password=lambda: "")
-        if access.ssl_ca_certs is not None:
-            context.load_verify_locations(access.ssl_ca_certs)
+        for each in (trial, context):
+            each.load_cert_chain(access.ssl_certfile, access.ssl_keyfile, password=lambda: "")
+            if access.ssl_ca_certs is not None:
+                each.load_verify_locations(access.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
         files = (access.ssl_certfile, access.ssl_keyfile, access.ssl_ca_certs)
         shown = ", ".join(filter(None, files))

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import groupby
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -100,7 +101,8 @@ class RequestSpan:
     def end(self, timelines: Sequence[Timeline], status: int = 200) -> None:
         """The request was answered; `timelines` are finished, one for each prompt."""
         if self._span.is_recording() and timelines:
-            self._worker.submit(self._end, timelines, status, time.time_ns())
+            with suppress(RuntimeError):  # cut off after `Spans.close`, when the server ends
+                self._worker.submit(self._end, timelines, status, time.time_ns())
 
     def _end(self, timelines: Sequence[Timeline], status: int, ended_at: int) -> None:
         span = self._span

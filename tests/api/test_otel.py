@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from servd.api.otel import Spans
-from servd.api.timeline import Tracer
+from servd.api.timeline import Timeline, Tracer
 from servd.config import Config
 from servd.errors import ConfigError
 from servd.hf import FAKE_SPEC
@@ -195,3 +195,11 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch):
     config = Config.load({"executor": "fake", "otlp_traces_endpoint": ENDPOINT})
     with pytest.raises(ConfigError, match=r"servd\[otel\]"):
         resolve(config, FAKE_SPEC, Machine())
+
+
+def test_a_request_that_is_cut_off_after_the_last_export_leaves_quietly(exporter):
+    spans = Spans(SimpleSpanProcessor(exporter))
+    span = spans.begin({})
+    spans.close()
+    span.end([Timeline("x")])
+    assert not exporter.get_finished_spans()

@@ -87,6 +87,26 @@ async def test_a_new_certificate_counts_for_new_connections_and_cuts_none(tmp_pa
                 await late.get(f"{url}/health")
 
 
+async def test_a_certificate_that_comes_before_its_key_changes_nothing(tmp_path: Path):
+    ca = trustme.CA()
+    access = AccessConfig(**write(ca.issue_cert("localhost"), tmp_path))
+    context = tls_context(access)
+    assert context is not None
+    new = write(ca.issue_cert("localhost"), tmp_path / "new")
+    Path(new["ssl_certfile"]).rename(str(access.ssl_certfile))
+    with pytest.raises(ConfigError, match="mismatch"):
+        load_certificates(context, access)
+    async with https(context) as url, client(ca) as http:
+        assert (await http.get(f"{url}/health")).status_code == 200
+
+
+def test_tls_stays_when_it_is_no_longer_asked_for(tmp_path: Path):
+    context = tls_context(AccessConfig(**write(trustme.CA().issue_cert("localhost"), tmp_path)))
+    assert context is not None
+    with pytest.raises(ConfigError, match="restart"):
+        load_certificates(context, AccessConfig())
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
