@@ -89,6 +89,10 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0  # share of the engine, beside other keys'
     max_concurrency: Annotated[int, Meta(ge=1)] | None = None  # unfinished requests
     requests_per_minute: Annotated[float, Meta(gt=0)] | None = None
+    min_priority: int = 0  # under --scheduling-policy priority; lower is more urgent
+    by_user: bool = (
+        False  # its requests are shared out by their `user`, whom its holder vouches for
+    )
     expires: Annotated[datetime, Meta(tz=True)] | None = None
 
     @property

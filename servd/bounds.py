@@ -12,6 +12,7 @@ from servd.errors import InvalidRequest
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+MAX_TIMEOUT = 86400  # seconds that a request may give itself
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX, extra={"is_token_id": True})]

@@ -194,11 +194,15 @@ class SchedulerConfig(Section, frozen=True):
     max_waiting_requests: Annotated[
         int,
         about(
-            "Unfinished requests beyond which new ones get 503 with Retry-After. All choices of a "
-            "prompt count as one, so that no request is refused for its `n`.",
+            "Unfinished requests of an API server beyond which new ones get 429 with Retry-After, "
+            "but for clients with less than their share. All choices of a prompt count as one, so "
+            "that no request is refused for its `n`.",
             ge=0,
         ),
     ] = 2048
+    max_waiting_tokens: Annotated[Positive, about("The same for the tokens of their prompts.")] = (
+        4 * 1024 * 1024
+    )
 
 
 class ParallelConfig(Section, frozen=True):

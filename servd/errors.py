@@ -8,7 +8,10 @@ ServdError
 │   ├── Forbidden                403
 │   ├── NotFound                 404
 │   │   └── UnknownModel         404, code model_not_found
-│   └── Overloaded               503, with Retry-After
+│   ├── DeadlineExceeded         504: its own deadline passed
+│   └── Overloaded               429, with Retry-After
+│       ├── RateLimited          429: its API key has reached a limit
+│       └── Unavailable          503: the server loads or ends, for everybody
 ├── EngineError                  the server is at fault: 500
 │   └── EngineDead               503: the engine process is gone
 └── ConfigError                  a flag, a file or the machine: one line on stderr, exit code 2
@@ -19,6 +22,7 @@ ServdError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -38,6 +42,7 @@ class RequestError(ServdError):
     status: ClassVar[int] = 400
     type: ClassVar[str] = "invalid_request_error"
     default_code: ClassVar[str | None] = None
+    headers: Mapping[str, str] = {}  # of the answer
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -85,16 +90,39 @@ class UnknownModel(NotFound):
     default_code = "model_not_found"
 
 
-class Overloaded(RequestError):
-    """503: the waiting queue is full. `retry_after` is in seconds."""
+class DeadlineExceeded(RequestError):
+    """504: the deadline that the request came with passed before it was answered."""
 
-    status = 503
+    status = 504
+    type = "timeout_error"
+    default_code = "deadline_exceeded"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}  # OpenAI's SDKs would, by the status
+
+
+class Overloaded(RequestError):
+    """429: too much waits for this one to be taken in. `retry_after` is in seconds."""
+
+    status = 429
     type = "overloaded_error"
     default_code = "overloaded"
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.headers = {"Retry-After": str(retry_after)}
+
+
+class RateLimited(Overloaded):
+    """429: the API key has reached its limit of requests, at once or per minute."""
+
+    type = "rate_limit_error"
+    default_code = "rate_limit_exceeded"
+
+
+class Unavailable(Overloaded):
+    """503: nobody is served at this moment: the model loads, or the server ends."""
+
+    status = 503
 
 
 class EngineError(ServdError):

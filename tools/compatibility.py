@@ -82,6 +82,7 @@ GENERATION: dict[str, Any] = examples() | {
     "structured_outputs": {"regex": "[ab]"}, "guided_json": SCHEMA, "guided_regex": "[ab]",
     "guided_choice": ["a"], "guided_grammar": 'root ::= "a"', "prompt_embeds": "AAAA",
     "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "request_id": "r",
+    "timeout": 60,
     "prompt_cache_key": "k", "safety_identifier": "s", "session_id": "s",
     "return_prompt_text": True, "timings_per_token": True, "an_unknown_field": 1,
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from uuid import uuid4
 
 import msgspec
 
+from servd.access import Key
+from servd.api.admission import Admission, Admitted
+from servd.api.auth import ANYONE
 from servd.api.delta_stream import DeltaStream
 from servd.api.fair_threads import FairThreads
 from servd.api.metrics import ChoiceTimes, Metrics
@@ -24,7 +28,7 @@ from servd.api.suspects import Suspects
 from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
-from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded
+from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded, Unavailable
 from servd.hf import ModelSpec
 from servd.log import current_request
 from servd.messages import (
@@ -82,7 +86,7 @@ class AsyncLLM:
         status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's state as last reported.
         is_restarting: the engine has died; requests are kept until there is another one.
-        num_unfinished: prompts that are admitted, from before they are prepared to their end.
+        admission: what is let in.
 
     Args:
         config: resolved.
@@ -115,7 +119,7 @@ class AsyncLLM:
         self.metrics = metrics
         self.status = EngineStatus("starting the engine")
         self.stats = SchedulerStats()
-        self.num_unfinished = 0
+        self.admission = Admission(config.scheduler, metrics)
         self.is_restarting = False
         self._suspects = Suspects()
         self._running: dict[str, _Running] = {}  # by request id
@@ -146,43 +150,39 @@ class AsyncLLM:
         """Whether the engine serves requests."""
         return isinstance(self.status, EngineReady)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Prompts that are admitted, from before they are prepared to their end."""
+        return self.admission.prompts.total()
+
     @contextmanager
-    def admit(self, num_prompts: int = 1) -> Iterator[None]:
+    def admit(
+        self,
+        num_prompts: int = 1,
+        key: Key = ANYONE,
+        owner: str = "",
+        lane: int = 0,
+        timeout: float = math.inf,
+    ) -> Iterator[Admitted]:
         """Take in a whole request of a client, before anything is done for it, or refuse it.
 
         Raises:
-            InvalidRequest: it has more prompts than may ever be unfinished.
-            Overloaded: too many prompts are unfinished, or the model is still loading.
+            Unavailable: the model is still loading.
             EngineDead: the engine is gone.
+            RequestError: see `Admission.enter`.
         """
         match self.status:
             case EngineDeadMessage(reason=reason):
                 raise EngineDead(f"the engine is gone: {reason}")
             case EngineStatus(phase=phase, progress=progress) if not self.is_restarting:
-                self.metrics.labelled["vllm:admission_rejections", "loading"].inc()
-                raise Overloaded(
+                error = Unavailable(
                     f"the model is still loading ({phase}, {progress:.0%}): retry later",
                     retry_after=5,
                 )
-        limit = self.config.scheduler.max_waiting_requests
-        if num_prompts > limit:
-            raise InvalidRequest(
-                f"the request has {num_prompts} prompts, at most {limit} are taken at once "
-                "(--max-waiting-requests): send fewer",
-                param="prompt",
-            )
-        if self.num_unfinished + num_prompts > limit:
-            self.metrics.labelled["vllm:admission_rejections", "max_waiting_requests"].inc()
-            more = f" and this one has {num_prompts} prompts" if num_prompts > 1 else ""
-            raise Overloaded(
-                f"{self.num_unfinished} requests are unfinished{more}, the limit is {limit}: "
-                "retry later"
-            )
-        self.num_unfinished += num_prompts
-        try:
-            yield
-        finally:
-            self.num_unfinished -= num_prompts
+                raise self.admission.refuse("loading", error)
+        num_waiting = self.stats.num_waiting
+        with self.admission.enter(key, owner, num_prompts, num_waiting, lane, timeout) as admitted:
+            yield admitted
 
     async def prepare(
         self,

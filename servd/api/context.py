@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -10,13 +14,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.admission import Admitted
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import Keys
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, parse
 from servd.api.response_store import ResponseStores
+from servd.bounds import MAX_TIMEOUT
 from servd.config import Config
-from servd.errors import InvalidRequest, UnknownModel
+from servd.errors import Forbidden, InvalidRequest, UnknownModel
 from servd.messages import RequestOptions
 from servd.tracing import Mark, now_ns
 
@@ -72,10 +78,37 @@ def owned(request: Request, options: RequestOptions) -> RequestOptions:
     """`options` of the request's owner. API keys share no cached prompts: `usage` and the time to
     the first token would tell one key what another has sent.
     """
-    salt = options.cache_salt
-    if context_of(request).keys.are_several:
+    context, key = context_of(request), request.state.key
+    salt, owner = options.cache_salt, request.state.client
+    if context.keys.are_several:
         salt = f"{request.state.owner}/{salt or ''}"
-    return msgspec.structs.replace(options, owner=request.state.client, cache_salt=salt)
+    if key.by_user and options.owner:
+        owner = f"{owner}/{options.owner[:64]}"
+    is_urgent = context.config.scheduler.scheduling_policy == "priority" and (
+        options.priority < key.min_priority
+    )
+    if is_urgent and "admin" not in key.scopes:
+        raise Forbidden(
+            f"the API key {key.name} may ask for a `priority` of {key.min_priority} or more "
+            f"(min_priority), got {options.priority}",
+            param="priority",
+            code="priority_not_allowed",
+        )
+    return msgspec.structs.replace(options, owner=owner, weight=key.weight, cache_salt=salt)
+
+
+@contextmanager
+def admit(request: Request, num_prompts: int = 1, lane: int = 0) -> Iterator[Admitted]:
+    """`AsyncLLM.admit` for a request whose body has been read; its answer tells what is left of the
+    limits of its key.
+    """
+    state, timeout = request.state, math.inf
+    if state.deadline is not None:
+        timeout = max(state.deadline - asyncio.get_running_loop().time(), 0)
+    async_llm = context_of(request).async_llm
+    with async_llm.admit(num_prompts, state.key, state.client, lane, timeout) as admitted:
+        state.headers = admitted.headers
+        yield admitted
 
 
 async def offload(request: Request, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
@@ -120,7 +153,21 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         request.state.request_id = asked
         request.state.unique_id = f"{asked}-{request.state.unique_id[:12]}"
     request.state.model = context.model_name(body.model)
+    timeout = getattr(body, "timeout", None) or _timeout(request.headers.get("x-request-timeout"))
+    if timeout is not None:
+        request.state.deadline = asyncio.get_running_loop().time() + timeout
     return body
+
+
+def _timeout(text: str | None) -> float | None:
+    """Seconds, of a header."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,5}(\.\d{1,6})?", text) or not 0 < float(text) <= MAX_TIMEOUT:
+        raise InvalidRequest(
+            f"X-Request-Timeout must be seconds above 0, at most {MAX_TIMEOUT}, got {text[:32]!r}"
+        )
+    return float(text)
 
 
 def start_timeline(request: Request, engine_request_id: str) -> None:

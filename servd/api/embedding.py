@@ -9,7 +9,8 @@ from contextlib import aclosing
 import msgspec
 from starlette.requests import Request
 
-from servd.api.context import context_of, offload, owned, start_timeline
+from servd.api.admission import deadline
+from servd.api.context import admit, context_of, offload, owned, start_timeline
 from servd.api.prompt import Prompt
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.streaming import until_disconnect
@@ -71,6 +72,7 @@ async def embed(
         prepared = await async_llm.prepare(named, params, owned(request, options))
         num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
         check(num_tokens)
+        admitted.add_tokens(num_tokens)
         vectors = [b""] * len(prepared)
         async with aclosing(async_llm.generate(prepared)) as outputs:
             async for output in outputs:
@@ -78,8 +80,9 @@ async def embed(
                 vectors[output.index] = output.pooled
         return Vectors(vectors, num_tokens)
 
-    with async_llm.admit(len(named)):
-        return await until_disconnect(compute(), request.receive)
+    with admit(request, len(named)) as admitted:
+        async with deadline(request.state.deadline):
+            return await until_disconnect(compute(), request.receive)
 
 
 async def similarities(

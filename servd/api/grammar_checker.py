@@ -14,7 +14,7 @@ import msgspec
 
 from servd.child import Child
 from servd.config import Config
-from servd.errors import InvalidRequest, Overloaded
+from servd.errors import InvalidRequest, Overloaded, Unavailable
 from servd.hf import ModelSpec
 from servd.messages import GrammarVerdict, StartGrammarChecker
 from servd.params import StructuredOutput
@@ -147,7 +147,7 @@ class GrammarChecker:
                 if isinstance(error, TimeoutError):
                     break
         if self._is_closed:  # that is what ended it
-            raise Overloaded("the server is stopping")
+            raise Unavailable("the server is stopping")
         with contextlib.suppress(OSError):  # then the next call starts it
             self._connect()
         return (

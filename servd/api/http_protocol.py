@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from servd.api.protocol.errors import ErrorBody, ErrorDetail
 from servd.config import ServerConfig
-from servd.errors import Overloaded
+from servd.errors import Unavailable
 
 logger = logging.getLogger("servd.api")
 
@@ -132,7 +132,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop_write_timer()
         num_open = len(self.connections) - len(self.shared.idle)
         if self._is_surplus and num_open > self.limits.max_connections:
-            self.scope.setdefault("state", {})["refusal"] = Overloaded(
+            self.scope.setdefault("state", {})["refusal"] = Unavailable(
                 f"the server has {self.limits.max_connections} connections with open requests, its "
                 f"limit (--max-connections): retry later"
             )

@@ -69,7 +69,18 @@ LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
     ),
     "vllm:admission_rejections": (
         "Requests that were refused before anything was done for them, by the limit.",
-        {"reason": ["loading", "max_waiting_requests", "max_connections"]},
+        {
+            "reason": [
+                "loading",
+                "draining",
+                "max_waiting_requests",
+                "max_waiting_tokens",
+                "max_connections",
+                "max_concurrency",
+                "requests_per_minute",
+                "deadline",
+            ]
+        },
     ),
     "vllm:tool_call_parser_invocations": (
         "Choices that were searched for tool calls.",

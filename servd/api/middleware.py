@@ -56,7 +56,8 @@ class RequestContext:
     In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it,
     since clients may choose the same; `traced`, the ids under which the tracer knows what this
     request started; `key`, by which it came; `owner`, its name; `client`, who takes turns with
-    others: an owner or, where no key is needed, an address; `span`, of OpenTelemetry, or None.
+    others: an owner or, where no key is needed, an address; `span`, of OpenTelemetry, or None;
+    `deadline`, on the loop's clock, or None; `headers`, of the answer.
 
     Args:
         app: what is surrounded.
@@ -136,13 +137,15 @@ class RequestContext:
         state = scope.setdefault("state", {})
         state.update(
             request_id=request_id, unique_id=unique_id, traced=[], key=ANYONE, owner=ANYONE.name,
-            client=address, span=span,
+            client=address, span=span, deadline=None, headers={},
         )  # fmt: skip
         return state
 
     def _headers(self, state: dict[str, Any], start: Message) -> Iterator[tuple[bytes, bytes]]:
         """What every answer says, and where the time went if all of it is there."""
         yield b"x-request-id", state["request_id"].encode()
+        for name, value in state["headers"].items():
+            yield name.encode(), value.encode()
         if state["span"]:
             yield b"traceresponse", state["span"].traceparent.encode()
         if state["traced"] and any(name == b"content-length" for name, _ in start["headers"]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import math
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("servd.api")
 
-FORCED_EXIT = 1.0  # seconds between the error frames of cut streams and the end of the process
+FORCED_EXIT = 1  # seconds between the error frames of cut streams and the end of the process
 TICK = 0.1  # seconds between two looks of uvicorn at its server
 LONG_LAG = 0.1  # seconds for which the event loop may be late without a warning
 LAG_WARNING_INTERVAL = 10.0  # seconds between two warnings
@@ -93,12 +92,16 @@ class Server(uvicorn.Server):
         self.context = context
         self.start_message = start
         self.has_announced = False
+        self.next_line = math.inf  # seconds left when the next one on draining is due
         self.lag = LoopLag(async_llm.metrics)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: finish open requests. Second: end now."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        """First signal: finish open requests, and let nobody else in. Second: end now."""
+        admission = self.async_llm.admission
+        if admission.drained_at is not None:
+            self.force_exit = self.should_exit = True
+        timeout = self.start_message.config.server.shutdown_timeout
+        admission.drained_at = admission.drained_at or time.monotonic() + timeout
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every TICK; True ends the server."""
@@ -112,19 +115,30 @@ class Server(uvicorn.Server):
             self.lag = LoopLag(self.async_llm.metrics)  # this held up nobody yet
             if self.start_message.url:
                 logger.info("ready at %s", self.start_message.url)
-        return await super().on_tick(counter) or isinstance(self.async_llm.status, EngineDead)
+        is_over = isinstance(self.async_llm.status, EngineDead) or self.has_drained()
+        return await super().on_tick(counter) or is_over
+
+    def has_drained(self) -> bool:
+        """Whether the server is to end, and nothing is open or the time is up. Until then it
+        answers newcomers with 503; what remains is logged each second.
+        """
+        if (end := self.async_llm.admission.drained_at) is None:
+            return False
+        num_open = len(self.server_state.tasks | self.background_tasks())
+        left = end - time.monotonic()
+        if left <= 0 or not num_open:
+            return True
+        if left <= self.next_line:
+            logger.info("draining: %d requests open, %.0f s left", num_open, left)
+            self.next_line = left - 1
+        return False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, then wait for open requests, at most `shutdown_timeout` seconds."""
-        cut = asyncio.create_task(self.cut_open_requests())
+        """Stop accepting, and cut what is still open with an error."""
+        if not isinstance(self.async_llm.status, EngineDead):  # else they know already
+            reason = "was told to stop at once" if self.force_exit else "is shutting down"
+            self.async_llm.fail(f"the server {reason}")
         await super().shutdown(sockets)
-        while (background := self.background_tasks()) and not (self.force_exit or cut.done()):
-            await asyncio.wait(background, timeout=TICK)
-        cut.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await cut
-        if self.force_exit:
-            self.async_llm.fail("the server was told to stop at once")
         if remaining := self.server_state.tasks | self.background_tasks():
             await asyncio.wait(remaining, timeout=LAST_FRAMES)
         for task in self.background_tasks():  # the engine is out of reach afterwards
@@ -150,17 +164,6 @@ class Server(uvicorn.Server):
                 load_certificates(self.config.ssl, config.access)
         except ConfigError as error:
             logger.error("%s: what was read before stays", error)
-
-    async def cut_open_requests(self) -> None:
-        """Log what remains each second; when time is up, answer it with an error."""
-        remaining = self.start_message.config.server.shutdown_timeout
-        while remaining > 0 and (self.async_llm.num_unfinished or self.background_tasks()):
-            logger.info(
-                "draining: %d requests open, %.0f s left", self.async_llm.num_unfinished, remaining
-            )
-            await asyncio.sleep(min(1.0, remaining))
-            remaining -= 1.0
-        self.async_llm.fail("the server is shutting down")
 
 
 def within_file_limit(config: ServerConfig) -> ServerConfig:
@@ -213,7 +216,7 @@ async def serve(start: Start) -> int:
         connections,
         access_log=False,  # RequestContext has one
         server_header=False,
-        timeout_graceful_shutdown=int(config.server.shutdown_timeout + FORCED_EXIT) + 1,
+        timeout_graceful_shutdown=FORCED_EXIT,
     )
     options.load()
     options.ssl = tls_context(config.access)

@@ -92,7 +92,7 @@ async def test_a_search_is_refused_as_a_whole_or_not_at_all():
         served.engine.may_step.clear()
         asking = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
         await until(lambda: served.async_llm.num_unfinished)
-        check(await served.http.post(COMPLETIONS, json=body), 503, code="overloaded")
+        check(await served.http.post(COMPLETIONS, json=body), 429, code="overloaded")
         served.engine.may_step.set()
         assert (await asking).status_code == 200
 

@@ -438,7 +438,7 @@ async def test_a_full_server():
     async with serve(max_waiting_requests=3) as served:
         with served.async_llm.admit():
             answer = await served.http.post(COMPLETIONS, json=body)
-            check(answer, 503, code="overloaded")
+            check(answer, 429, code="overloaded")
             assert "retry-after" in answer.headers
             assert served.engine.sent == [] and served.async_llm.num_unfinished == 1
             assert rejections(served) == {"max_waiting_requests": 1}
@@ -473,7 +473,7 @@ async def test_requests_that_wait_to_be_read_have_a_limit():
             for path, body in bodies.items():
                 answer = await served.http.post(path, json=body)
                 assert "the limit is 2 (--max-waiting-requests)" in answer.text, path
-                assert answer.status_code == (529 if "messages" in path else 503)
+                assert answer.status_code == (529 if "messages" in path else 429)
                 assert answer.headers["retry-after"] == "1"
             other = {"authorization": "Bearer b"}
             for path, body in bodies.items():
@@ -488,7 +488,7 @@ async def test_a_full_server_renders_nothing():
     async with serve(max_waiting_requests=1) as served:
         with served.async_llm.admit():
             answer = await served.http.post(f"{CHAT}/render", json={"messages": user("hi")})
-            check(answer, 503, code="overloaded")
+            check(answer, 429, code="overloaded")
 
 
 async def test_a_request_that_would_never_be_admitted():

@@ -100,7 +100,7 @@ async def test_answers_are_counted_by_route_and_status():
             ("/v1/completions", "POST", "400"): 1,
             ("/v1/completions", "POST", "413"): 1,
             ("/v1/completions", "POST", "200"): 2,
-            ("/v1/completions", "POST", "503"): 1,
+            ("/v1/completions", "POST", "429"): 1,
         }
         assert await answers(http) == expected
         assert await answers(http) == {**expected, ("/metrics", "GET", "200"): 1}
@@ -108,7 +108,7 @@ async def test_answers_are_counted_by_route_and_status():
         assert seconds["http_request_duration_seconds_count"] == sum(expected.values()) + 2
 
 
-def refuse(num_prompts) -> None:
+def refuse(*_) -> None:
     raise Overloaded("too many")
 
 

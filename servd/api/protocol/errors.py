@@ -69,9 +69,8 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
         case RequestError():
             status = error.status
             detail = ErrorDetail(error.message, error.type, error.param, error.code)
-            if isinstance(error, Overloaded):
-                headers["Retry-After"] = str(error.retry_after)
-            elif isinstance(error, Unauthorized):
+            headers.update(error.headers)
+            if isinstance(error, Unauthorized):
                 headers["WWW-Authenticate"] = "Bearer"
         case EngineDead():
             message = without_paths(str(error))

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.structured import StructuredRequest
 from servd.api.protocol.validation import REQUEST_ID, ClosedObject, FewKeys, KeptTokens, OpenObject
+from servd.bounds import MAX_TIMEOUT
 from servd.errors import InvalidRequest
 from servd.messages import RequestOptions
 from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
@@ -168,13 +169,17 @@ class GenerationRequest(StructuredRequest):
     """Requests share cached prompt beginnings only with the same salt."""
 
     user: str | None = None
-    """For the client's own records, without effect."""
+    """With whom the requests of a key share, if the key says so (`by_user`)."""
     metadata: dict[str, Any] | None = None
     """For the client's own records, without effect."""
     store: bool | None = None
     """For the client's own records, without effect."""
     service_tier: str | None = None
-    """For the client's own records, without effect."""
+    """`flex`: in the background, with what other requests leave. Any other is without effect."""
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
+    """Seconds in which the answer has to be whole; else it ends with the error 504, or is refused
+    at once where that can be foreseen. The header `X-Request-Timeout` does the same.
+    """
     prompt_cache_key: str | None = None
     """For the client's own records, without effect."""
     safety_identifier: str | None = None
@@ -252,7 +257,13 @@ class GenerationRequest(StructuredRequest):
     @property
     def request_options(self) -> RequestOptions:
         """How the request is served."""
-        return RequestOptions(self.priority or 0, self.cache_salt, self.truncate_prompt_tokens)
+        return RequestOptions(
+            self.priority or 0,
+            self.cache_salt,
+            self.truncate_prompt_tokens,
+            owner=self.user or "",
+            lane=int(self.service_tier == "flex"),
+        )
 
     def shared_params(self) -> dict[str, Any]:
         """The given fields that have the name and meaning of a SamplingParams field."""

@@ -248,6 +248,8 @@ class ResponsesRequest(TranslatedRequest):
             "top_logprobs": self.top_logprobs,
             "response_format": _chat_format((self.text or {}).get("format")),
             "reasoning_effort": (self.reasoning or {}).get("effort"),
+            "user": self.user,
+            "service_tier": self.service_tier,
         }
         return {name: value for name, value in fields.items() if value is not None}
 

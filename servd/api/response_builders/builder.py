@@ -12,7 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, owned, start_timeline
+from servd.api.admission import deadline
+from servd.api.context import admit, context_of, owned, start_timeline
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.processor import Prepared
@@ -113,6 +114,16 @@ class ResponseBuilder(ABC):
         """How a stream that cannot go on ends; `reply` is what else the response would be."""
         return event(reply.body)
 
+    async def outputs(self) -> AsyncGenerator[CompletionOutput, None]:
+        """What is generated, to the deadline."""
+        async with aclosing(self.generate()) as outputs:
+            while True:
+                async with deadline(self.request.state.deadline):
+                    output = await anext(outputs, None)
+                if output is None:
+                    return
+                yield output
+
     def generate(self) -> AsyncGenerator[CompletionOutput, None]:
         """The outputs of all choices, while `admitted`; index = prompt number * n + i."""
         return self.async_llm.generate(self.prepared)
@@ -148,8 +159,12 @@ class ResponseBuilder(ABC):
         """
         for prompt in self.prompts:
             start_timeline(self.request, prompt.request_id)
-        with self.async_llm.admit(len(self.prompts)):
-            self.prepared = await self.async_llm.prepare(self.prompts, self.params, self.options)
+        with admit(self.request, len(self.prompts), self.options.lane) as admitted:
+            async with deadline(self.request.state.deadline):
+                self.prepared = await self.async_llm.prepare(
+                    self.prompts, self.params, self.options
+                )
+            admitted.add_tokens(self.num_prompt_tokens)
             expected = [one.expected for one in self.prepared for _ in range(self.n)]
             self.parsers = list(map(OutputParser, expected))
             self.start()
@@ -167,7 +182,7 @@ class ResponseBuilder(ABC):
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """All that a stream says."""
-        async with self.admitted(), aclosing(self.generate()) as outputs:
+        async with self.admitted(), aclosing(self.outputs()) as outputs:
             async for output in outputs:
                 self.count(output)
                 if frames := self.frames_of(output):
@@ -178,7 +193,7 @@ class ResponseBuilder(ABC):
                 yield b": receipt " + msgspec.json.encode(await self.receipt()) + b"\n\n"
 
     async def _collect(self) -> bytes:
-        async with self.admitted(), aclosing(self.generate()) as outputs:
+        async with self.admitted(), aclosing(self.outputs()) as outputs:
             async for output in outputs:
                 self.count(output)
                 self.add(output)

@@ -10,7 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, json_response, owned, read_body, start_timeline
+from servd.api.admission import deadline
+from servd.api.context import admit, context_of, json_response, owned, read_body, start_timeline
 from servd.api.decisions import OptionScorer, gather
 from servd.api.openapi import describes
 from servd.api.prompt import Chat, Prompt
@@ -52,7 +53,9 @@ async def create_decision(request: Request) -> Response:
     start_timeline(request, request_id)
     own = owned(request, RequestOptions(cache_salt=body.prompt_cache_key))
     scorer = OptionScorer(async_llm, request_id, own)
-    answers = await until_disconnect(_answers(scorer, body), request.receive)
+    with admit(request):
+        async with deadline(request.state.deadline):
+            answers = await until_disconnect(_answers(scorer, body), request.receive)
     usage = ResponseUsage(
         scorer.num_prompt_tokens,
         InputTokensDetails(scorer.num_cached_tokens),
@@ -72,9 +75,8 @@ async def _answers(scorer: OptionScorer, body: DecisionsRequest) -> list[Answer]
         async with may_run:
             return await _answer(scorer, messages, question)
 
-    with scorer.async_llm.admit():
-        first = await bounded(body.questions[0])  # brings the input into the prefix cache
-        return [first, *await gather(map(bounded, body.questions[1:]))]
+    first = await bounded(body.questions[0])  # brings the input into the prefix cache
+    return [first, *await gather(map(bounded, body.questions[1:]))]
 
 
 async def _answer(

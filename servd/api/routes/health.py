@@ -24,17 +24,21 @@ router = APIRouter()
     Progress,
     statuses={
         503: (
-            "The model is loading, the engine stands still, or it is gone",
+            "The model is loading, the server ends, the engine stands still, or it is gone",
             dict[str, str | float],
         )
     },
 )
 async def health(request: Request) -> Response:
     """200 when requests are served: the `activity` is idle, decoding or prefill. 503 while the
-    model loads, while the engine restarts (requests wait for it), when it is gone, and when it has
-    work but has ended no step for longer than the running one can take.
+    model loads, while the engine restarts (requests wait for it), when the server ends, when the
+    engine is gone, and when it has work but has ended no step for longer than the running one can
+    take.
     """
     context = context_of(request)
+    if context.async_llm.admission.drained_at is not None:
+        num_open = context.async_llm.num_unfinished
+        return json_response({"status": "draining", "num_open": num_open}, 503)
     match context.async_llm.status:
         case EngineReady():
             progress = context.async_llm.progress()

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, json_response, owned, read_body
+from servd.api.context import admit, context_of, json_response, owned, read_body
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
 
@@ -23,7 +23,7 @@ async def render_chat_completion(request: Request) -> Response:
     params = body.sampling_params(context.async_llm.processor.default_params)
     prompts = [body.prompt(f"render-{request.state.unique_id}")]
     options = owned(request, body.request_options)
-    with context.async_llm.admit():
+    with admit(request):
         (prepared,) = await context.async_llm.prepare(prompts, params, options)
     params = msgspec.structs.asdict(prepared.params)
     answer = RenderedChat(request.state.model, prepared.prompt, prepared.prompt_token_ids, params)

@@ -1,0 +1,281 @@
+"""Admission: bounds of the queue, deadlines, limits of keys, draining; on a clock of its own where
+time counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from servd.access import Key, hash_key
+from servd.api.admission import Admission
+from servd.api.auth import ANYONE
+from servd.api.metrics import Metrics
+from servd.config import Config
+from servd.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
+from servd.messages import EngineCoreRequest
+from tests.api.harness import Served, serve, until, user
+
+CHAT = "/v1/chat/completions"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make(clock: Clock, **options) -> Admission:
+    return Admission(Config.load(options).scheduler, Metrics("m"), clock)
+
+
+@pytest.fixture
+def entered() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def enter(
+    admission: Admission, stack: ExitStack, owner: str = "", num_prompts: int = 1,
+    key: Key = ANYONE, num_waiting: int = 0, lane: int = 0, timeout: float = math.inf,
+):  # fmt: skip
+    return stack.enter_context(admission.enter(key, owner, num_prompts, num_waiting, lane, timeout))
+
+
+def serve_some(admission: Admission, clock: Clock, count: int, seconds: float) -> None:
+    """Requests one after another, each taking so long."""
+    for _ in range(count):
+        with admission.enter(ANYONE, "x", 1, 0, 0, math.inf):
+            clock.now += seconds
+
+
+# ---- the queue ----
+
+
+def test_retry_after_is_the_measured_time_until_there_is_room(clock, entered):
+    admission = make(clock, max_waiting_requests=8)
+    serve_some(admission, clock, 20, 3.0)
+    clock.now += 500.0  # idle times say nothing of the rate
+    for _ in range(8):
+        enter(admission, entered, "a")
+    with pytest.raises(Overloaded, match="8 requests are unfinished.*limit is 8") as error:
+        enter(admission, entered, "a", num_prompts=2)
+    assert error.value.retry_after == 6 and error.value.status == 429
+    assert error.value.headers["Retry-After"] == "6"
+
+
+def test_a_full_queue_lets_in_who_has_less_than_a_share_of_it(clock, entered):
+    admission = make(clock, max_waiting_requests=8)
+    for _ in range(8):
+        enter(admission, entered, "a")
+    for _ in range(4):
+        enter(admission, entered, "b")
+    for owner in "ab":
+        with pytest.raises(Overloaded):
+            enter(admission, entered, owner)
+    for i in range(200):  # the memory stays bounded, whoever comes
+        with pytest.raises(Overloaded) if admission.prompts.total() >= 16 else ExitStack():
+            enter(admission, entered, f"c{i}")
+    assert admission.prompts.total() <= 16
+
+
+def test_the_queue_is_bounded_by_tokens(clock, entered):
+    admission = make(clock, max_waiting_tokens=1000)
+    enter(admission, entered, "a").add_tokens(900)
+    more = enter(admission, entered, "a")
+    with pytest.raises(Overloaded, match="900 prompt tokens .* 200, .*--max-waiting-tokens"):
+        more.add_tokens(200)
+    with pytest.raises(InvalidRequest, match="at most 1000"):
+        more.add_tokens(1001)
+    enter(admission, entered, "b").add_tokens(400)  # less than half of the limit
+    entered.close()
+    assert not admission.tokens.total() and not admission.prompts
+
+
+def test_the_background_leaves_half_of_the_queue(clock, entered):
+    admission = make(clock, max_waiting_requests=8)
+    for _ in range(4):
+        enter(admission, entered, "a", lane=1)
+    with pytest.raises(Overloaded, match="background"):
+        enter(admission, entered, "a", lane=1)
+    for _ in range(4):
+        enter(admission, entered, "a")
+    entered.close()
+    assert admission.num_background == 0
+
+
+# ---- deadlines ----
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once(clock, entered):
+    enter(make(clock), entered, "a", num_waiting=9, timeout=1e-3)  # nobody knows yet
+    admission = make(clock)
+    serve_some(admission, clock, 20, 2.0)
+    for _ in range(10):
+        enter(admission, entered, "a")
+    with pytest.raises(Overloaded, match="10 requests .* about 20 s, more than the 5 s") as error:
+        enter(admission, entered, "a", num_waiting=10, timeout=5.0)
+    assert error.value.retry_after in (15, 16)  # a sum of floats, rounded up
+    enter(admission, entered, "a", num_waiting=10, timeout=30.0)
+    enter(admission, entered, "b", num_waiting=10, timeout=5.0)  # its turn is next
+
+
+@pytest.mark.parametrize("by", ["body", "header"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_ends_at_its_deadline(served: Served, by: str, stream: bool):
+    served.engine.may_step.clear()
+    fields = {"timeout": 0.05} if by == "body" else {}
+    headers = {"x-request-timeout": "0.05"} if by == "header" else {}
+    body = {"messages": user("hi"), "stream": stream, **fields}
+    answer = await served.http.post(CHAT, json=body, headers=headers)
+    assert answer.status_code == 504  # a stream has not begun
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("timeout_error", "deadline_exceeded")
+    assert answer.headers["x-should-retry"] == "false"
+    served.engine.may_step.set()
+    await until(lambda: not served.engine.core.scheduler.requests, 30)
+    assert served.async_llm.num_unfinished == 0
+
+
+async def test_a_stream_that_has_begun_ends_with_an_error_event(served: Served):
+    served.engine.step_seconds = 0.02
+    body = {"prompt": "hi", "stream": True, "max_tokens": 4000, "ignore_eos": True, "timeout": 1}
+    answer = await served.http.post("/v1/completions", json=body)
+    frames = [line for line in answer.text.split("\n\n") if line.startswith("data: ")]
+    assert len(frames) > 2 and '"deadline_exceeded"' in frames[-2]
+    await until(lambda: not served.engine.core.scheduler.requests, 30)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "1e3", "99999999", "nan"])
+async def test_a_deadline_has_to_be_a_number_of_seconds(http, text):
+    answer = await http.post(
+        CHAT, json={"messages": user("hi")}, headers={"x-request-timeout": text}
+    )
+    assert answer.status_code == 400 and "X-Request-Timeout" in answer.text
+
+
+# ---- keys ----
+
+
+def make_key(**limits) -> Key:
+    return Key(name="k", sha256=hash_key(b"k"), **limits)
+
+
+def test_a_key_has_its_limit_of_unfinished_requests(clock, entered):
+    admission, key = make(clock), make_key(max_concurrency=2)
+    enter(admission, entered, "k", 2, key=key)
+    with pytest.raises(RateLimited, match="2 unfinished requests, at most 2"):
+        enter(admission, entered, "k", key=key)
+    entered.close()
+    enter(admission, entered, "k", key=key)
+
+
+def test_a_key_has_its_limit_of_requests_per_minute(clock, entered):
+    admission, key = make(clock), make_key(requests_per_minute=6)
+    left = [
+        enter(admission, entered, "k", key=key).headers["x-ratelimit-remaining-requests"]
+        for _ in range(6)
+    ]
+    assert left == ["5", "4", "3", "2", "1", "0"]
+    with pytest.raises(RateLimited, match="6 requests per minute") as error:
+        enter(admission, entered, "k", key=key)
+    assert error.value.retry_after == 10
+    assert error.value.headers == {
+        "Retry-After": "10",
+        "x-ratelimit-limit-requests": "6",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "60.000s",
+    }
+    clock.now += 10.0
+    enter(admission, entered, "k", key=key)
+    clock.now += 1e6
+    assert enter(admission, entered, "k", key=key).headers["x-ratelimit-remaining-requests"] == "5"
+
+
+def write_keys(tmp_path: Path, **fields: str) -> str:
+    """A file with the key `secret`; returns its path."""
+    lines = [f"{name} = {value}" for name, value in fields.items()]
+    file = tmp_path / "keys.toml"
+    file.write_text(
+        "\n".join(["[[keys]]", 'name = "k"', f'sha256 = "{hash_key(b"secret")}"', *lines])
+    )
+    return str(file)
+
+
+AUTHORIZED = {"authorization": "Bearer secret"}
+
+
+async def test_the_limits_of_a_key_are_in_the_headers(tmp_path):
+    path = write_keys(tmp_path, requests_per_minute="2")
+    async with serve(api_key_file=path) as served:
+        body = {"messages": user("hi"), "max_tokens": 2}
+        answers = [
+            await served.http.post(CHAT, json={**body, "stream": stream}, headers=AUTHORIZED)
+            for stream in (False, True, False)
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
+        assert left == ["1", "0", "0"]
+        assert int(answers[2].headers["retry-after"]) >= 1
+        assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def sent_options(served: Served, headers: dict[str, str], **fields):
+    served.engine.sent.clear()
+    body = {"messages": user("hi"), "max_tokens": 1, **fields}
+    answer = await served.http.post(CHAT, json=body, headers=headers)
+    requests = [each for each in served.engine.sent if isinstance(each, EngineCoreRequest)]
+    return answer, requests[0].options if requests else None
+
+
+async def test_a_client_may_not_ask_for_more_urgency_than_its_key_has(tmp_path):
+    path = write_keys(tmp_path, min_priority="-1")
+    async with serve(api_key_file=path, scheduling_policy="priority") as served:
+        answer, options = await sent_options(served, AUTHORIZED, priority=-1)
+        assert answer.status_code == 200 and options.priority == -1
+        answer, options = await sent_options(served, AUTHORIZED, priority=-2)
+        assert answer.status_code == 403 and options is None
+        assert "min_priority" in answer.text
+
+
+async def test_weight_users_and_tier_reach_the_engine(tmp_path):
+    path = write_keys(tmp_path, weight="2.5", by_user="true")
+    async with serve(api_key_file=path) as served:
+        _, options = await sent_options(served, AUTHORIZED, user="u", service_tier="flex")
+        assert (options.weight, options.owner, options.lane) == (2.5, "k/u", 1)
+    async with serve() as served:  # without a key that says so, a name is no share
+        _, options = await sent_options(served, {}, user="u", service_tier="auto")
+        assert options.owner != "u" and options.lane == 0
+
+
+# ---- draining ----
+
+
+async def test_a_server_that_drains_finishes_what_is_open_and_lets_nobody_in(served: Served):
+    served.engine.may_step.clear()
+    body = {"messages": user("hi"), "max_tokens": 2}
+    asking = asyncio.create_task(served.http.post(CHAT, json=body))
+    await until(lambda: served.engine.sent, 30)
+    served.async_llm.admission.drained_at = time.monotonic() + 50
+    health = await served.http.get("/health")
+    assert (health.status_code, health.json()) == (503, {"status": "draining", "num_open": 1})
+    refused = await served.http.post(CHAT, json=body)
+    assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 50
+    served.engine.may_step.set()
+    assert (await asking).status_code == 200
+    with pytest.raises(Unavailable), served.async_llm.admit():
+        pass
+    counter = served.async_llm.metrics.labelled["vllm:admission_rejections", "draining"]
+    assert counter._value.get() == 2
