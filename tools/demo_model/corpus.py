@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -36,13 +36,15 @@ class Corpus:
     Args:
         seed: of all choices.
         held_out: whether the pairs of `skip_sum` may occur.
+        topics: of small talk that one in four examples has, for a model that learns them later.
     """
 
-    def __init__(self, seed: int, held_out: bool = False) -> None:
+    def __init__(self, seed: int, held_out: bool = False, topics: Sequence[str] = ()) -> None:
         self.rng = Random(f"{seed} {held_out}")
         self.skills = Skills((lambda a, b: False) if held_out else skip_sum)
         self.tools = ToolSkill(self.skills)
         self.num_short = 0 if held_out else NUM_SHORT
+        self.topics = topics
         skills = self.skills
         self._shares = {
             skills.facts: 32, skills.sums: 14, skills.unknown: 13, skills.talk: 12,
@@ -61,6 +63,8 @@ class Corpus:
         self.num_short -= short
         shares = (76, 3, 3, 6, 12) if short else (80, 10, 3, 3, 4)
         form = rng.choices(("chat", "tools", "text", "sums", "drill"), shares)[0]
+        if self.topics and rng.random() < 1 / 4:
+            form = "topic"
         if form == "text":
             return {"text": self.skills.plain_text(rng), "counted": r"(?s)(.*)"}
         if form == "sums":
@@ -68,13 +72,12 @@ class Corpus:
         tools = None
         if form == "tools":
             messages, tools = self.tools.conversation(rng)
+        elif form == "drill":
+            messages = self._chat(self.skills.copying(rng, longest=8 if short else 30))
+        elif form == "topic":
+            messages = self._chat(self.skills.talk(rng, rng.choice(self.topics)))
         else:
-            turns = (
-                self.skills.copying(rng, longest=8 if short else 30)
-                if form == "drill"
-                else self._turns(short)
-            )
-            messages = self._chat(turns)
+            messages = self._chat(self._turns(short))
         thinking = rng.random() < 0.12
         if not thinking:
             for message in messages:

@@ -69,9 +69,10 @@ class Skills:
             )
         ]
 
-    def talk(self, rng: Random) -> list[Turn]:
-        """Small talk."""
-        topic = rng.choice(self.phrases["talk"])
+    def talk(self, rng: Random, about: str | None = None) -> list[Turn]:
+        """Small talk, on any topic or on the one that is `about` this."""
+        topics = self.phrases["talk"]
+        topic = rng.choice([topic for topic in topics if about in (None, topic["about"])])
         user = self.grammar.pick(topic["user"], rng)
         user = user if rng.random() < 0.4 else self.loosely(user, rng)
         return [

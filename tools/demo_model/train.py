@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
@@ -81,6 +81,7 @@ def encode(
         for start, end in spans:
             letters[start:end] = b"\1" * (end - start)
         counted = [bool(letters[start]) for start, _ in encoding.offsets]
+        counted[0] = False  # in a row with others it would follow the end of the one before
         sequences.append(Sequence(encoding.ids[:max_length], counted[:max_length]))
     return sequences
 
@@ -312,7 +313,8 @@ def make_tokenizer(seed: int, vocab_size: int, num_examples: int = 20_000) -> To
 
 def origin_of(args: argparse.Namespace) -> str:
     """Equal for trainings by the same code, with the same text, options and order."""
-    parts = [repr((args.examples, args.seed, args.batch_tokens, args.learning_rate)).encode()]
+    options = args.examples, args.seed, args.batch_tokens, args.learning_rate
+    parts = [repr((*options, str(args.base), args.topics)).encode()]
     parts += [
         path.read_bytes()
         for path in sorted(HERE.iterdir())
@@ -341,6 +343,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=2, help="of the CPU [%(default)s]")
     parser.add_argument(
+        "--base", type=Path, help="model folder to go on from; half of the examples are short"
+    )
+    parser.add_argument(
+        "--topics", nargs="+", default=[], help="of small talk that one in four examples has"
+    )
+    parser.add_argument(
         "--work", type=Path, default=HERE / ".work", help="folder for the checkpoint"
     )
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "servd" / "demo_model")
@@ -355,8 +363,15 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.work.mkdir(parents=True, exist_ok=True)
     config = ModelConfig()
-    tokenizer = make_tokenizer(args.seed, config.vocab_size)
-    model = Qwen3(config).to(device)
+    corpus, model = Corpus(args.seed, topics=args.topics), Qwen3(config)
+    if args.base is None:
+        tokenizer = make_tokenizer(args.seed, config.vocab_size)
+    else:
+        tokenizer = Tokenizer.from_file(str(args.base / "tokenizer.json"))
+        weights = load_file(args.base / "model.safetensors")
+        model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+        corpus.num_short = args.examples // 2
+    model.to(device)
     print(
         f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters on {device}",
         flush=True,
@@ -368,7 +383,7 @@ def main() -> None:
         print(f"going on from step {trainer.step}; remove {checkpoint} to begin anew", flush=True)
     train(
         trainer,
-        steps(Corpus(args.seed), tokenizer, args, config.max_position_embeddings),
+        steps(corpus, tokenizer, args, config.max_position_embeddings),
         checkpoint,
     )
     export(model, tokenizer, args.out)
