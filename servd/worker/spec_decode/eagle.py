@@ -162,6 +162,10 @@ class EagleProposer(Proposer):
             dtype=self.backend.spec.dtype,
             device=self.backend.spec.device,
         )
+        # Those of the last steps, not yet there: slots, positions and what was read; and the most
+        # tokens of a row among them.
+        self.recent: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.num_recent = 0
         # How many of each slot, and how many it never will.
         self.behind, self.skipped = np.zeros((2, num_slots), dtype=np.int64)
 
@@ -198,6 +202,7 @@ class EagleProposer(Proposer):
 
     def add(self, request: NewRequest) -> None:
         """What the prefix cache has of the target, it has of the head."""
+        self._keep_recent()  # of the slot's last request
         self.behind[request.slot] = self.skipped[request.slot] = 0
 
     def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
@@ -208,16 +213,29 @@ class EagleProposer(Proposer):
         wants = batch.max_new_drafts > 0
         runs = wants | (batch.num_drafts > 0) | (batch.query_lens > MOST_BEHIND)  # [num_rows]
         behind = self.behind[batch.host_slots] + batch.query_lens
+        slots, positions = batch.tokens[:2]
         if runs.any():
+            self._keep_recent()
             self._catch_up(batch, read, np.flatnonzero(runs), wants[runs])
             behind[runs] = 0
             tokens = upload(np.flatnonzero(np.repeat(~runs, batch.query_lens)), read.device)
-            slots, positions, read = *batch.tokens[:, tokens], read[tokens]
-        else:
-            slots, positions = batch.tokens
+            slots, positions, read = slots[tokens], positions[tokens], read[tokens]
         self.behind[batch.host_slots] = behind
-        if len(slots):
+        if len(slots):  # where nobody drafts for long, this is all that a step does
+            longest = int(batch.query_lens.max(where=~runs, initial=0))
+            if self.num_recent + longest > MOST_BEHIND:
+                self._keep_recent()
+            # Hidden states are where the next step's will be.
+            self.recent.append((slots, positions, read.clone() if read is hidden else read))
+            self.num_recent += longest
+
+    def _keep_recent(self) -> None:
+        """Write what was read of the last steps where `kept` has it; no two have the same place."""
+        if self.recent:
+            slots, positions, read = map(torch.cat, zip(*self.recent, strict=True))
             self.kept[slots, positions % MOST_BEHIND] = read
+            self.recent.clear()
+            self.num_recent = 0
 
     def _catch_up(
         self, batch: InputBatch, read: Tensor, rows: np.ndarray, wants: np.ndarray
