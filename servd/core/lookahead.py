@@ -29,8 +29,12 @@ MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
 # draft nothing: one of them still verifies, and the first without drafts may record a program.
 PAUSE_INTERVAL, PAUSE_STEPS = 96, 4
 # And in one step a few requests try what seems not to pay, and forget what they knew; the more
-# seldom the longer nothing has paid, as a try may take as long as two other steps.
-TRY_INTERVAL, MAX_TRY_INTERVAL, TRY_MEMORY = 32, 512, 0.5
+# seldom the longer nothing has paid, as a try takes as long as two other steps. With one draft it
+# would look too dear: some of what drafting costs is the same for one and for several.
+TRY_INTERVAL, MAX_TRY_INTERVAL, TRY_MEMORY, TRY_DRAFTS = 32, 256, 0.5, 4
+# While nothing is drafted, one step in so many is counted: all this takes 15 us, and a small model
+# a millisecond.
+IDLE_INTERVAL = 8
 
 
 @dataclass(slots=True)
@@ -141,7 +145,10 @@ class Lookahead:
         self.guess = self.guess_found = FIRST_GUESS
         # Of a draft in the step that is put together, in tokens: what verifying and making it cost.
         self.least_gain = self.least_gain_asked = 0.0
+        self.num_requests = 0  # for which they were last weighed
         self.num_steps = 0  # measured
+        self.num_idle = 0  # of them, the last ones that had and made no drafts
+        self.is_paused = True
         self.try_interval = self.next_try = TRY_INTERVAL
         self.num_tries = 0  # left in this step
 
@@ -150,22 +157,22 @@ class Lookahead:
         if not self.max_drafts:
             return
         num_requests = max(num_requests, 1)
-        shares = self.cost.shares(num_requests)
-        self.least_gain, self.least_gain_asked = (MARGIN * num_requests * each for each in shares)
-        self.guess, self.guess_found = self.overall.chance(), self.overall.hit_rate()
+        if num_requests != self.num_requests or self._counts:
+            shares, self.num_requests = self.cost.shares(num_requests), num_requests
+            self.least_gain, self.least_gain_asked = (MARGIN * num_requests * x for x in shares)
+            self.guess, self.guess_found = self.overall.chance(), self.overall.hit_rate()
         self.num_tries = 0
-        if self.num_steps % PAUSE_INTERVAL < PAUSE_STEPS:
-            self.least_gain = 1.0
-        elif self.num_steps >= self.next_try:
+        self.is_paused = self.num_steps % PAUSE_INTERVAL < PAUSE_STEPS
+        if self.num_steps >= self.next_try and not self.is_paused:
             self.try_interval = min(2 * self.try_interval, MAX_TRY_INTERVAL)
             self.next_try = self.num_steps + self.try_interval
-            self.num_tries = 1 + num_requests // 4
+            self.num_tries = 1 + num_requests // 16
 
     def num_drafts(self, acceptance: Acceptance | None) -> int:
         """How many drafts of a request are worth their time in this step; None: of one that wants
         none.
         """
-        if acceptance is None or not self.max_drafts:
+        if acceptance is None or self.is_paused or not self.max_drafts:
             return 0
         chance, least_gain = acceptance.chance(self.guess), self.least_gain
         if least_gain < chance and self.least_gain_asked:
@@ -175,8 +182,9 @@ class Lookahead:
                 return 0
             self.num_tries -= 1
             acceptance.forget(TRY_MEMORY)
-            return 1
-        self.try_interval = TRY_INTERVAL
+            return min(self.max_drafts, TRY_DRAFTS)
+        if acceptance.num_tried >= FIRST_TRIALS:  # it pays, and is not only hoped to
+            self.try_interval = TRY_INTERVAL
         if chance >= 1:
             return self.max_drafts
         return min(self.max_drafts, int(math.log(least_gain) / math.log(chance)))
@@ -198,4 +206,12 @@ class Lookahead:
             num_tokens += item.num_tokens
             num_asked += item.max_new_drafts
         self.num_steps += 1
-        self.cost.count(num_tokens, num_asked, nanoseconds * 1e-9)
+        is_idle = num_tokens == len(scheduled) and not num_asked
+        self.num_idle = self.num_idle + 1 if is_idle else 0
+        if self._counts:
+            self.cost.count(num_tokens, num_asked, nanoseconds * 1e-9)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the last step does."""
+        return self.num_idle <= PAUSE_STEPS or self.num_idle % IDLE_INTERVAL == 0

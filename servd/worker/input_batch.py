@@ -120,6 +120,11 @@ class InputBatch:
         """Whether each row of the attention computes one token."""
         return len(self.attention_rows.query_lens) == self.tokens.shape[1]
 
+    @cached_property
+    def drafting_rows(self) -> np.ndarray:
+        """Those that want drafts for the next step, int64 [n], on the host."""
+        return np.flatnonzero(self.max_new_drafts)
+
     @property
     def samples_all(self) -> bool:
         """Whether a token is sampled after each of the step's."""

@@ -47,9 +47,9 @@ class SpecDecodeMetadata:
             batch: of the step.
             chances: [k], for benchmarks: that a draft is kept if those before it are.
         """
-        num_drafts = batch.num_drafts[batch.sample_rows]
-        if not num_drafts.any():
+        if len(batch.sample_host_slots) == len(batch.sample_rows):
             return None
+        num_drafts = batch.num_drafts[batch.sample_rows]
         states, slots = batch.states, batch.sample_slots
         # The draft in the place of a sampled token is what the step computed next.
         found = batch.token_ids.roll(-1)

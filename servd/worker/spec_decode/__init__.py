@@ -179,13 +179,13 @@ class Proposer(ABC):
     def draft(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> Drafts | None:
         """Draft for the rows of a step that want it, when its tokens are written; see `follow`."""
         self.follow(batch, hidden, num_kept)
-        wanted = np.flatnonzero(batch.max_new_drafts)
+        wanted = batch.drafting_rows
         if not len(wanted):
             return None
         states, device = self.states, batch.tokens.device
         host_slots, limits = batch.host_slots[wanted], batch.max_new_drafts[wanted]
         slots, num_drafts = upload(host_slots, device), int(limits.max())
-        token_ids = self.propose(slots, int(batch.seq_lens[wanted].max()) + 1, num_drafts)
+        token_ids = self.propose(slots, int(batch.seq_lens.max()) + 1, num_drafts)
         if states.tree is not None and not (is_tree := states.is_tree[host_slots]).all():
             # Rows that may not have it get its likeliest drafts.
             rows = upload(np.flatnonzero(~is_tree), device)

@@ -166,13 +166,14 @@ class MedusaProposer(Proposer):
 
     def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
         """Keep the hidden states [n, hidden] of the rows that want drafts."""
-        if not batch.max_new_drafts.any():
+        wanted = batch.drafting_rows
+        if not len(wanted):
             return
         device = hidden.device
         last = upload(np.cumsum(batch.query_lens) - batch.num_drafts - 1, device)
         if num_kept is not None:
             last.index_add_(0, upload(batch.sample_rows, device), num_kept)
-        self.hidden = hidden[last[upload(np.flatnonzero(batch.max_new_drafts), device)]]
+        self.hidden = hidden[last if len(wanted) == len(last) else last[upload(wanted, device)]]
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """The first head's token comes after the one just sampled."""

@@ -306,6 +306,7 @@ def test_synthetic_acceptance_keeps_drafts_at_the_given_rates(keys, rates):
         sample_rows=np.arange(num_rows),
         sample_slots=slots,
         sample_positions=positions,
+        sample_host_slots=slots.numpy(),
         samples_all=True,
         token_ids=drafts[:, :-1].flatten(),
         states=SimpleNamespace(tree=None),
