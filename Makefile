@@ -25,7 +25,7 @@ FAST = --ignore=tests/core/structured_output tests/core tests/cli $(filter-out t
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
-	docs bench bench-cpu bench-gpu docker clean
+	docs bench bench-cpu bench-gpu docker sbom audit clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,6 +115,17 @@ bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; wri
 docker: ## Build the images servd:cpu and servd:cuda
 	docker build -f docker/Dockerfile.cpu -t servd:cpu .
 	docker build -f docker/Dockerfile.cuda -t servd:cuda .
+
+# In an environment of their own, over one that has only what servd needs to run.
+build/audit/bin/pip-audit:
+	$(PYTHON) -m venv build/audit && build/audit/bin/pip -q install cyclonedx-bom pip-audit
+	$(PYTHON) -m venv build/runtime && build/runtime/bin/pip -q install .
+
+sbom: build/audit/bin/pip-audit ## Write build/sbom.json, the packages that servd runs with (CycloneDX)
+	build/audit/bin/cyclonedx-py environment --pyproject pyproject.toml -o build/sbom.json build/runtime
+
+audit: build/audit/bin/pip-audit ## Look these packages up among known weaknesses
+	build/audit/bin/pip-audit --skip-editable --path "$$(echo build/runtime/lib/python*/site-packages)"
 
 clean: ## Remove .venv, caches and build folders
 	rm -rf $(VENV) .gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis servd/worker/ops/_*.so

@@ -21,6 +21,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+import msgspec
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
@@ -148,7 +149,7 @@ class ChatTemplate:
             "add_generation_prompt": chat.add_generation_prompt,
         }
         try:
-            _budget.set(_Budget())
+            _budget.set(_Budget(time.thread_time() + MAX_SECONDS))
             prompt = compiled.template.render(context)
         # Templates call Python: TypeError, OverflowError, KeyError... all mean "refused".
         except Exception as error:
@@ -175,12 +176,11 @@ class ChatTemplate:
         return value
 
 
-class _Budget:
+class _Budget(msgspec.Struct):
     """What one prompt may still cost."""
 
-    def __init__(self) -> None:
-        self.deadline = time.thread_time() + MAX_SECONDS
-        self.num_chars = MAX_CHARS
+    deadline: float  # of the thread's CPU time
+    num_chars: int = MAX_CHARS
 
     def check(self, num_chars: int = 0) -> None:
         """Raise if a value of so many characters is too large, or time is up."""

@@ -121,7 +121,7 @@ class Processor:
             params.verify(self.spec.vocab_size)
             asked = params
         marked = self.render(prompt)
-        text = plain(marked)
+        text = marked.replace(SPLIT_HERE, "") if isinstance(marked, str) else marked
         marks: list[Mark] = []
         expected = ExpectedOutput(asked.structured_output)
         if isinstance(prompt.content, Chat):
@@ -367,11 +367,6 @@ class Processor:
         return list(
             map(list, dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants))
         )
-
-
-def plain(text: str | list[int]) -> str | list[int]:
-    """A prompt as people see it."""
-    return text.replace(SPLIT_HERE, "") if isinstance(text, str) else text
 
 
 def _for_engine(params: SamplingParams) -> SamplingParams:

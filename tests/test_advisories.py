@@ -1,0 +1,156 @@
+"""One test for each security advisory of other engines that could have been servd's."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from pathlib import Path
+
+import jinja2.sandbox
+import pytest
+
+from servd import ipc
+from servd.api.chat_template import ChatTemplate
+from servd.api.prompt import Chat
+from servd.core.kv_cache import block_hash
+from servd.errors import InvalidRequest
+from servd.hf import find_tokenizer
+from servd.params import MAX_N
+from tests.api.harness import serve, user
+from tests.test_architecture import SOURCES, pickling
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": user("hi"), "max_tokens": 1}
+
+
+def test_cve_2025_32444_30165_2024_11041_2026_3059_3060_3989_no_pickle_on_a_socket():
+    assert [source.path for source in SOURCES if pickling(source)] == []
+
+
+def test_cve_2025_32444_sockets_are_in_a_folder_of_the_user():
+    folder = ipc.private_dir()
+    try:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert ipc.address(folder, "engine").startswith("ipc://")
+    finally:
+        folder.rmdir()
+
+
+async def test_cve_2026_48746_no_header_renames_the_path():
+    headers = {"host": "x/health?", "x-forwarded-path": "/health", "x-forwarded-prefix": "/health"}
+    async with serve(api_key=["key"]) as served:
+        assert (await served.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_pr_42064_42594_10531_routes_outside_v1_are_guarded():
+    async with serve(api_key=["key"]) as served:
+        for path in ("/invocations", "/v2/embed", "/inference/v1/generate", "/tokenize", "/score"):
+            assert (await served.http.post(path, json={})).status_code == 401
+
+
+async def test_cve_2025_6242_no_url_of_a_client_is_opened():
+    part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    async with serve() as served:
+        answer = await served.http.post(CHAT, json=body)
+    assert answer.status_code == 400 and "image_url are not supported" in answer.text
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_cve_2025_62426_template_arguments_cannot_replace_the_servers(path: str):
+    async with serve() as served:
+        for name in ("chat_template", "tokenize", "messages"):
+            body = HI | {"chat_template_kwargs": {name: "x"}}
+            assert (await served.http.post(path, json=body)).status_code == 400
+
+
+async def test_cve_2025_61620_no_template_of_a_client_is_run():
+    async with serve(strict_fields=True) as served:
+        answer = await served.http.post(CHAT, json=HI | {"chat_template": "{{ 7 * 7 }}"})
+    assert answer.status_code == 400 and "49" not in answer.text
+
+
+async def test_cve_2025_48944_a_bad_schema_is_its_own_requests_400():
+    for pattern in ("(", "(?!x)", "[" * 99):
+        schema = {"type": "string", "pattern": pattern}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        async with serve() as served:
+            answer = await served.http.post(CHAT, json=HI | {"response_format": form})
+            assert answer.status_code == 400
+            assert (await served.http.post(CHAT, json=HI)).status_code == 200
+
+
+async def test_cve_2025_46570_no_tenant_sees_anothers_cache():
+    async with serve(api_key=["a", "b"]) as served:
+        for key in ("a", "b"):
+            body = {"prompt": "x" * 200, "max_tokens": 1}
+            answer = await served.http.post(
+                "/v1/completions", json=body, headers={"x-api-key": key}
+            )
+            assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_cve_2025_25183_hashes_of_blocks_cannot_be_predicted_to_collide():
+    assert "sha256" in Path(block_hash.__file__).read_text(encoding="utf8")
+
+
+async def test_cve_2026_34756_n_is_bounded():
+    async with serve() as served:
+        answer = await served.http.post(CHAT, json=HI | {"n": MAX_N + 1})
+    assert answer.status_code == 400 and str(MAX_N) in answer.text
+
+
+async def test_cve_2026_22778_errors_have_no_paths_and_addresses():
+    bodies: list[object] = [
+        {}, [], {"messages": 3}, HI | {"n": 0}, HI | {"model": "/etc/passwd0"}, HI | {"stop": [{}]},
+        HI | {"logit_bias": {"x": 1}}, HI | {"tools": 3},
+        HI | {"response_format": {"type": "json_schema"}},
+    ]  # fmt: skip
+    async with serve() as served:
+        answers = [await served.http.post(CHAT, json=body) for body in bodies]
+        answers += [await served.http.get(path) for path in ("/nowhere", "/v1/models/none", CHAT)]
+    for answer in answers:
+        if answer.status_code >= 400:
+            text = answer.text.replace("/etc/passwd0", "").replace(CHAT, "")
+            assert not re.search(r"0x[0-9a-f]{6,}|/(usr|home|root|tmp|work|opt)/|\.py\b", text)
+
+
+def test_cve_2026_22807_no_code_of_a_checkpoint_runs_unasked(tmp_path: Path):
+    config = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(Exception, match="tokenizer"):
+        find_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+async def test_49239_an_error_is_no_larger_than_the_request_deserves():
+    async with serve() as served:
+        body = {"messages": [{"role": "user", "content": [{"x": {}}] * 400}] * 4}
+        answer = await served.http.post(CHAT, json=body)
+    assert answer.status_code == 400 and len(answer.content) < 8192
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ (messages|attr('__class__')).__base__ }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_cve_2026_5760_2024_34359_a_template_reaches_nothing_of_python(template: str):
+    try:
+        shown = ChatTemplate(template).render(Chat(messages=user("hi")))
+    except InvalidRequest:
+        return
+    assert "class" not in shown and "uid" not in shown
+
+
+def test_the_sandbox_is_jinjas():
+    assert issubclass(
+        type(ChatTemplate("x")._template.template.environment),
+        jinja2.sandbox.ImmutableSandboxedEnvironment,
+    )
