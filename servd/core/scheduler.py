@@ -393,6 +393,7 @@ class Scheduler:
             if request.status is RequestStatus.FINISHED:
                 continue
             if i in result.errors:
+                self.kv_cache.forget(request)
                 self._finish(request)
                 self._put_error(request, request.marks, result.errors[i], record.step)
                 continue

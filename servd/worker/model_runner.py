@@ -37,6 +37,8 @@ from servd.worker.spec_decode import Target
 
 log = logging.getLogger("servd.worker")
 
+NOT_FINITE = "the model's logits are NaN or infinite for this request, so no token can follow"
+
 
 @dataclass(frozen=True)
 class SampledTokens:
@@ -53,10 +55,13 @@ class SampledTokens:
         token_ids, kept = self.sampled.token_ids.tolist(), self.sampled.num_kept
         num_kept = [0] * len(self.rows) if kept is None else kept.tolist()
         logprobs = self.sampled.logprobs.to_lists() if self.sampled.logprobs else None
+        is_void = None if self.sampled.is_void is None else self.sampled.is_void.tolist()
         first = 0
         for row, num_drafts, num in zip(self.rows, self.num_drafts, num_kept, strict=True):
             found = slice(first, first + num + 1)
             output.sampled_token_ids[row] = token_ids[found]
+            if is_void is not None and any(is_void[found]):
+                output.errors = output.errors | {row: NOT_FINITE}
             if logprobs is not None and (asked := [each for each in logprobs[found] if each]):
                 output.logprobs[row] = asked
             first += num_drafts + 1

@@ -116,3 +116,22 @@ def test_repetition_counts_what_was_said_before():
     log = generate(engine, request)
     assert log.token_ids("r") == [97]
     assert log.outputs["r"][-1].finish_reason == "repetition"
+
+
+def test_what_a_failed_request_computed_is_not_found_in_the_prefix_cache():
+    engine, prompt = make_engine(), [*range(12)]
+    sample, bad = engine.executor._sample, []
+
+    def fail(scheduled, bitmask):
+        output = sample(scheduled, bitmask)
+        output.errors = {bad.pop(): "not finite"} if bad else {}
+        return output
+
+    engine.executor._sample = fail
+    bad.append(0)
+    log = generate(engine, make_request("bad", prompt), make_request("good", [*range(50, 62)]))
+    assert log.outputs["bad"][-1].error == "not finite" and not log.token_ids("bad")
+    assert len(log.token_ids("good")) == 8
+    for first, again in (("x", prompt), ("y", [*range(50, 62)])):
+        log = generate(engine, make_request(first, again))
+        assert log.outputs[first][0].num_cached_tokens == (0 if again is prompt else 8)

@@ -81,6 +81,13 @@ class BlockPool:
         """The block that holds this content, owned or free."""
         return self._block_of_hash.get(block_hash)
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody is to find these owned blocks any more."""
+        for block in blocks:
+            if (block_hash := self.hashes[block]) is not None:
+                del self._block_of_hash[block_hash]
+                self.hashes[block] = None
+
     def forget_cached(self) -> None:
         """Make all cached blocks blank; owned blocks keep their content."""
         while self._cached:

@@ -98,6 +98,11 @@ class KVCacheManager:
             self.pool.register(request.block_ids[i], request.block_hashes[i])
         request.num_registered_blocks = num_full
 
+    def forget(self, request: Request) -> None:
+        """Share no more of what a request computed, which may be wrong."""
+        self.pool.forget(each for each in request.block_ids if self.pool.ref_counts[each] == 1)
+        request.num_registered_blocks = len(request.block_ids)
+
     def free(self, request: Request) -> None:
         """Take all blocks from a request; the last one is evicted first, the beginning last."""
         self.commit(request)

@@ -317,3 +317,17 @@ def test_cuda_draws_the_same_tokens_and_never_waits():
         torch.cuda.set_sync_debug_mode("default")
         tokens.append([output.token_ids.tolist() for output in outputs])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_void_and_others_are_not(temperature, value):
+    sampler = Sampler(8, 3, torch.device("cpu"))
+    for slot in range(3):
+        sampler.add(slot, SamplingParams(temperature=temperature, seed=1), [1], [], [])
+    logits = torch.randn(3, 8)
+    logits[1, 5] = value
+    logits[2, :7] = -torch.inf  # forbidden
+    slots = torch.arange(3)
+    output = sampler(logits, slots, slots.numpy(), torch.full((3,), 4))
+    assert output.is_void is not None and output.is_void.tolist() == [False, True, False]
