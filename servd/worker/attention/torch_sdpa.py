@@ -36,6 +36,7 @@ class Group:
     mask: torch.Tensor  # [num_rows, 1, query_len, num_blocks * block_size], 0 or -inf
     # int64 [num_rows, n] each: numbers of the tails' keys in all of the group's, and their slots.
     tails: tuple[torch.Tensor, torch.Tensor] | None
+    unseen: torch.Tensor  # keys that no query of their row sees, bool [num_rows, num_keys, 1, 1]
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class Backend(AttentionBackend[Metadata]):
         if len(rows) < len(batch.query_lens):
             starts = batch.query_start_loc[rows_d].long()
             tokens = (starts[:, None] + torch.arange(query_len, device=device)).flatten()
-        return Group(len(rows), tokens, blocks, mask.unsqueeze(1), tails)
+        unseen = hidden.all(1)[:, :, None, None]
+        return Group(len(rows), tokens, blocks, mask.unsqueeze(1), tails, unseen)
 
     def attend(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
@@ -161,4 +163,6 @@ class Backend(AttentionBackend[Metadata]):
         if group.tails is not None:
             numbers, slots = group.tails
             keys[numbers] = blocks.view(shape)[slots].to(spec.dtype)
-        return keys.unflatten(0, (group.num_rows, -1)).transpose(1, 2)
+        # What others left there may be NaN, which no weight of zero takes away.
+        keys = keys.unflatten(0, (group.num_rows, -1)).masked_fill_(group.unseen, 0)
+        return keys.transpose(1, 2)
