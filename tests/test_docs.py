@@ -42,6 +42,7 @@ OTHER_FLAGS = {
     "--threads", "--work",  # tools.demo_model.train
     "--method", "--prompts", "--batch-tokens", "--num-drafts", "--learning-rate",  # the same
     "--num-examples", "--epochs",  # tools.train_speculator
+    "--state-cache-gib", "--draft-vocab-size",  # the same
     "--temperature", "--num", "--seed",  # tools.train_speculator, tools.demo_model.corpus
     "--parts",  # benchmarks.gpu
     "--methods", "--depths", "--batches",  # servd bench spec
