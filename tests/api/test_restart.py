@@ -107,7 +107,7 @@ async def test_new_requests_wait_for_the_next_engine_within_bounds():
         tasks = [asyncio.create_task(ask(served, max_tokens=5)) for _ in range(2)]
         await until(lambda: served.async_llm.num_unfinished == 2)
         refused = await served.http.post("/v1/completions", json=PROMPT)
-        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert refused.status_code == 429 and "retry-after" in refused.headers
         tasks[0].cancel()
         await until(lambda: served.async_llm.num_unfinished == 1)
         served.engine.revive()
