@@ -153,15 +153,15 @@ class Scheduler:
         self.waiting.begin_step()
         self.lookahead.begin_step(len(self.running))
         self._make_room(step)
-        budget, first = self.max_num_batched_tokens, 0
+        budget = self.max_num_batched_tokens
         for lane in range(self.waiting.last_lane(self.running) + 1):
+            first = end_of_lane(self.running, lane - 1) if lane else 0
             part = first, end_of_lane(self.running, lane)
             budget, partial = self._schedule_running(step, budget, part, idle_slots, forced_tokens)
             if partial or self.waiting:
                 budget = self._schedule_prompts(step, budget, partial, lane)
             if step.record.prefills:
                 break
-            first = end_of_lane(self.running, lane)
         if not step.scheduled:
             return None
         self._num_steps += 1
