@@ -73,8 +73,8 @@ class Backlog:
 class WaitingQueue:
     """Requests that wait to run, and whose turn it is. A preempted one returns to its old place.
 
-    Short prompts go before long ones of the same owner and of others; the scheduler leaves a part
-    of every step to the long ones.
+    Short prompts go before long ones of the same owner, and of others that were served as much; the
+    scheduler leaves a part of every step to the long ones.
 
     Args:
         long_prompt: tokens beyond which a prompt is long.
@@ -176,13 +176,18 @@ class WaitingQueue:
         return self._first(lane, only_long=True) is not None
 
     def head(self, partial: Sequence[Request] = ()) -> Request:
-        """The request to be served next; `partial` are prompts that have begun."""
+        """The request to be served next; `partial` are prompts that have begun. A long prompt comes
+        before short ones of owners that were served more, or once enough have overtaken it.
+        """
         lane, priority, _ = first = self._classes[0]
-        longer = self._backlogs.get((lane, priority, True))
-        if longer is not None and longer.num_overtaken >= MAX_OVERTAKING:
-            if not any(map(self.is_long, partial)):  # else theirs goes on
-                first = lane, priority, True
-        return self._head_of(first)
+        head, long_class = self._head_of(first), (lane, priority, True)
+        if first == long_class or long_class not in self._backlogs:
+            return head
+        longer = self._head_of(long_class)
+        if self._counter(longer) < self._counter(head):
+            return longer
+        is_due = self._backlogs[long_class].num_overtaken >= MAX_OVERTAKING
+        return longer if is_due and not any(map(self.is_long, partial)) else head
 
     def next(
         self, partial: Sequence[Request], lane: int, may_start: bool, only_long: bool
@@ -219,9 +224,11 @@ class WaitingQueue:
         has_more = (most.num_running - 1) * mine.weight >= (mine.num_running + 1) * most.weight
         if not has_more or most.counter(self._step) < mine.counter(self._step):
             return None
+        lane, priority, is_long = self._class_of[head]
+        is_long &= mine.served == most.served  # who was served less comes first at any length
         for request in reversed(running):  # it must not come before the head then
             its_class = *request.order[:2], request.num_tokens > self.long_prompt
-            if self._account(request) is most and its_class >= self._class_of[head]:
+            if self._account(request) is most and its_class >= (lane, priority, is_long):
                 return request
         return None
 
@@ -233,8 +240,11 @@ class WaitingQueue:
 
     def _key(self, request: Request) -> tuple[int, bool, float, bool, int]:
         _, priority, arrival = request.order
-        counter = self._account(request).counter(self._step)
+        counter = self._counter(request)
         return priority, self.is_long(request), counter, request.slot < 0, arrival
+
+    def _counter(self, request: Request) -> float:
+        return self._account(request).counter(self._step)
 
     def _head_of(self, its_class: Class) -> Request:
         backlog = self._backlogs[its_class]

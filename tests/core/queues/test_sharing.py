@@ -241,6 +241,16 @@ def test_long_prompts_of_two_owners_share_the_steps():
     assert simulation.first["b"] > 1.6 * alone
 
 
+def test_a_long_prompt_gets_a_slot_of_an_owner_with_short_ones_without_end():
+    simulation = Simulation()
+    for i in range(100):
+        simulation.send(f"a{i}", 32, 20 + 7919 * i % 380, owner="a")  # they end one at a time
+    simulation.send("b", 400, 1, at=2.0, owner="b")
+    simulation.run(until=4.0)
+    alone = 400 / 128 * (STEP + 128 * TOKEN)
+    assert simulation.first["b"] - 2.0 <= 4 * alone
+
+
 def test_a_long_output_that_yields_to_a_long_prompt_does_not_come_back_before_it():
     simulation = Simulation(max_num_seqs=2)
     for i in range(2):
