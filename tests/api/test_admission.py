@@ -151,7 +151,7 @@ async def test_a_request_ends_at_its_deadline(served: Served, by: str, stream: b
 
 async def test_a_stream_that_has_begun_ends_with_an_error_event(served: Served):
     served.engine.step_seconds = 0.02
-    body = {"prompt": "hi", "stream": True, "max_tokens": 4000, "ignore_eos": True, "timeout": 1}
+    body = {"prompt": "hi", "stream": True, "max_tokens": 4000, "ignore_eos": True, "timeout": 3}
     answer = await served.http.post("/v1/completions", json=body)
     frames = [line for line in answer.text.split("\n\n") if line.startswith("data: ")]
     assert len(frames) > 2 and '"deadline_exceeded"' in frames[-2]
