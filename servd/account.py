@@ -19,6 +19,7 @@ from servd.tracing import Mark, StepRecord
 MAX_SPANS = 400  # what is shorter than this part of the whole is drawn as a part of its neighbour
 MAX_STEPS = 512  # the longest ones are kept
 STALL_FACTOR, LEAST_STALL = 5, 50_000_000  # times what a step should take, and nanoseconds beyond
+NEVER = 1 << 62  # number of a step
 NUM_FIRST_STEPS = 4  # caches, programs and graphs are made in them
 
 # Cause -> what it means to a person. Those up to `write` are the request's own work.
@@ -62,11 +63,12 @@ CAUSE_BEFORE = {
 # Phase in the engine -> the cause of what of it lies between two steps.
 BETWEEN_STEPS = {
     "arriving": "ipc",
-    "queued": "queue_step",
+    "queued": "",  # as `_lacking` says
     "prefilling": "unaccounted",
     "decoding": "unaccounted",
     "preemption": "preemption",
 }
+COMPUTES = {"prefilling": "prefill", "decoding": "decode"}  # phase -> cause
 
 
 class Span(msgspec.Struct):
@@ -117,6 +119,7 @@ class Busy(NamedTuple):
     begin_ns: int
     end_ns: int
     record: StepRecord
+    num_extra: int  # tokens that make it longer than one that decodes
 
     @property
     def duration(self) -> int:
@@ -143,7 +146,10 @@ def busy_times(steps: Sequence[StepRecord]) -> list[Busy]:
     for record in steps:
         begin = max(record.started_ns, end)
         end = max(record.harvested_ns, begin)
-        found.append(Busy(begin, end, record))
+        num_extra = record.num_drafts - record.num_accepted
+        if record.prefills:
+            num_extra += sum(record.prefills.values())
+        found.append(Busy(begin, end, record, num_extra))
     return found
 
 
@@ -185,13 +191,11 @@ class _Explainer:
         self.was_preempted = False
         self.first_step = 0  # that it took part in
         self.blamed = -1  # the last step whose prompts were counted
-        plain = [b.duration for b in busy if not b.record.prefills and not b.record.num_drafts]
+        plain = [b.end_ns - b.begin_ns for b in busy if not b.num_extra]
         # Nanoseconds of a step without prompts and drafts, and of each token that these add.
         self.plain_ns = median(plain) if plain else None
         each = [
-            max(b.duration - (self.plain_ns or 0), 0) / num
-            for b in busy
-            if (b.record.prefills or b.record.num_drafts) and (num := _num_extra(b.record))
+            max(b.duration - (self.plain_ns or 0), 0) / b.num_extra for b in busy if b.num_extra
         ]
         self.token_ns = median(each) if each else 0.0
         # What a plain step may take and be no stall.
@@ -200,25 +204,34 @@ class _Explainer:
     def explain(self, marks: Sequence[Mark]) -> Account:
         at = 0  # index of the first step that is not over
         taken: dict[int, Busy] = {}
-        self.first_step = next((mark.step for mark in marks if mark.stage == "scheduled"), 0)
+        self.first_step = next((mark.step for mark in marks if mark.stage == "scheduled"), NEVER)
+        busy, add = self.busy, self._add
         for phase, begin, end in phases(marks):
-            between = BETWEEN_STEPS.get(phase)
-            if between is None:
-                self._add(phase, begin, end)
+            if phase not in BETWEEN_STEPS:
+                add(phase, begin, end)
                 continue
             self.was_preempted |= phase == "preemption"
-            while at < len(self.busy) and self.busy[at].end_ns <= begin:
+            arrived, between = begin, BETWEEN_STEPS[phase]
+            while at < len(busy) and busy[at].end_ns <= begin:
                 at += 1
-            while at < len(self.busy) and (step := self.busy[at]).begin_ns < end:
-                self._add(between, begin, step.begin_ns)
-                begin = max(begin, step.begin_ns)
-                self._add_step(phase, step, begin, min(step.end_ns, end))
-                begin = min(step.end_ns, end)
+            while at < len(busy) and busy[at].begin_ns < end:
+                step = busy[at]
                 taken[step.record.step] = step
+                waits = between or self._lacking(at, arrived)
+                if step.begin_ns > begin:
+                    add(waits, begin, step.begin_ns)
+                    begin = step.begin_ns
+                until = min(step.end_ns, end)
+                if phase in COMPUTES and step.record.step >= self.first_step:
+                    self._compute(COMPUTES[phase], step, begin, until)
+                else:
+                    is_here = phase in ("queued", "preemption")
+                    self._wait(waits if is_here else "queue_step", step, begin, until)
+                begin = until
                 if step.end_ns > end:
                     break
                 at += 1
-            self._add(between, begin, end)
+            add(between or self._lacking(at, arrived), begin, end)
         causes = Counter({"unaccounted": 0})
         for span in self.spans:
             causes[span.cause] += span.end_ns - span.begin_ns
@@ -228,30 +241,39 @@ class _Explainer:
             len(taken), sorted((step.record for step in longest), key=lambda record: record.step),
         )  # fmt: skip
 
-    def _add_step(self, phase: str, step: Busy, begin: int, end: int) -> None:
-        """Explain the part of a step from `begin` to `end`, in which the request was in `phase`."""
-        record, number = step.record, step.record.step
-        if phase == "preemption":
-            return self._add(phase, begin, end, number)
-        if phase in ("arriving", "queued") or number < self.first_step:
-            self._blame(record, (end - begin) / max(record.num_tokens, 1))
-            is_late = record.started_ns < begin or phase != "queued" or not record.waits_for
-            cause = "queue_step" if is_late else f"queue_{record.waits_for}"
-            return self._add(cause, begin, end, number)
+    def _lacking(self, at: int, arrived: int) -> str:
+        """What a request that arrived then, and was not in step `at` of `busy`, waited for. Where
+        that step ran already, the next one tells whether there was more than it to wait for.
+        """
+        for step in self.busy[at : at + 2]:
+            record = step.record
+            if record.step < self.first_step and record.started_ns >= arrived and record.waits_for:
+                return f"queue_{record.waits_for}"
+        return "queue_step"
+
+    def _wait(self, cause: str, step: Busy, begin: int, end: int) -> None:
+        """Explain the part of a step from `begin` to `end`, in which the request had none."""
+        if cause != "preemption":
+            self._blame(step.record, (end - begin) / max(step.record.num_tokens, 1))
+        self._add(cause, begin, end, step.record.step)
+
+    def _compute(self, own: str, step: Busy, begin: int, end: int) -> None:
+        """Explain the part of a step from `begin` to `end`, in which the request took part."""
+        number, duration = step.record.step, step.end_ns - step.begin_ns
         # Most steps only decode, and there may be thousands.
-        if record.prefills or record.num_drafts or step.duration > self.longest_ns:
-            share = (end - begin) / max(step.duration, 1)
-            for cause, ns in self._beyond(step, share).items():
-                at = min(begin + round(ns), end)
-                self._add(cause, begin, at, number)
-                begin = at
-        self._add("decode" if phase == "decoding" else "prefill", begin, end, number)
+        if step.num_extra or duration > self.longest_ns:
+            for cause, ns in self._beyond(step, (end - begin) / max(duration, 1)).items():
+                if ns >= 1:
+                    at = min(begin + round(ns), end)
+                    self._add(cause, begin, at, number)
+                    begin = at
+        self._add(own, begin, end, number)
 
     def _beyond(self, step: Busy, share: float) -> dict[str, float]:
         """Nanoseconds of a share of a step, by cause, that it would not have taken for this request
         alone.
         """
-        record, duration, num_extra = step.record, step.duration, _num_extra(step.record)
+        record, duration, num_extra = step.record, step.duration, step.num_extra
         usual = (self.plain_ns or 0) + self.token_ns * num_extra
         stall = duration - usual
         if duration < STALL_FACTOR * usual or stall < LEAST_STALL:
@@ -302,8 +324,3 @@ class _Explainer:
             else:
                 drawn.append(msgspec.structs.replace(span))
         return drawn
-
-
-def _num_extra(record: StepRecord) -> int:
-    """Tokens of a step that make it longer than one that decodes."""
-    return sum(record.prefills.values()) + record.num_drafts - record.num_accepted

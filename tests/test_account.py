@@ -89,8 +89,26 @@ def test_what_it_queued_for(resource):
     steps += [step(10 + i, 14 + 10 * i, 24 + 10 * i, waits_for=resource) for i in range(3)]
     steps += [step(14, 44, 54), step(15, 54, 64)]
     found = explain(marks, steps)
-    assert found[f"queue_{resource}"] == 30
-    assert found["queue_step"] == 11  # the step that ran when it came, from 3 on
+    # From its arrival on: had no step run when it came, it would have waited all the same.
+    assert found[f"queue_{resource}"] == 40
+    assert found["queue_step"] == 1  # before the engine had taken it in
+
+
+def test_the_step_that_ran_when_it_came_is_all_that_it_waited_for_if_the_next_one_takes_it():
+    marks = marks_of(("queued", 4), ("scheduled", 14, 10), ("first_token", 24, 10), end=34)
+    steps = [step(9, 0, 14, waits_for="slots"), *decoding(10, 14, 34)]
+    assert explain(marks, steps)["queue_step"] == 11
+
+
+def test_what_it_queued_for_while_steps_in_flight_overlap():
+    """A step begins before the one before it ends, and there is time between steps."""
+    marks = marks_of(("queued", 4), ("scheduled", 40, 13), ("first_token", 54, 13), end=64)
+    steps = [step(9, 0, 14), step(10, 9, 24, waits_for="slots")]
+    steps += [step(11, 20, 34, waits_for="slots"), step(12, 36, 40, waits_for="slots")]
+    steps += [step(13, 40, 54), step(14, 54, 64)]
+    found = explain(marks, steps)
+    assert (found["queue_slots"], found["queue_step"]) == (36, 1)
+    assert "unaccounted" not in found
 
 
 def test_a_preempted_request_waits_and_computes_again():

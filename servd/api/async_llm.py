@@ -9,6 +9,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 from uuid import uuid4
 
@@ -25,7 +26,7 @@ from servd.api.processor import NO_OPTIONS, Prepared, Processor
 from servd.api.progress import Progress, Unfinished, progress
 from servd.api.prompt import Prompt
 from servd.api.suspects import Suspects
-from servd.api.timeline import Tracer
+from servd.api.timeline import Timeline, Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded, Unavailable
@@ -65,12 +66,14 @@ NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 MAX_TURN_NS = 10_000_000  # for taking messages in one turn of the event loop
 MAX_MESSAGES = 16  # between two looks at the clock
 STEPS_LOOKED_AT = 256  # for how long the next one should take
+REQUESTS_LOOKED_AT = 256  # for whether the engine gets on: anybody may ask
 
 
 class _Running(msgspec.Struct):
     """A prompt in the engine, and where the deltas of its choices go."""
 
     prepared: Prepared
+    timeline: Timeline
     stream: DeltaStream
     first: int  # index in the stream of its first choice
     choices: list[ChoiceTimes]
@@ -250,7 +253,9 @@ class AsyncLLM:
         trace_id = current_request.get().get("trace_id")
         try:
             for one in prepared:
-                timeline, sent = self.tracer.open(one.request_id), now_ns()
+                # What is a part of another request has no timeline that anybody finds.
+                timeline = (Timeline if one.is_part else self.tracer.open)(one.request_id)
+                sent = now_ns()
                 arrival = timeline.marks[0].at_ns if timeline.marks else sent
                 times = [
                     ChoiceTimes(
@@ -261,7 +266,7 @@ class AsyncLLM:
                     for _ in range(one.params.n)
                 ]
                 self._running[one.request_id] = _Running(
-                    one, stream, num_open, times, is_counted=not one.is_part, sent_ns=sent
+                    one, timeline, stream, num_open, times, is_counted=not one.is_part, sent_ns=sent
                 )
                 self.output_processor.add(one)
                 timeline.engine_ids, timeline.choices = one.request.choice_ids, times
@@ -306,6 +311,7 @@ class AsyncLLM:
 
     def progress(self) -> Progress:
         """Whether the engine gets on with the requests of this process."""
+        looked_at = [*islice(self._running.values(), REQUESTS_LOOKED_AT)]
         unfinished = [
             Unfinished(
                 running.sent_ns,
@@ -314,11 +320,13 @@ class AsyncLLM:
                 # A new grammar is compiled before there is a step.
                 running.prepared.params.structured_output is None or bool(running.choices[0].marks),
             )
-            for running in self._running.values()
+            for running in looked_at
             if any(map(self.output_processor.owner, running.prepared.request.choice_ids))
         ]
         budget = self.config.scheduler.max_num_batched_tokens or 0
-        return progress(unfinished, self.tracer.latest_steps(STEPS_LOOKED_AT), budget, now_ns())
+        steps, num_others = self.tracer.latest_steps(STEPS_LOOKED_AT), len(self._running)
+        num_others -= len(looked_at)
+        return progress(unfinished, steps, budget, now_ns(), num_others)
 
     def fail(self, reason: str) -> None:
         """End every open request with EngineDead; used when the engine is gone and when the server
@@ -436,8 +444,9 @@ class AsyncLLM:
         for output in message.outputs:
             if output.marks and (owner := self.output_processor.owner(output.request_id)):
                 request_id, index = owner
-                self.tracer.extend(request_id, output.marks)
-                self._running[request_id].choices[index].add(output)
+                running = self._running[request_id]
+                running.timeline.marks += output.marks
+                running.choices[index].add(output)
         deltas, stopped = self.output_processor.process(message.outputs)
         if stopped:
             self.client.send(AbortRequests(stopped))
@@ -451,8 +460,7 @@ class AsyncLLM:
                 times.finish_reason = delta.finish_reason
                 if running.is_counted:
                     self.metrics.observe_finished(times, delta.finish_reason, now)
-                self.tracer.mark(request_id, "returned", received)
-                self.tracer.mark(request_id, "detokenised", now)
+                running.timeline.marks += [Mark("returned", received), Mark("detokenised", now)]
             delta.index += running.first
             running.stream.put(delta)
         self._try_next()

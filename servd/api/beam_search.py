@@ -90,16 +90,12 @@ class BeamSearch:
         """The most likely next tokens of all running beams."""
         requests = [self._request(index) for index in range(len(self.running))]
         likely: dict[int, TokenLogprobs] = {}
-        try:
-            async with aclosing(async_llm.generate(requests)) as outputs:
-                async for output in outputs:
-                    assert output.logprobs is not None
-                    likely[output.index] = output.logprobs[0]
-                    if self.length == output.index == 0:
-                        self.num_cached_tokens = output.num_cached_tokens
-        finally:
-            for request in requests:  # the timeline is that of the whole search
-                async_llm.tracer.forget(request.request_id)
+        async with aclosing(async_llm.generate(requests)) as outputs:
+            async for output in outputs:
+                assert output.logprobs is not None
+                likely[output.index] = output.logprobs[0]
+                if self.length == output.index == 0:
+                    self.num_cached_tokens = output.num_cached_tokens
         return [likely[index] for index in range(len(requests))]
 
     def _count(

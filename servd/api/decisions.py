@@ -130,13 +130,10 @@ class OptionScorer:
         prepared = await self.async_llm.prepare(prompts, params, self.options)
         for one in prepared:
             one.is_part = True
-        try:
-            async with aclosing(self.async_llm.generate(prepared)) as outputs:
-                async for output in outputs:
-                    return output
-            raise AssertionError("a request ends with an output")
-        finally:
-            self.async_llm.tracer.forget(request_id)  # the timeline is that of the whole request
+        async with aclosing(self.async_llm.generate(prepared)) as outputs:
+            async for output in outputs:
+                return output
+        raise AssertionError("a request ends with an output")
 
 
 def _batches(token_ids: list[int]) -> Iterator[list[int]]:

@@ -19,9 +19,11 @@ from servd.api.protocol.requests import (
     Trace,
 )
 from servd.api.timeline import Inquiry, Timeline
-from servd.tracing import StepRecord, now_ns
+from servd.tracing import Mark, StepRecord, now_ns
 
 MAX_NEIGHBOURS = 16
+SECOND = 1_000_000_000  # nanoseconds
+QUEUES = ("queue_slots", "queue_blocks", "queue_budget")  # causes
 BLOCKING = ("blocked", "resumed")  # stages
 
 
@@ -36,11 +38,14 @@ def summarize(inquiry: Inquiry) -> RequestSummary:
     return summary
 
 
-def explain(inquiry: Inquiry, is_visible: Callable[[str], bool]) -> RequestTimeline:
+def explain(
+    inquiry: Inquiry, others: Iterable[Timeline], is_visible: Callable[[str], bool]
+) -> RequestTimeline:
     """Everything about a request.
 
     Args:
         inquiry: into the request.
+        others: requests of the same client.
         is_visible: whether the client may know of a request with this engine id.
     """
     timeline, account = inquiry.timeline, inquiry.account()
@@ -82,6 +87,7 @@ def explain(inquiry: Inquiry, is_visible: Callable[[str], bool]) -> RequestTimel
             TimelineNeighbour(each.num_tokens, _ms(each.ns), i if is_visible(i) else UNSET)
             for i, each in neighbours[:MAX_NEIGHBOURS]
         ],
+        behind=_behind(inquiry.marks, account, others),
         blocked_ms=_ms(blocked["resumed"] - blocked["blocked"]),
     )
 
@@ -107,14 +113,44 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
     return summary
 
 
+def _behind(marks: list[Mark], account: Account, others: Iterable[Timeline]) -> list[str]:
+    """Ids of those that ran while the request waited for what they held, the longest first."""
+    if not any(account.causes.get(cause) for cause in QUEUES):
+        return []
+    own = _ran(marks)
+    begin = next(mark.at_ns for mark in marks if mark.stage == "queued")
+    end = own[0] if own else marks[-1].at_ns
+    held: dict[str, int] = {}
+    for other in others:
+        if (ran := _ran([*other.marks])) and other.marks is not marks:
+            held[other.id] = min(ran[1] or end, end) - max(ran[0], begin)
+    longest = sorted((name for name in held if held[name] > 0), key=lambda name: -held[name])
+    return longest[:MAX_NEIGHBOURS]
+
+
+def _ran(marks: list[Mark]) -> tuple[int, int] | None:
+    """From when to when a request ran, 0 for still; None if it has not yet."""
+    begin = next((mark.at_ns for mark in marks if mark.stage == "scheduled"), None)
+    end = max((mark.at_ns for mark in marks if mark.stage == "returned"), default=0)
+    return None if begin is None else (begin, end)
+
+
 def _explanation(timeline: Timeline, account: Account) -> str:
     """The whole in a sentence or two."""
     wall, cause = account.end_ns - account.begin_ns, account.largest_wait
     own = sum(ns for name, ns in account.causes.items() if name in OWN_WORK)
-    text = f"{_ms(own):.1f} of {_ms(wall):.1f} ms were the request's own work"
+    text = f"It took {_duration(wall)}, of which {_duration(own)} were its own work"
     if cause:
-        text += f"; for {_ms(account.causes[cause]):.1f} ms {CAUSES[cause]}"
+        waited = account.causes[cause]
+        text += f"; for {_duration(waited)} ({waited / max(wall, 1):.0%}) {CAUSES[cause]}"
     return f"{text}." if timeline.is_finished else f"{text}. It is still running."
+
+
+def _duration(ns: int) -> str:
+    """For people: with two or three digits that count."""
+    if ns >= SECOND:
+        return f"{ns / SECOND:.3g} s" if ns < 1000 * SECOND else f"{ns / SECOND:.0f} s"
+    return f"{ns / 1e6:.3g} ms" if ns >= 1e6 else f"{ns / 1e6:.2f} ms"
 
 
 def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
@@ -136,7 +172,7 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
             num_drafts=record.num_drafts,
             num_accepted=record.num_accepted,
         )
-        for begin, end, record in busy_times(records)
+        for begin, end, record, _ in busy_times(records)
     ]
 
 

@@ -33,18 +33,23 @@ class Progress(msgspec.Struct):
 
 
 def progress(
-    unfinished: Iterable[Unfinished], steps: Sequence[StepRecord], budget: int, now_ns: int
+    unfinished: Iterable[Unfinished],
+    steps: Sequence[StepRecord],
+    budget: int,
+    now_ns: int,
+    num_others: int = 0,
 ) -> Progress:
     """How it goes.
 
     Args:
-        unfinished: of this API process.
+        unfinished: of this API process, the oldest ones.
         steps: the latest ones, in order.
         budget: most tokens of a step.
         now_ns: on the clock of the steps.
+        num_others: unfinished requests beside those, of which nothing is known.
     """
     requests = list(unfinished)
-    found = Progress("ready", "idle", len(requests))
+    found = Progress("ready", "idle", len(requests) + num_others)
     if steps:
         found.seconds_since_step = round((now_ns - steps[-1].harvested_ns) / SECOND, 3)
     due = [request for request in requests if request.is_due]
@@ -52,7 +57,8 @@ def progress(
         return found
     to_compute = sum(request.num_prompt_tokens for request in due if not request.has_begun)
     found.activity = "prefill" if to_compute else "decoding"
-    expected = Pace.of(steps).expected_seconds(min(to_compute + len(due), budget))
+    num_tokens = budget if num_others else min(to_compute + len(due), budget)
+    expected = Pace.of(steps).expected_seconds(num_tokens)
     found.expected_seconds = round(expected, 3)
     begin = min(request.sent_ns for request in due)
     silent = (now_ns - max(begin, steps[-1].harvested_ns if steps else 0)) / SECOND

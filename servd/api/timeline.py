@@ -171,10 +171,6 @@ class Tracer:
         if self.slowest.get(timeline.id) is timeline:
             timeline.account = inquiry.account()
 
-    def forget(self, request_id: str) -> None:
-        """Drop a request that is a part of another."""
-        self.running.pop(request_id, None)
-
     def begin_ns(self, request_id: str) -> int:
         """When a running request arrived; now, if it has no timeline."""
         timeline = self.running.get(request_id)

@@ -51,6 +51,16 @@ async def test_steps_share_the_prefix_cache_and_leave_nothing_behind(served):
     assert not served.async_llm.tracer.running and len(served.async_llm.tracer.recent) == 1
 
 
+async def test_a_search_is_one_request_in_the_list_while_it_runs(served):
+    served.engine.may_step.clear()
+    body = {"prompt": "abc", "n": 3, "max_tokens": 5, "use_beam_search": True}
+    search = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
+    await until(lambda: served.engine.sent)
+    [listed] = (await served.http.get("/v1/requests")).json()["data"]
+    served.engine.may_step.set()
+    assert (await search).json()["id"] == listed["id"]
+
+
 async def test_a_search_counts_as_one_request(served):
     body = {"prompt": "x" * 20, "n": 3, "max_tokens": 5, "use_beam_search": True}
     usage = (await served.http.post(COMPLETIONS, json=body)).json()["usage"]

@@ -88,8 +88,12 @@ async def test_a_slot(slow_steps):
         first = asyncio.create_task(post(served, "a", 60))
         await has_token(served)
         second = await post(served, "b", 5)
-        await first
+        first = await first
         assert (await causes_of(served, second))[0] == "queue_slots"
+        timelines = [
+            (await served.http.get(f"/v1/requests/{i}/timeline")).json() for i in (first, second)
+        ]
+        assert [timeline["behind"] for timeline in timelines] == [[], [first]]
 
 
 async def test_a_grammar(monkeypatch):

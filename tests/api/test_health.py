@@ -14,6 +14,20 @@ from servd.tracing import StepRecord, now_ns
 from tests.api.harness import Served, serve, until
 
 
+async def test_of_many_requests_it_looks_at_some(monkeypatch):
+    """Anybody may ask, without a key."""
+    monkeypatch.setattr(async_llm, "REQUESTS_LOOKED_AT", 2)
+    async with serve() as served:
+        served.engine.may_step.clear()
+        body = {"prompt": ["a"] * 5, "max_tokens": 1}
+        running = asyncio.create_task(served.http.post("/v1/completions", json=body))
+        await until(lambda: len(served.engine.sent) == 5)
+        health = (await served.http.get("/health")).json()
+        assert (health["activity"], health["num_unfinished"]) == ("prefill", 5)
+        served.engine.may_step.set()
+        await running
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping"])
 async def test_from_loading_to_ready_to_dead(path):
     async with serve(is_ready=False) as served:

@@ -61,9 +61,11 @@ function prefix({ num_blocks: all, num_matched: matched, block_size: size, text 
     + `were there. ${text}`);
 }
 
-function neighbours({ neighbours: others }) {
-  if (!others.length) return [];
-  return [h("h3", {}, "Neighbours, whose prompts were computed in its steps"),
+function neighbours({ neighbours: others, behind }) {
+  const links = behind.flatMap((id, i) => [i ? ", " : "", requestLink(id)]);
+  const queue = links.length ? [h("p", {}, "In the queue it waited behind ", links)] : [];
+  if (!others.length) return queue;
+  return [...queue, h("h3", {}, "Neighbours, whose prompts were computed in its steps"),
     table("Neighbours", ["Request", "Prompt", "Time"], others.map((other) => [
       other.id ? requestLink(other.id) : "of another API key",
       counted(other.num_prompt_tokens, "token"), span(other.ms)]))];

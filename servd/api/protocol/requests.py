@@ -126,6 +126,7 @@ class RequestTimeline(RequestSummary, kw_only=True):
     num_steps: int
     steps: list[TimelineStep]  # the longest, in order
     neighbours: list[TimelineNeighbour]
+    behind: list[str]  # requests of the same API key that ran while it queued
     blocked_ms: float
     prefix_cache: PrefixCache | UnsetType = UNSET  # once it is scheduled
 

@@ -69,7 +69,7 @@ async def request_timeline(request: Request, request_id: str) -> Response:
     (inquiry,) = tracer.inquiries([timeline])
 
     def answer() -> RequestTimeline | Trace:
-        found = explain(inquiry, lambda engine_id: tracer.knows(engine_id, owner))
+        found = explain(inquiry, others, lambda engine_id: tracer.knows(engine_id, owner))
         if timeline.prompt and any(mark.stage == "scheduled" for mark in inquiry.marks):
             found.prefix_cache = explain_prefix(timeline, others, cache, token_text)
         return found if kind == "json" else trace_of(found)
