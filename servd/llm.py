@@ -52,7 +52,7 @@ class LLM:
         separate_process: run the engine in a process of its own, as the server does. In yours, on a
             CPU, torch has one thread between steps, until `close`: its threads and those of the
             kernels would hold each other up.
-        use_tqdm: show progress bars.
+        use_tqdm: show progress bars, on a terminal.
         options: any option of `servd serve`, e.g. `max_num_seqs=8, dtype="bfloat16"`.
 
     Raises:
@@ -155,7 +155,8 @@ class LLM:
         try:
             for request_id, (prompt, special), p in zip(ids, prompts, each, strict=True):
                 self.engine.add_request(request_id, prompt, p, add_special_tokens=special)
-            with tqdm(total=len(ids), desc="prompts", disable=not show, dynamic_ncols=True) as bar:
+            hide = None if show else True  # None: where nobody looks at a terminal
+            with tqdm(total=len(ids), desc="prompts", disable=hide, dynamic_ncols=True) as bar:
                 started, num_tokens = time.perf_counter(), 0
                 while self.engine.has_unfinished_requests():
                     for output in self.engine.step():
@@ -361,7 +362,7 @@ class LoadingBar:
     def __init__(self, enabled: bool) -> None:
         self.bar = tqdm(
             total=100,
-            disable=not enabled,
+            disable=None if enabled else True,
             leave=False,
             bar_format="{desc} {percentage:3.0f}% |{bar:30}| {elapsed}",
         )

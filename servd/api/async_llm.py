@@ -251,6 +251,7 @@ class AsyncLLM:
                 )
         stream, num_open = DeltaStream(), 0
         trace_id = current_request.get().get("trace_id")
+        exemplar = {"trace_id": trace_id} if trace_id else None
         try:
             for one in prepared:
                 # What is a part of another request has no timeline that anybody finds.
@@ -258,11 +259,7 @@ class AsyncLLM:
                 sent = now_ns()
                 arrival = timeline.marks[0].at_ns if timeline.marks else sent
                 times = [
-                    ChoiceTimes(
-                        arrival,
-                        len(one.prompt_token_ids),
-                        exemplar={"trace_id": trace_id} if trace_id else None,
-                    )
+                    ChoiceTimes(arrival, len(one.prompt_token_ids), exemplar=exemplar)
                     for _ in range(one.params.n)
                 ]
                 self._running[one.request_id] = _Running(

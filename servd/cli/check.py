@@ -146,6 +146,9 @@ def check_hub(config: Config) -> Iterator[Finding]:
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE")
         return
+    if hf.local_folder(config.model.model or hf.DEMO_MODEL) is not None:
+        yield Finding("hub", "ok", "not asked: the model is on this machine")
+        return
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     url = urllib.parse.urlsplit(urllib.request.getproxies().get("https") or endpoint)
     try:

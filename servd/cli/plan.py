@@ -44,6 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if min(lengths) < 1:
         raise ConfigError("--lengths: a request has at least one token")
+    if max(lengths) > report.max_model_len:
+        raise ConfigError(
+            f"--lengths {max(lengths)}: a request has at most {report.max_model_len} tokens here, "
+            "by --max-model-len, the model or the KV cache"
+        )
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report.facts(lengths))).decode())
         print()

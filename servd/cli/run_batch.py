@@ -111,7 +111,9 @@ class Batch:
         Raises:
             ConfigError: the output file cannot be written any further.
         """
-        self.bar = tqdm(total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True)
+        self.bar = tqdm(
+            total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True, disable=None
+        )
         threads = [
             threading.Thread(target=self.work, args=[connect()], daemon=True)
             for _ in range(min(concurrency, len(self.lines)))

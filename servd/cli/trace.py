@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         tree, text = "".join(map(_calls.to_html, calls)), html.escape("\n".join(lines))
         head = f'<!doctype html><meta charset="utf-8"><title>servd trace</title>{_calls.STYLE}'
-        Path(arguments.html).write_text(f"{head}{tree}<pre>{text}</pre>", encoding="utf8")
+        page = f"<h1>{html.escape(arguments.prompt)}</h1><h2>Calls</h2>{tree}<h2>Tokens</h2>"
+        Path(arguments.html).write_text(f"{head}{page}<pre>{text}</pre>", encoding="utf8")
         print(f"written to {arguments.html}")
     else:
         print("\n".join([*_calls.draw(calls), "", *lines]))

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from servd import cli
+from servd.cli.check import check_hub
+from servd.config import Config
 from servd.hf import DEMO_FOLDER
 
 Findings = dict[str, dict[str, str]]
@@ -158,13 +160,15 @@ def test_limits_of_the_system(check, monkeypatch):
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_the_hub(check, monkeypatch, answers):
+def test_the_hub(monkeypatch, answers):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if not answers:
             listener.close()
-        monkeypatch.delenv("HF_HUB_OFFLINE")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
         monkeypatch.setattr("urllib.request.getproxies", dict)
-        _, found = check()
-    assert found["hub"]["status"] == ("ok" if answers else "warning")
+        [hub] = check_hub(Config.load({"model": "org/name"}))
+        [local] = check_hub(Config.load({"model": "demo"}))
+    assert hub.status == ("ok" if answers else "warning")
+    assert "not asked" in local.text

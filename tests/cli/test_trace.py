@@ -83,7 +83,7 @@ def test_messages_and_tokens(traced):
 def test_a_page_of_it(traced, tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "ask_here", lambda *_: traced)
     file = tmp_path / "trace.html"
-    arguments = Namespace(html=str(file), url=None)
+    arguments = Namespace(html=str(file), url=None, prompt="<b>Hi")
     assert trace.run(arguments) == 0
     text = file.read_text()
     names: list[str] = []
@@ -96,6 +96,7 @@ def test_a_page_of_it(traced, tmp_path, monkeypatch):
             names.append(data)
 
     Page().feed(text)
+    assert names.index("<b>Hi") < names.index("Calls") < names.index("Tokens")
     assert "Scheduler.schedule" in names and "url(" not in text
     assert re.search(r"core/scheduler.py:\d+", text)
 

@@ -72,9 +72,8 @@ async def run(
     async with aiohttp.ClientSession(
         headers=_headers(load.api_key), timeout=timeout, connector=connector
     ) as session:
-        with tqdm(
-            total=len(prompts), desc="requests", disable=not show_progress, dynamic_ncols=True
-        ) as bar:
+        hide = None if show_progress else True  # None: where nobody looks at a terminal
+        with tqdm(total=len(prompts), desc="requests", disable=hide, dynamic_ncols=True) as bar:
 
             async def one(prompt: Prompt) -> Record:
                 async with limit:

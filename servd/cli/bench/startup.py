@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     url = f"http://127.0.0.1:{arguments.port}"
     ready: list[float] = []
     first_token: list[float] = []
-    for _ in tqdm(range(arguments.repeats), desc="starts"):
+    for _ in tqdm(range(arguments.repeats), desc="starts", disable=None):
         started = time.perf_counter()
         with _server.running(command, _client.Client(url), arguments.timeout) as seconds:
             ready.append(seconds)
