@@ -33,7 +33,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative
 
 # Flags of other programs that the pages show.
 OTHER_FLAGS = {
-    "--rm", "--gpus", "--user", "--build-arg", "--build", "--profile",  # docker
+    "--rm", "--gpus", "--restart", "--user", "--build-arg", "--build", "--profile",  # docker
     "--check",  # tools.docs
     "--url", "--concurrency",  # servd run-batch
     "--num-prompts", "--input-len", "--output-len", "--prefix-len", "--request-rate",  # servd bench
