@@ -92,6 +92,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
         folder = hf.find_model(model.model, model.revision, model.download_dir)
         if (drafted := of_speculators(config, folder)) is not None:
             return find_and_resolve(drafted)
+        _refuse_head(model.model, folder)
         spec = hf.read_spec(folder)
     supported = plugins.names("servd.worker.models")
     if executor.needs_weights and spec.model_type not in supported:
@@ -101,10 +102,27 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
     if executor.needs_weights:
         config = find_draft(config)
     elif speculative := config.model.speculative_config:
+        logger.warning(
+            "--executor %s drafts by itself: method %s is not run",
+            config.parallel.executor, speculative.method,
+        )  # fmt: skip
         config = config.replace(speculative_config=speculative.with_heads(None))
     decided = decide(config, spec, look_at_machine())
     values = {name: decision.value for name, decision in decided.items()}
     return config.replace(**values), spec, decided
+
+
+def _refuse_head(model: str, folder: Path) -> None:
+    """Raises ConfigError where a draft that is no model by itself is given as the model."""
+    architecture = str((hf.read_json(folder / "config.json").get("architectures") or [""])[0])
+    known = {"Eagle3": "eagle3", "Eagle": "eagle", "Medusa": "medusa"}
+    method = next((known[part] for part in known if part in architecture), None)
+    if method is not None:
+        raise ConfigError(
+            f"{model} is a head that drafts for a model ({architecture}), and no model: serve the "
+            "model that it was trained for with --speculative-config "
+            f'''\'{{"method": "{method}", "model": "{model}"}}\''''
+        )
 
 
 def of_speculators(config: Config, folder: Path) -> Config | None:

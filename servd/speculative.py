@@ -32,6 +32,7 @@ NEEDS_MODEL = {"draft_model", "eagle", "eagle3", "medusa"}
 READ_BY = {
     "prompt_lookup_": {"ngram"}, "suffix_decoding_": {"suffix"}, "model": NEEDS_MODEL,
     "revision": NEEDS_MODEL, "quantization": NEEDS_MODEL, "max_model_len": NEEDS_MODEL,
+    "draft_": NEEDS_MODEL,
 }  # fmt: skip
 
 
@@ -225,6 +226,8 @@ def read_keys(value: Any) -> dict[str, Any]:
     """The keys of `--speculative-config`, as JSON or a table; see `gather` for what is raised."""
     if value == DEMO_MODEL:
         value = DEMO_KEYS
+    if isinstance(value, str) and value.replace("-", "_").isidentifier():
+        value = {"method": value}
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -46,10 +46,17 @@ def test_the_folder_of_a_draft_says_its_method_unless_that_is_given(tmp_path):
         ({"model": "./nowhere"}, ModelNotFound, "there is no folder ./nowhere"),
         ({"method": "ngrm"}, ConfigError, "there are: .*ngram"),
         (
-            {"method": "ngram", "draft_tensor_parallel_size": 2},
+            {"method": "medusa", "model": "demo", "draft_tensor_parallel_size": 2},
             ConfigError,
             "the devices of the model, which are 1; leave it out",
         ),
+        (
+            {"method": "ngram", "draft_tensor_parallel_size": 1},
+            ConfigError,
+            'method ngram does not read "draft_tensor_parallel_size"',
+        ),
+        ("suffix-", ConfigError, "there are: .*suffix"),
+        ("eagle3", ConfigError, 'needs "model"'),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(keys, error, text):
@@ -82,3 +89,23 @@ def test_medusa_drafts_a_chain_of_all_its_heads(tmp_path, keys, given, num_draft
         made = resolved(model="demo", executor=executor, **options)[0].model.speculative_config
         expected = num_drafts if executor == "uniproc" else given or 5  # it reads no draft
         assert made.num_speculative_tokens == expected
+
+
+def test_a_bare_word_is_a_method():
+    made = resolved(speculative_config="ngram")[0].model.speculative_config
+    assert (made.method, made.num_speculative_tokens) == ("ngram", 5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [("LlamaForCausalLMEagle3", "eagle3"), ("EagleLlamaModel", "eagle"), ("MedusaModel", "medusa")],
+)
+def test_a_head_in_place_of_the_model(tmp_path, architecture, method):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(ConfigError, match=f"is a head that drafts for a model.*{method}"):
+        resolved(model=str(tmp_path))
+
+
+def test_the_fake_executor_says_that_it_runs_no_method(caplog):
+    resolved(executor="fake", spec_method="suffix")
+    assert "--executor fake drafts by itself: method suffix is not run" in caplog.text

@@ -70,6 +70,8 @@ class Worker:
         self.progress("loading weights", 1.0)
         seconds = time.monotonic() - start
         log.info("weights loaded in %.2f s, attention %s", seconds, self.runner.backend_name)
+        if self.runner.proposer is not None:
+            log.info("%s", self.runner.proposer)
         self.progress("measuring memory", 0.0)
         num_blocks = self.runner.count_blocks()
         if self.parallel.rank == 0:

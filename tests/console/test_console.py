@@ -150,8 +150,20 @@ def test_live_shows_who_runs_and_whose_the_blocks_are(page: Page, server: Server
     assert page.all(".map .owner0")
     page.wait(".steps .decode")
     page.wait(".panel", "Engine and workers")
+    page.wait(".panel", "No token has been drafted yet")
     thread.join()
     page.check()
+
+
+def test_live_shows_what_became_of_drafts():
+    for server in shared("--device", "cpu", "--spec-method", "ngram"):
+        body = {"prompt": "red blue " * 20, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        with browser(server.url) as page:
+            page.open("live")
+            page.wait(".panel", "Tokens per step")
+            assert page.wait('.steps[aria-label^="Share of drafts"] .decode')
+            page.check()
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -18,6 +18,8 @@ from servd.messages import DraftStats, EngineCoreOutputs
 from servd.params import SamplingParams
 from servd.speculative import read_keys, readers
 
+LEAST_SECONDS = 1.0  # of a run: in less, times vary more than drafts gain
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
@@ -54,8 +56,10 @@ class Figures:
     depth: int
     batch: int
     tokens_per_s: float  # of output
+    num_drafts: int  # tokens that were drafted and verified
     acceptance_length: float  # tokens that a step with drafts yields for a request
     ms_per_step: float
+    seconds: float
     ratio: float = 1.0  # tokens_per_s over those of none
 
 
@@ -66,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _data.make_prompts(arguments, more=1)
     plain, texts = measure(arguments, None, prompts)
     base = {row.batch: row.tokens_per_s for row in plain}
-    print(f"{'method':>12} {'depth':>5} {'batch':>5} {'tok/s':>9} {'length':>9} "
+    print(f"{'method':>12} {'depth':>5} {'batch':>5} {'tok/s':>9} {'drafts':>7} {'length':>7} "
           f"{'ms/step':>8} {'ratio':>6}")  # fmt: skip
     rows: list[Figures] = []
     show(plain, base, rows)
@@ -80,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
             if same != texts and not is_synthetic:
                 raise EngineError(f"{method} with {depth} drafts changed an output: report this")
             show(measured, base, rows)
+    if any(row.seconds < LEAST_SECONDS for row in rows):
+        print(f"too short: a run of less than {LEAST_SECONDS:g} s says little; give more prompts "
+              "or a longer --output-len")  # fmt: skip
     if arguments.json:
         _report.write_json(arguments.json, {"rows": [asdict(row) for row in rows]})
     if figure is not None:
@@ -92,8 +99,10 @@ def show(measured: Sequence[Figures], base: Mapping[int, float], rows: list[Figu
     for row in measured:
         row = replace(row, ratio=row.tokens_per_s / base[row.batch])
         rows.append(row)
+        length = f"{row.acceptance_length:.2f}" if row.num_drafts else "-"
         print(f"{row.method:>12} {row.depth or '':>5} {row.batch:5} {row.tokens_per_s:9.1f} "
-              f"{row.acceptance_length:9.2f} {row.ms_per_step:8.2f} {row.ratio:5.2f}x")  # fmt: skip
+              f"{row.num_drafts or '-':>7} {length:>7} {row.ms_per_step:8.2f} {row.ratio:5.2f}x"
+              f"{'  too short' if row.seconds < LEAST_SECONDS else ''}")  # fmt: skip
 
 
 class Watch:
@@ -138,8 +147,10 @@ def measure(
             depth=keys["num_speculative_tokens"] if keys else 0,
             batch=batch,
             tokens_per_s=sum(map(len, texts)) / seconds,
+            num_drafts=drafts.num_draft_tokens,
             acceptance_length=1 + drafts.num_accepted_tokens / max(drafts.num_drafts, 1),
             ms_per_step=1000 * seconds / (watch.last_step - first_step),
+            seconds=seconds,
         )
         best[batch] = max(row, best.get(batch, row), key=lambda row: row.tokens_per_s)
     llm.close()

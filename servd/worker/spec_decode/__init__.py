@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from servd import plugins
 from servd.config import Config
 from servd.errors import ConfigError
 from servd.hf import ModelSpec, download_weights
 from servd.messages import ModelRunnerOutput, NewRequest
+from servd.sizes import format_bytes
 from servd.speculative import SpeculativeConfig
 from servd.worker import model_loader
 from servd.worker.attention import Backend, make_backend
@@ -94,6 +95,13 @@ class Proposer(ABC):
         self.target = target
         self.states = target.states
 
+    def __str__(self) -> str:
+        parts = [part for part in vars(self).values() if isinstance(part, nn.Module)]
+        size = format_bytes(sum(map(model_loader.count_bytes, parts)))
+        draft = f"{self.config.model}, {size}" if parts else "no model"
+        most = self.config.num_speculative_tokens
+        return f"drafts by {self.config.method} ({draft}), up to {most} in a step of a request"
+
     def draft_tree(self, paths: Sequence[Path]) -> None:
         """Let drafts branch: `propose` yields the token of each path.
 
@@ -112,20 +120,25 @@ class Proposer(ABC):
             )
         self.states.tree = DraftTree(paths, self.states.token_ids.device)
 
-    def check_token_map(self, token_map: Tensor | None, *, is_relative: bool = False) -> None:
+    def check_token_map(
+        self, token_map: Tensor | None, draft_vocab_size: int, *, is_relative: bool = False
+    ) -> None:
         """See that a draft's own vocabulary is part of the model's: a draft outside it would end
         the engine.
 
         Args:
-            token_map: [draft_vocab] int64, loaded; None: the model's vocabulary.
+            token_map: [draft_vocab] int64, loaded; None: the first ones of the model's vocabulary.
+            draft_vocab_size: rows of its output head.
             is_relative: it has what is to be added to a token's number in the draft's vocabulary.
 
         Raises:
             ConfigError: it is not.
         """
-        if token_map is None or token_map.is_meta:  # a dry run loads no numbers
+        if token_map is None:
+            token_map = torch.arange(draft_vocab_size)
+        elif token_map.is_meta:  # a dry run loads no numbers
             return
-        if is_relative:
+        elif is_relative:
             token_map = token_map + torch.arange(len(token_map), device=token_map.device)
         vocab_size = self.target.spec.vocab_size
         outside = token_map[(token_map < 0) | (token_map >= vocab_size)].tolist()

@@ -195,7 +195,8 @@ class Eagle3Proposer(EagleProposer):
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
         assert isinstance(self.head, Eagle3Head)
-        self.check_token_map(self.head.d2t, is_relative=True)
+        own = self.head.lm_head.vocab_size if hasattr(self.head, "lm_head") else 0
+        self.check_token_map(self.head.d2t, own, is_relative=True)
 
     def check(self, names: Set[str]) -> None:
         """Hidden states may be of another size, if it has an embedding for them."""

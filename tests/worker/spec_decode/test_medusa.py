@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,20 @@ def test_a_token_map_that_leaves_the_vocabulary_of_the_model(target: Path, tmp_p
     message = f"drafts token {vocab_size}, and the model has the tokens 0 to {vocab_size - 1}"
     with pytest.raises(ConfigError, match=message):
         Driver(config_for(target, speculative_config=config))
+
+
+def test_an_output_head_of_more_tokens_than_the_model_has(target: Path, tmp_path: Path):
+    config = {"method": "medusa"} | checkpoints.medusa(target, tmp_path)
+    spec, tensors = read_spec(target), load_file(tmp_path / "model.safetensors")
+    tensors["lm_heads.1.weight"] = draw(spec.vocab_size + 1, spec.hidden_size)
+    write(tmp_path, {}, tensors)
+    with pytest.raises(ConfigError, match=f"drafts token {spec.vocab_size}, and the model has"):
+        Driver(config_for(target, speculative_config=config))
+
+
+def test_the_log_says_what_drafts(target: Path, tmp_path: Path, caplog):
+    caplog.set_level("INFO", "servd")
+    config = {"method": "medusa"} | checkpoints.medusa(target, tmp_path)
+    Driver(config_for(target, speculative_config=config))
+    draft = rf"drafts by medusa \({tmp_path}, [\d.]+KiB\), up to 3 in a step of a request"
+    assert re.search(draft, caplog.text)
