@@ -159,7 +159,7 @@ class MedusaProposer(Proposer):
                 f"{size} numbers, which the model has; name heads that were trained for it"
             )
         self.heads = target.load(lambda: MedusaHeads(shapes, target), folder, rename)
-        own = [lm_head.vocab_size for lm_head in self.heads.lm_heads]
+        own = [shape[0] for name, shape in shapes.items() if name.startswith("lm_heads.")]
         self.check_token_map(self.heads.token_map, max(own, default=0))
         num_heads, num_drafts = self.heads.num_heads, config.num_speculative_tokens
         if num_drafts > num_heads:
