@@ -96,7 +96,7 @@ class Proposer(ABC):
         self.states = target.states
 
     def __str__(self) -> str:
-        parts = [part for part in vars(self).values() if isinstance(part, nn.Module)]
+        parts: list[Any] = [part for part in vars(self).values() if isinstance(part, nn.Module)]
         size = format_bytes(sum(map(model_loader.count_bytes, parts)))
         draft = f"{self.config.model}, {size}" if parts else "no model"
         most = self.config.num_speculative_tokens

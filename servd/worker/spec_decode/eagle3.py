@@ -195,7 +195,7 @@ class Eagle3Proposer(EagleProposer):
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
         assert isinstance(self.head, Eagle3Head)
-        own = self.head.lm_head.vocab_size if hasattr(self.head, "lm_head") else 0
+        own = self.spec.config.get("draft_vocab_size") or 0
         self.check_token_map(self.head.d2t, own, is_relative=True)
 
     def check(self, names: Set[str]) -> None:
