@@ -103,7 +103,7 @@ def test_answers_are_the_same_though_the_engine_dies(start, long_llama, options,
     expected = [complete(server, **body) for body in bodies]
     with ThreadPoolExecutor() as pool:
         got = [pool.submit(complete, server, **body) for body in bodies]
-        wait_until(lambda: server.metric("vllm:num_requests_running") >= 3, "nothing runs")
+        wait_until(lambda: server.metric("vllm:num_requests_running") > 0, "nothing runs")
         engine = server.children()["engine"]
         (engine.children() or [engine])[-1].send_signal(signum)
         server.wait_for_line("starting it again")
@@ -112,7 +112,7 @@ def test_answers_are_the_same_though_the_engine_dies(start, long_llama, options,
         assert [each.result() for each in got] == expected
     server.wait_ready()
     assert not engine.is_running()
-    assert server.metric("vllm:num_requests_running") == 0
+    server.wait_idle()
 
 
 def test_an_api_server_that_dies_is_replaced_and_others_go_on(start):
