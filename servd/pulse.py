@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
 
-import msgspec
-
-BEAT, STEP, READY, LIMIT, LENGTH, HEADER = 0, 1, 2, 3, 4, 5  # numbers of 8 bytes; then text
-SIZE = 256 * 1024  # bytes
+BEAT, STEP, READY, LIMIT = 0, 1, 2, 3  # numbers of 8 bytes
+SIZE = 4096  # bytes
 BEAT_INTERVAL = 0.5  # seconds
 
 
@@ -43,26 +40,10 @@ class Pulse:
         """There is nothing to do."""
         self.numbers[LIMIT] = 0
 
-    def put_at_risk(self, request_ids: Iterable[str]) -> None:
-        """Name the requests that a death in the step to come may be the fault of, newest last."""
-        text = msgspec.json.encode([*request_ids])[: SIZE - 8 * HEADER]
-        self.numbers[LENGTH] = 0  # while it changes there are none
-        self.page[8 * HEADER : 8 * HEADER + len(text)] = text
-        self.numbers[LENGTH] = len(text)
-
     @property
     def is_ready(self) -> bool:
         """Whether start-up is over."""
         return bool(self.numbers[READY])
-
-    @property
-    def at_risk(self) -> list[str]:
-        """See `put_at_risk`."""
-        text = self.page[8 * HEADER : 8 * HEADER + int(self.numbers[LENGTH])]
-        try:
-            return msgspec.json.decode(text, type=list[str])
-        except msgspec.DecodeError:  # it died while it wrote, or they are too many
-            return []
 
 
 def make_file() -> int:

@@ -39,7 +39,7 @@ OTHER_FLAGS = {
     "--num-prompts", "--input-len", "--output-len", "--prefix-len", "--request-rate",  # servd bench
     "--json", "--jsonl", "--plot", "--out",  # servd bench and benchmarks
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
-    "--threads", "--work",  # tools.demo_model.train
+    "--threads", "--work", "--base", "--examples", "--topics",  # tools.demo_model.train
     "--method", "--prompts", "--batch-tokens", "--num-drafts", "--learning-rate",  # the same
     "--num-examples", "--epochs",  # tools.train_speculator
     "--state-cache-gib", "--draft-vocab-size",  # the same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from servd.pulse import SIZE, Pulse, Watch, make_file
+from servd.pulse import Pulse, Watch, make_file
 
 
 def looks(watch: Watch, count: int) -> list[str | None]:
@@ -15,14 +15,11 @@ def test_parent_and_engine_see_the_same_pulse():
     descriptor = make_file()
     engine, parent = Pulse(descriptor), Pulse(descriptor)
     os.close(descriptor)
-    assert not parent.is_ready and parent.at_risk == []
+    assert not parent.is_ready
     engine.get_ready()
-    engine.put_at_risk(["a", "b"])
-    assert parent.is_ready and parent.at_risk == ["a", "b"]
-    engine.put_at_risk([])
-    assert parent.at_risk == []
-    engine.put_at_risk(["x" * SIZE])  # more than there is room for
-    assert parent.at_risk == []
+    engine.work(3.0)
+    assert parent.is_ready
+    assert [*parent.numbers] == [*engine.numbers]
 
 
 def test_an_engine_without_a_beat_is_hung():

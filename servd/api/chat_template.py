@@ -201,8 +201,8 @@ _budget: ContextVar[_Budget] = ContextVar("_budget")
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which every template comes to an end: whatever can go on for long, or
-    grow, is a loop, a call or an operator, and asks the budget.
+    """Jinja's sandbox, in which loops, calls and operators ask the budget: they are what can go on
+    for long, or grow. Nested lists and the widths of filters may still take memory.
     """
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})

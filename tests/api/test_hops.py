@@ -18,7 +18,9 @@ from servd.api.protocol.validation import parse
 from tests.api.harness import MODEL, Served, serve, user
 
 ROOT = str(Path(servd.__file__).parent)
-MOST = 57  # four of them are the limits of templates and the escaping of special tokens
+# Eleven of them are the bounds, deadlines and rates of admission, five the limits of templates and
+# the escaping of special tokens.
+MOST = 69
 TOOL = {
     "type": "function",
     "function": {

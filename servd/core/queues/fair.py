@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
-from itertools import count
+from itertools import count, islice
 from operator import attrgetter
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from servd.messages import RequestOptions
 by_order = attrgetter("order")
 SLOT_COST = 2.0  # prompt tokens that a slot costs in each step
 MAX_IDLE_OWNERS = 1024  # whose counters are kept
+MAX_FLOOR_CLASSES = 8  # there may be as many as priorities
 MAX_OVERTAKING = 64  # short prompts that begin while a long one waits for slot or blocks
 
 Order = tuple[int, int, int]  # (lane, priority, arrival)
@@ -264,8 +265,9 @@ class WaitingQueue:
         return account.counter(self._step), share, was_served, next(self._pushes), account
 
     def _floor(self, lane: int) -> float:
-        """Where the counter of an owner that was idle begins."""
-        heads = [self._head_of(each) for each in self._classes if each[0] == lane]
+        """Where the counter of an owner that was idle begins: with those who are next."""
+        its_classes = (each for each in self._classes if each[0] == lane)
+        heads = map(self._head_of, islice(its_classes, MAX_FLOOR_CLASSES))
         accounts = [self._account(head) for head in heads]
         if not accounts and lane in self._latest:
             accounts = [self._latest[lane]]
