@@ -6,9 +6,10 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from servd.access import Key
 from servd.api.metrics import Metrics
@@ -22,6 +23,7 @@ from servd.errors import (
     Unavailable,
 )
 
+T = TypeVar("T")
 MEMORY = 60.0  # seconds of work after which what was served counts a third
 MAX_RETRY_AFTER = 120  # seconds
 BACKGROUND_SHARE = 2  # the background may fill one part in so many of the queue
@@ -254,16 +256,18 @@ def _whole(seconds: float) -> int:
     return min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER)
 
 
-@asynccontextmanager
-async def deadline(at: float | None) -> AsyncIterator[None]:
-    """Cut the block short at this time of the event loop; None: never.
+async def until(at: float | None, answer: Awaitable[T]) -> T:
+    """Await what is to be there at this time of the event loop; None: at any. It is done for every
+    delta of a stream, so without a deadline it is only that.
 
     Raises:
-        DeadlineExceeded: it was not over.
+        DeadlineExceeded: it was not.
     """
+    if at is None:
+        return await answer
     try:
         async with asyncio.timeout_at(at):
-            yield
+            return await answer
     except TimeoutError:
         raise DeadlineExceeded(
             "the deadline of the request passed before its answer was whole: ask for less, or "

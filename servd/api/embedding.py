@@ -9,7 +9,7 @@ from contextlib import aclosing
 import msgspec
 from starlette.requests import Request
 
-from servd.api.admission import deadline
+from servd.api.admission import until
 from servd.api.context import admit, context_of, offload, owned, start_timeline
 from servd.api.prompt import Prompt
 from servd.api.protocol.embeddings import EmbeddingUsage
@@ -81,8 +81,8 @@ async def embed(
         return Vectors(vectors, num_tokens)
 
     with admit(request, len(named)) as admitted:
-        async with deadline(request.state.deadline):
-            return await until_disconnect(compute(), request.receive)
+        answer = until_disconnect(compute(), request.receive)
+        return await until(request.state.deadline, answer)
 
 
 async def similarities(

@@ -258,13 +258,17 @@ class Metrics:
         self.waiting["capacity"].set(stats.num_waiting)
         self.waiting["deferred"].set(stats.num_deferred)
         self.gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
-        self.counters["vllm:prefix_cache_queries"].inc(stats.prefix_cache_queries)
-        self.counters["vllm:prefix_cache_hits"].inc(stats.prefix_cache_hits)
-        self.counters["vllm:num_preemptions"].inc(stats.num_preemptions)
         drafts = stats.drafts
-        self.counters["vllm:spec_decode_num_drafts"].inc(drafts.num_drafts)
-        self.counters["vllm:spec_decode_num_draft_tokens"].inc(drafts.num_draft_tokens)
-        self.counters["vllm:spec_decode_num_accepted_tokens"].inc(drafts.num_accepted_tokens)
+        for name, count in (
+            ("vllm:prefix_cache_queries", stats.prefix_cache_queries),
+            ("vllm:prefix_cache_hits", stats.prefix_cache_hits),
+            ("vllm:num_preemptions", stats.num_preemptions),
+            ("vllm:spec_decode_num_drafts", drafts.num_drafts),
+            ("vllm:spec_decode_num_draft_tokens", drafts.num_draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", drafts.num_accepted_tokens),
+        ):
+            if count:  # in most steps there is none, and the library takes its time
+                self.counters[name].inc(count)
         for position, count in enumerate(drafts.num_accepted_tokens_per_pos):
             self.accepted_by_position.labels(**self.labels, position=position).inc(count)
         for block in stats.evictions:

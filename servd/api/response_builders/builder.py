@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.admission import deadline
+from servd.api.admission import until
 from servd.api.context import admit, context_of, owned, start_timeline
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
@@ -116,12 +116,9 @@ class ResponseBuilder(ABC):
 
     async def outputs(self) -> AsyncGenerator[CompletionOutput, None]:
         """What is generated, to the deadline."""
+        deadline = self.request.state.deadline
         async with aclosing(self.generate()) as outputs:
-            while True:
-                async with deadline(self.request.state.deadline):
-                    output = await anext(outputs, None)
-                if output is None:
-                    return
+            while (output := await until(deadline, anext(outputs, None))) is not None:
                 yield output
 
     def generate(self) -> AsyncGenerator[CompletionOutput, None]:
@@ -160,10 +157,8 @@ class ResponseBuilder(ABC):
         for prompt in self.prompts:
             start_timeline(self.request, prompt.request_id)
         with admit(self.request, len(self.prompts), self.options.lane) as admitted:
-            async with deadline(self.request.state.deadline):
-                self.prepared = await self.async_llm.prepare(
-                    self.prompts, self.params, self.options
-                )
+            preparing = self.async_llm.prepare(self.prompts, self.params, self.options)
+            self.prepared = await until(self.request.state.deadline, preparing)
             admitted.add_tokens(self.num_prompt_tokens)
             expected = [one.expected for one in self.prepared for _ in range(self.n)]
             self.parsers = list(map(OutputParser, expected))

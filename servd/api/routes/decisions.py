@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.admission import deadline
+from servd.api.admission import until
 from servd.api.context import admit, context_of, json_response, owned, read_body, start_timeline
 from servd.api.decisions import OptionScorer, gather
 from servd.api.openapi import describes
@@ -54,8 +54,8 @@ async def create_decision(request: Request) -> Response:
     own = owned(request, RequestOptions(cache_salt=body.prompt_cache_key))
     scorer = OptionScorer(async_llm, request_id, own)
     with admit(request):
-        async with deadline(request.state.deadline):
-            answers = await until_disconnect(_answers(scorer, body), request.receive)
+        answering = until_disconnect(_answers(scorer, body), request.receive)
+        answers = await until(request.state.deadline, answering)
     usage = ResponseUsage(
         scorer.num_prompt_tokens,
         InputTokensDetails(scorer.num_cached_tokens),
