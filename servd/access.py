@@ -182,5 +182,9 @@ def _read_file(path: str) -> list[Key]:
         return msgspec.toml.decode(Path(path).read_bytes(), type=KeyFile).keys
     except OSError as error:
         raise ConfigError(f"--api-key-file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--api-key-file {path}: this is not UTF-8 text") from None
+    except RecursionError:
+        raise ConfigError(f"--api-key-file {path}: nested too deeply") from None
     except msgspec.DecodeError as error:  # names the field, and never shows its value
         raise ConfigError(f"--api-key-file {path}: {error}") from None

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 import msgspec
@@ -55,6 +56,7 @@ class Child:
             env={**os.environ, **(env or {})},
         )
         assert self.process.stdin is not None
+        self._posted: SimpleQueue[msgspec.Struct] | None = None
         if not self.send(start):
             log.error("%s ended before it could be started", name)
 
@@ -68,6 +70,18 @@ class Child:
         except BrokenPipeError:
             return False
         return True
+
+    def post(self, message: msgspec.Struct) -> None:
+        """Send a message from a thread: a child that is stopped may not read for ever."""
+        if self._posted is None:
+            posted = self._posted = SimpleQueue()
+
+            def send() -> None:
+                while self.send(posted.get()):
+                    pass
+
+            threading.Thread(target=send, name=f"post-{self.name}", daemon=True).start()
+        self._posted.put(message)
 
     def on_exit(self, callback: Callable[[Child], None]) -> None:
         """Call `callback(self)` from a thread as soon as the process has ended."""

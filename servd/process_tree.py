@@ -187,7 +187,7 @@ class ProcessTree:
         if self.incarnations is not None:
             self.incarnations.config = self.config
         for child in [*self.api_servers, *([self.engine] if self.engine else [])]:
-            child.send(self.config)
+            child.post(self.config)
         logger.info("SIGHUP: keys, their limits, certificates and log level were read again")
 
     def next_event(self) -> Child | signal.Signals:

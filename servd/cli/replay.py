@@ -53,11 +53,14 @@ def read_receipt(path: str) -> Receipt:
         if "\n: receipt " in text:
             text = text.rpartition("\n: receipt ")[2].partition("\n")[0]
         found: Any = msgspec.json.decode(text)
-        return msgspec.convert(found.get("receipt", found), Receipt)
+        receipt = msgspec.convert(found.get("receipt", found), Receipt)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (msgspec.MsgspecError, AttributeError) as error:
+    except (msgspec.MsgspecError, AttributeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: this is no receipt: {error}") from None
+    if any(len(prompt.token_ids) != prompt.params.n for prompt in receipt.prompts):
+        raise ConfigError(f"{path}: this is no receipt: a prompt has more or fewer choices than n")
+    return receipt
 
 
 def replay(llm: LLM, prompt: RepeatablePrompt, number: int) -> bool:

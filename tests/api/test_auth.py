@@ -248,6 +248,14 @@ def test_a_wrong_file_of_keys_is_refused_with_the_reason(tmp_path: Path, text: s
     assert "plain text" not in str(error.value)
 
 
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"keys=" + b"[" * 100_000])
+def test_a_file_of_keys_that_is_no_toml_at_all_ends_no_server(tmp_path: Path, data: bytes):
+    file = tmp_path / "keys.toml"
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match="keys.toml"):  # what a reload takes for "nothing changed"
+        read_keys(AccessConfig(api_key_file=str(file)))
+
+
 async def test_a_file_without_keys_lets_nobody_in(tmp_path: Path):
     (tmp_path / "keys.toml").write_text("")
     async with serve(api_key_file=str(tmp_path / "keys.toml")) as served:

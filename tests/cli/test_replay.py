@@ -110,8 +110,19 @@ def test_what_decides_the_tokens_is_in_the_hash_and_where_it_lies_is_not():
     assert configuration() != configuration(dtype="bfloat16")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"receipt": 1}'])
-def test_what_is_no_receipt_is_refused(text: str, tmp_path: Path):
-    (tmp_path / "x").write_text(text)
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{}", b'{"receipt": 1}', b"\xff\xfe", b"[" * 100_000]
+)
+def test_what_is_no_receipt_is_refused(text: bytes, tmp_path: Path):
+    (tmp_path / "x").write_bytes(text)
     with pytest.raises(ConfigError, match="no receipt"):
+        command.read_receipt(str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("num_choices", [0, 1, 3])
+def test_a_receipt_has_as_many_choices_as_were_asked_for(num_choices: int, tmp_path: Path):
+    prompt = RepeatablePrompt([1], SamplingParams(n=2), 0, [[1]] * num_choices)
+    receipt = Receipt({}, "", "", "cpu", "float32", "torch", [prompt])
+    (tmp_path / "x").write_bytes(msgspec.json.encode(receipt))
+    with pytest.raises(ConfigError, match="more or fewer choices"):
         command.read_receipt(str(tmp_path / "x"))
