@@ -220,7 +220,9 @@ async def test_bounds_are_those_that_hold(path, field, http):
             assert field.partition("_")[0] in refused.json()["error"]["message"]
         accepted = await http.post(path, json={**base, **beside, field: within})
         is_context_full = "maximum context length" in accepted.text
-        assert accepted.status_code == 200 or is_context_full, (field, within, accepted.text)
+        is_late = field == "timeout" and accepted.status_code == 504
+        is_valid = accepted.status_code == 200 or is_context_full or is_late
+        assert is_valid, (field, within, accepted.text)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/messages", "/v1/responses"])

@@ -321,11 +321,14 @@ def test_hang_up_has_keys_and_log_level_read_again(start, tmp_path: Path):
 
     write_key("old")
     options.write_text('log-level = "info"\n')
-    # A session of its own: with a terminal, its hang-up would end the server.
+    # A session of its own: with a terminal, its hang-up would end the server. Who runs the tests
+    # may ignore the signal (nohup), and children would, too.
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     server = start(
         "--executor", "fake", "--config", str(options), "--api-key-file", str(keys),
         "--api-server-count", "2", new_session=True,
     )  # fmt: skip
+    signal.signal(signal.SIGHUP, ignored)
     assert (status("old"), status("new")) == (200, 401)
     write_key("new")
     options.write_text('log-level = "error"\n')
