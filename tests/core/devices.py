@@ -77,6 +77,11 @@ class SlowExecutor(AuditedExecutor):
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
         return SlowOutput(self, super().sample_tokens(bitmask))
 
+    def shutdown(self) -> None:
+        for step in self.in_flight:  # nobody waits for them any more
+            step.wanted.set()
+        super().shutdown()
+
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         began, step = time.perf_counter(), self.launching.pop(scheduled.step)
         step.begun.set()

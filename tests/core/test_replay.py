@@ -43,24 +43,30 @@ def serve_on_mortal_engines(
         engine = make_engine(
             num_blocks, depth, max_num_seqs=4, max_num_batched_tokens=24, **options
         )
-        settle = with_grammars(engine)
-        for request_id in [each for each in open_requests if log.finished(each)]:
-            del open_requests[request_id]
-        for request in open_requests.values():
-            engine.handle(replayed(request, log))
-        for _ in range(lifetime):
-            for i, arrival in enumerate(arrivals):
-                if arrival.step == step:
-                    open_requests[str(i)] = arrival.request(str(i))
-                    engine.handle(open_requests[str(i)])
-                if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
-                    engine.handle(AbortRequests([str(i)]))
-                    open_requests.pop(str(i), None)
-            settle()
-            log.step(engine)
-            step += 1
-            if lifetime == 2000 and step > 50 and not engine.has_work:
-                return log
+        try:
+            settle = with_grammars(engine)
+            for request_id in [each for each in open_requests if log.finished(each)]:
+                del open_requests[request_id]
+            for request in open_requests.values():
+                engine.handle(replayed(request, log))
+            for _ in range(lifetime):
+                for i, arrival in enumerate(arrivals):
+                    if arrival.step == step:
+                        open_requests[str(i)] = arrival.request(str(i))
+                        engine.handle(open_requests[str(i)])
+                    if (
+                        arrival.abort_after is not None
+                        and arrival.step + arrival.abort_after == step
+                    ):
+                        engine.handle(AbortRequests([str(i)]))
+                        open_requests.pop(str(i), None)
+                settle()
+                log.step(engine)
+                step += 1
+                if lifetime == 2000 and step > 50 and not engine.has_work:
+                    return log
+        finally:
+            engine.executor.shutdown()
     raise AssertionError("work is left")
 
 
