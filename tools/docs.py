@@ -2,8 +2,8 @@
 compare.
 
 config.md from servd.config, modules.md from the first line of every module, the table of fields in
-http.md from the requests, processes.svg from the drawing in picture.py, docker/grafana/boards from
-the tables in boards.py.
+http.md from the requests, limits.md from the constants, processes.svg from the drawing in
+picture.py, docker/grafana/boards from the tables in boards.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from servd.api.protocol.generation import GenerationRequest
 from servd.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices
 from servd.params import SamplingParams
-from tools import boards, picture
+from tools import boards, limits, picture
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -211,6 +211,7 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "config.md": config_page(),
         DOCS / "http.md": http_page(),
+        DOCS / "limits.md": limits.page(),
         DOCS / "modules.md": f"{MODULES_HEAD}{tree()}\n",
         DOCS / "processes.svg": picture.draw(),
         **{ROOT / "docker/grafana/boards" / name: text for name, text in boards.boards().items()},
