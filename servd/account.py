@@ -41,7 +41,7 @@ CAUSES = {
     "queue_budget": "it waited while others' prompts used up --max-num-batched-tokens",
     "neighbour_prefill": "prompts of other requests were computed in the same steps",
     "preemption": "its KV-cache blocks were taken from it, and its tokens computed again",
-    "rejected_drafts": "drafted tokens were computed in vain",
+    "rejected_drafts": "drafted tokens were rejected",
     "stalled_worker": "a step took far longer than others of its size",
     "start_up": "the engine's first steps took longer than later ones",
     "slow_reader": "its client did not read what was there",

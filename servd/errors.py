@@ -11,7 +11,7 @@ ServdError
 │   ├── DeadlineExceeded         504: its own deadline passed
 │   └── Overloaded               429, with Retry-After
 │       ├── RateLimited          429: its API key has reached a limit
-│       └── Unavailable          503: the server loads or ends, for everybody
+│       └── Unavailable          503: the server is loading or shutting down
 ├── EngineError                  the server is at fault: 500
 │   └── EngineDead               503: the engine process is gone
 └── ConfigError                  a flag, a file or the machine: one line on stderr, exit code 2
@@ -91,16 +91,16 @@ class UnknownModel(NotFound):
 
 
 class DeadlineExceeded(RequestError):
-    """504: the deadline that the request came with passed before it was answered."""
+    """504: the request's own deadline passed before it was answered."""
 
     status = 504
     type = "timeout_error"
     default_code = "deadline_exceeded"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}  # OpenAI's SDKs would, by the status
+    headers: Mapping[str, str] = {"x-should-retry": "false"}  # by default OpenAI's SDKs retry
 
 
 class Overloaded(RequestError):
-    """429: too much waits for this one to be taken in. `retry_after` is in seconds."""
+    """429: the queue is too long to admit this one. `retry_after` is in seconds."""
 
     status = 429
     type = "overloaded_error"
@@ -120,7 +120,7 @@ class RateLimited(Overloaded):
 
 
 class Unavailable(Overloaded):
-    """503: nobody is served at this moment: the model loads, or the server ends."""
+    """503: no request is served right now: the model is loading, or the server is shutting down."""
 
     status = 503
 

@@ -1,7 +1,7 @@
 """Typed channels between processes: ZMQ sockets that carry msgspec messages. The only file that
 imports zmq.
 
-Every process binds one Inbox; whoever has something to tell it connects an Outbox. Addresses are
+Every process binds one Inbox; senders connect an Outbox to it. Addresses are
 `ipc://` files in a private folder (0700), or `tcp://` across hosts.
 """
 
@@ -42,10 +42,10 @@ def address(folder: Path | str, name: str) -> str:
 
 
 class UnreadableMessage(Exception):
-    """What came is not a message of the kind that the inbox receives.
+    """The data received is not a message of the kind that the inbox expects.
 
     Attributes:
-        data: what came.
+        data: as received.
     """
 
     def __init__(self, data: bytes, reason: str) -> None:
@@ -67,8 +67,7 @@ class Inbox(Generic[T]):
         self.socket.bind(at)
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """Wait for the next message, at most `timeout` seconds (None: for ever); None when time is
-        up.
+        """Wait for the next message, at most `timeout` seconds (None: for ever). None on time-out.
 
         Raises:
             UnreadableMessage: the next message is dropped; those after it can be received.
@@ -78,7 +77,7 @@ class Inbox(Generic[T]):
         return self._decode(self.socket.recv())
 
     def drain(self, most: int = 2**31) -> list[T]:
-        """The messages that are there now, up to so many, without waiting; none only if none are.
+        """At most `most` of the messages that have arrived, without waiting.
 
         Raises:
             UnreadableMessage: the next message is dropped; those before it were returned by the
@@ -155,5 +154,5 @@ class Outbox:
             raise ConnectionError("nobody receives any more") from None
 
     def close(self) -> None:
-        """Close after at most half a second for what is still queued."""
+        """Close; queued messages get at most half a second."""
         self.socket.close()

@@ -214,7 +214,7 @@ def listen_uds(path: str) -> socket.socket:
 
 
 def check_private(folder: str, flag: str) -> None:
-    """Check that nobody else can reach the sockets in a folder: who can drives the engine.
+    """Check that no other user can reach the sockets in a folder: whoever can controls the engine.
 
     Raises:
         ConfigError: it belongs to another user, or others may enter it.

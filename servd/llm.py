@@ -155,7 +155,7 @@ class LLM:
         try:
             for request_id, (prompt, special), p in zip(ids, prompts, each, strict=True):
                 self.engine.add_request(request_id, prompt, p, add_special_tokens=special)
-            hide = None if show else True  # None: where nobody looks at a terminal
+            hide = None if show else True  # None: hidden unless stderr is a terminal
             with tqdm(total=len(ids), desc="prompts", disable=hide, dynamic_ncols=True) as bar:
                 started, num_tokens = time.perf_counter(), 0
                 while self.engine.has_unfinished_requests():
@@ -197,7 +197,7 @@ class LLMEngine:
             port = SeparateProcess if separate_process else InProcess
             self.port: Port = port(config, spec, progress)
         self.processor.max_model_len = self.port.max_model_len
-        # Where nobody calls `close`, e.g. in a script, it is done at the end.
+        # Scripts rarely call `close`; then it runs at exit.
         self._close = weakref.finalize(self, _close, self.processor.grammars, self.port)
 
     def add_request(
@@ -210,7 +210,7 @@ class LLMEngine:
         """
         whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
         prepared = self.processor.process(whole, params)
-        # A choice has an id, too, which another request may have been given.
+        # Choices have ids of their own, which may be taken by another request.
         taken = map(self.output_processor.owner, prepared.request.choice_ids)
         if request_id in self.requests or any(taken):
             raise InvalidRequest(
@@ -236,7 +236,7 @@ class LLMEngine:
             EngineDead: the engine process is gone.
         """
         deltas, stopped = self.output_processor.process(self.port.receive())
-        if stopped:  # a stop string ended them, of which the engine knows nothing
+        if stopped:  # ended by a stop string, which only this side knows about
             self.port.send(AbortRequests(stopped))
         progressed: dict[str, RequestOutput] = {}
         for request_id, delta in deltas:
@@ -297,7 +297,7 @@ class InProcess:
         self.engine.handle(message)
 
     def receive(self) -> list[EngineCoreOutput]:
-        """Run one step, if need be after waiting for what is compiled."""
+        """Run one step, first waiting for a grammar to compile if that is all there is to do."""
         while not self.compiled.empty() or (
             not self.engine.has_work and self.engine.grammars.is_compiling
         ):

@@ -37,7 +37,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens or the context is full
-    REPETITION = "repetition"  # the output goes round in circles
+    REPETITION = "repetition"  # the output repeats itself
     ABORT = "abort"  # the client left or asked for it
     ERROR = "error"
 
@@ -62,10 +62,10 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
 
     priority: int = 0  # lower runs first, under --scheduling-policy priority
     cache_salt: str | None = None  # requests share cached blocks only with the same salt
-    # Keep only so many tokens of the prompt, the last ones; -1 for as many as fit. None to the
-    # engine, whose prompts are cut.
+    # Keep only the last tokens of the prompt, at most this many; -1: as many as fit. The engine
+    # gets None: its prompts are already cut.
     truncate_prompt_tokens: int | None = None
-    owner: str = ""  # whose request it is: owners share what is scarce
+    owner: str = ""  # whose request it is: owners share the engine
     weight: float = 1.0  # its owner's share, compared with others'
     lane: int = 0  # 1: in the background, with what lane 0 leaves
 
@@ -82,13 +82,13 @@ class EngineCoreRequest(Message, tag=True):
     options: RequestOptions = RequestOptions()
     block_hashes: list[bytes] = []  # of the prompt's full blocks; the engine fills it in
     marks: list[Mark] = []  # taken in the engine before it is queued
-    # Where it is replayed after the death of an engine: the output so far of each choice that goes
-    # on, by its index.
+    # Set when a request is replayed after an engine died: the output so far of each unfinished
+    # choice, by index.
     output_token_ids: dict[int, list[TokenId]] = {}
 
     @property
     def choice_ids(self) -> list[str]:
-        """The ids under which the outputs of the choices come."""
+        """Ids of the choices, as outputs carry them."""
         n = self.params.n if isinstance(self.params, SamplingParams) else 1
         return [self.request_id] if n == 1 else [f"{self.request_id}_{i}" for i in range(n)]
 
@@ -128,15 +128,15 @@ ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache
 
 
 class EngineStatus(Message, tag=True):
-    """Where start-up stands."""
+    """How far start-up has come."""
 
     phase: str  # e.g. "loading weights"
     progress: float = 0.0  # 0 to 1 within the phase
-    incarnation: int = 0  # the engine's; what an earlier one said is void
+    incarnation: int = 0  # of the engine; messages of an earlier one no longer count
 
 
 class WorkerReady(Message, tag=True):
-    """What a worker learned while it loaded, on which "auto" settings and the log depend."""
+    """What a worker found while loading; "auto" settings and the log depend on it."""
 
     device: str  # e.g. "cpu", "NVIDIA H200"
     dtype: str
@@ -196,7 +196,7 @@ class EngineCoreOutput(Message):
 
 
 class DraftStats(Message):
-    """What became of the drafts that the workers found, which may be fewer than were asked for."""
+    """How many of the workers' drafts were accepted; they may draft fewer than asked."""
 
     num_drafts: int = 0  # steps of a request with at least one
     num_draft_tokens: int = 0
@@ -214,7 +214,7 @@ class DraftStats(Message):
         self.num_accepted_tokens += num_accepted
 
     def add(self, other: DraftStats) -> None:
-        """Take in what was counted elsewhere."""
+        """Add another count."""
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
@@ -225,7 +225,7 @@ class DraftStats(Message):
 
 
 class BlockEviction(Message):
-    """A block lost what it held for the prefix cache; nanoseconds."""
+    """A cached block was evicted; times in nanoseconds."""
 
     lifetime_ns: int
     idle_ns: int  # since it was found in the prefix cache, or filled
@@ -244,7 +244,7 @@ class SchedulerStats(Message):
     num_scheduled_tokens: int = 0  # in this step
     step: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
-    num_deferred: int = 0  # requests that could not run yet whatever is free
+    num_deferred: int = 0  # requests that cannot run yet, e.g. while a grammar compiles
     evictions: list[BlockEviction] = []  # under --kv-cache-metrics
 
 
@@ -258,7 +258,7 @@ class EngineCoreOutputs(Message, tag=True):
 
 
 class EngineFailed(Message, tag=True):
-    """An engine's last words. Whether another one comes is for its parent to say."""
+    """The engine's last message. Its parent decides whether another one is started."""
 
     reason: str
     is_config_error: bool = False
@@ -340,7 +340,7 @@ class NewRequest(Message):
     block_ids: list[int]  # of the computed tokens
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int] = []
-    cache_salt: str | None = None  # what is known of it is for requests with the same one
+    cache_salt: str | None = None  # drafts are shared only among requests with the same one
 
 
 class ScheduledRequest(Message):

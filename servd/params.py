@@ -22,7 +22,7 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024  # tokens
 MAX_ALLOWED_TOKEN_IDS = 8192
-MAX_PATTERN_SIZE = 256  # the engine looks at so many tokens for each new one
+MAX_PATTERN_SIZE = 256  # tokens that the engine compares for each new one
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_BAD_WORD_TOKENS = 32
@@ -128,7 +128,7 @@ class SamplingParams(
     structured_output: StructuredOutput | None = None
     # None: none; k: every prompt token but the first, and the k most likely.
     prompt_logprobs: NumLogprobs | None = None
-    bad_words: Annotated[  # text that may not be written
+    bad_words: Annotated[  # text that may not be generated
         list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]],
         Meta(max_length=MAX_BAD_WORDS),
     ] = []
@@ -139,7 +139,7 @@ class SamplingParams(
     repetition_detection: RepetitionDetection | None = None
     speculative: bool = True  # tokens may be drafted ahead, where the engine does so
     thinking_token_budget: Count | None = None  # tokens of reasoning, after which it ends
-    # By which the engine follows the reasoning; the API room fills it in.
+    # How the engine tracks the reasoning; the API room fills it in.
     reasoning_tags: ReasoningTags | None = None
     # With logprobs: the log-probabilities of these, too.
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = []
@@ -163,7 +163,7 @@ class SamplingParams(
             bounds.verify(self.reasoning_tags, vocab_size, "thinking_token_budget")
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Those of one of the `n` choices: successive seeds, and one choice scores the prompt."""
+        """Parameters of one of `n` choices: seeds count up; only the first scores the prompt."""
         # The sum wraps as int64 does.
         seed = self.seed
         if seed is not None:

@@ -26,7 +26,7 @@ def names(package: str) -> list[str]:
 
 
 def check(option: str, package: str, name: str, *others: str) -> None:
-    """See that `load` would find the module `name`, or that it is one of `others`, without
+    """Check that `load` would find the module `name`, or that it is one of `others`, without
     importing it.
 
     Raises:

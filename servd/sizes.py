@@ -37,18 +37,18 @@ def format_bytes(number: int) -> str:
 
 
 class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What each rank takes of its device, in bytes."""
+    """What each rank needs of its device, in bytes."""
 
     weights: int
     draft_weights: int
     requests: int  # rows for max_num_seqs of them
-    forward: int  # an estimate of the most that a forward pass takes beside
+    forward: int  # estimate: the most that a forward pass takes in addition
     sampling: int  # the same of sampling
     kv_per_block: int
 
     @property
     def step(self) -> int:
-        """The most that a step takes beside."""
+        """The most that a step takes in addition."""
         return max(self.forward, self.sampling)
 
 

@@ -22,7 +22,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 MOST_DRAFTS, DEFAULT_DRAFTS = 64, 5
-# Part of the draft's name -> its method, the more special first.
+# Part of the draft's name -> its method, the most specific first.
 METHODS_BY_NAME = {
     "[ngram]": "ngram", "eagle3": "eagle3", "eagle-": "eagle", "medusa": "medusa",
     "dflash": "dflash", "dspark": "dspark",
@@ -102,7 +102,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [high] * self.num_speculative_tokens
 
     def with_heads(self, num_heads: int | None) -> SpeculativeConfig:
-        """Of a method whose draft has so many heads, if it says so: a chain of all of them unless
+        """The configuration for a draft that has this many heads: a chain of all of them unless
         another number of drafts is given.
         """
         if self.num_speculative_tokens:

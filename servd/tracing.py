@@ -1,4 +1,4 @@
-"""What is noted of time: a mark wherever a request crosses a border, and a record of every step.
+"""Where time goes: a mark at each border that a request crosses, and a record of every step.
 
 All times are CLOCK_MONOTONIC nanoseconds, one clock for every process of a host, so those of the
 API process, the engine and its workers can be compared and sorted.
@@ -29,7 +29,7 @@ STAGES = (
     "returned",  # the API process has the last token
     "detokenised",  # last text made
     "blocked",  # a write waits for the client
-    "resumed",  # it has read on
+    "resumed",  # it reads again
     "written",  # last byte handed to the socket
     "done",
 )
@@ -69,12 +69,12 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     prefills: dict[str, int] = {}  # engine ids with more than one token -> how many
 
 
-PATIENCE = 5  # a step is overdue after so many times what it should take, and some seconds
-FIRST_STEP = 120.0  # seconds that a step may take of which nothing is known
+PATIENCE = 5  # a step is overdue after this many times the expected time, plus some seconds
+FIRST_STEP = 120.0  # seconds that a step may take while there is no history
 
 
 class Pace(NamedTuple):
-    """How long steps have taken of late. Nanoseconds."""
+    """How long recent steps have taken. Nanoseconds."""
 
     longest: int = 0  # of all
     per_token: float = 0.0  # the slowest of those with prompts

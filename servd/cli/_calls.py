@@ -24,7 +24,7 @@ from servd.outputs import CompletionOutput
 
 PACKAGE = Path(servd.__file__).parent
 RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-SHORTEST = 0.002  # share of the whole; shorter calls that tell nothing are left out
+SHORTEST = 0.002  # share of the whole; shorter calls without a note are left out
 MOST_IDS = 12
 STYLE = """<style>
 :root { color-scheme: light dark } body { font: 14px ui-monospace, monospace; margin: 2em }

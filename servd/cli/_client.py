@@ -63,7 +63,7 @@ def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """A response of the server."""
 
     status: int
     request_id: str | None
@@ -137,7 +137,7 @@ class Client:
         return Answer(reply.status, reply.headers.get("x-request-id"), content)
 
     def is_healthy(self) -> bool:
-        """Whether the server answers and has its model."""
+        """Whether the server answers and its model is ready."""
         try:
             return self.send("GET", "/health").status == 200
         except (OSError, http.client.HTTPException):

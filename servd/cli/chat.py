@@ -60,7 +60,7 @@ class Conversation:
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self.system = system
         self.messages = [{"role": "system", "content": system}] if system else []
 

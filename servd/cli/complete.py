@@ -1,4 +1,4 @@
-"""Let a running server continue a text."""
+"""Continue a text with a running server."""
 
 from __future__ import annotations
 

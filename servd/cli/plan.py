@@ -93,7 +93,7 @@ class Report:
         self.for_kv_cache = plan.free - beside  # at most
 
     def fit(self, length: int) -> int:
-        """How many requests of so many tokens the KV cache holds."""
+        """How many requests of this many tokens the KV cache holds."""
         return self.plan.num_blocks // self._blocks(length)
 
     def _blocks(self, length: int) -> int:

@@ -12,7 +12,7 @@ class BlockTables:
     """One row of block ids per slot. Entries past the row's length are old or zero: any valid
     block.
 
-    The row after the last slot is nobody's: padding computes there (see `graph_runner`).
+    The row after the last slot belongs to no request: padding computes there (see `graph_runner`).
 
     Args:
         max_num_seqs: rows.
@@ -32,7 +32,7 @@ class BlockTables:
         self.pending: list[tuple[int, int, list[int]]] = []  # slot, first column, block ids
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def clear(self, slot: int) -> None:

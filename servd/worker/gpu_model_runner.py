@@ -29,7 +29,7 @@ class GPUModelRunner(ModelRunner):
     # ---- decode steps as graphs ----
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """One block more, which is nobody's: padding is written there."""
+        """One extra block that no request owns: padding is written there."""
         super().allocate_kv_cache(num_blocks + 1)
         self.states.block_tables.tables[self.states.null_slot] = num_blocks
         self.graphs = self.make_graphs()

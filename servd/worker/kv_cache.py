@@ -39,7 +39,7 @@ def blocks_per_request(config: Config) -> int:
 def count_blocks(
     config: Config, block_bytes: int, memory: int, weights_bytes: int, remedies: Sequence[str]
 ) -> int:
-    """Blocks to allocate in `memory` bytes: not more than all slots at full length can use.
+    """Blocks to allocate in `memory` bytes: no more than all slots at full length can use.
 
     Args:
         config: resolved.

@@ -1,4 +1,4 @@
-"""What a CUDA device's memory goes to, and what would leave more of it for the KV cache."""
+"""Where a CUDA device's memory goes, and what would leave more of it for the KV cache."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class MemoryUse:
     outside: int  # other processes, and the driver
     persistent: int  # weights, and what is kept for each request that may run
     per_request: int  # the part of `persistent` that goes with each of max_num_seqs
-    forward: int  # the most that a forward pass takes beside
-    sampling: int  # the most that sampling takes beside, in proportion to max_num_seqs
+    forward: int  # the most that a forward pass takes in addition
+    sampling: int  # the most that sampling takes in addition, in proportion to max_num_seqs
     graphs: int
     utilization: float
     max_num_seqs: int

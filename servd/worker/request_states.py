@@ -17,7 +17,8 @@ class RequestStates:
 
     Sampled tokens are written on the device, so the next step can be gathered before the host has
     seen them, or knows how many drafts were kept. Drafts stand behind the tokens of their row, -1
-    where fewer were found than asked for. The row after the last slot, `null_slot`, is nobody's.
+    where fewer were found than asked for. The row after the last slot, `null_slot`, belongs to no
+    request.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class WorkerProc:
         self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: no more
 
     def run(self) -> int:
-        """Obey until Shutdown, or until something fails; returns the exit code."""
+        """Handle messages until Shutdown or a failure; returns the exit code."""
         inbox: Inbox[messages.ToWorker] = Inbox(self.start.inbox, messages.ToWorker)
         sender = threading.Thread(target=self.send_answers, name="answers")
         sender.start()
@@ -60,7 +60,7 @@ class WorkerProc:
             inbox.close()
 
     def obey(self, message: messages.ToWorker) -> None:
-        """Do what one message asks; the answer, if any, follows when it is there."""
+        """Handle one message; its answer, if any, is sent when it is ready."""
         match message:
             case messages.SchedulerOutput():
                 self.worker.execute_model(message)

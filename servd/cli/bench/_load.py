@@ -72,7 +72,7 @@ async def run(
     async with aiohttp.ClientSession(
         headers=_headers(load.api_key), timeout=timeout, connector=connector
     ) as session:
-        hide = None if show_progress else True  # None: where nobody looks at a terminal
+        hide = None if show_progress else True  # None: hidden unless stderr is a terminal
         with tqdm(total=len(prompts), desc="requests", disable=hide, dynamic_ncols=True) as bar:
 
             async def one(prompt: Prompt) -> Record:

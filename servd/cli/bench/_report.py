@@ -98,7 +98,7 @@ def write_json(file: str, summary: Mapping[str, Any]) -> None:
 
 
 def new_figure() -> Any:
-    """What `plot` draws on; asked for before a measurement, which would be in vain without it.
+    """A figure for `plot`; made before the measurement, so that a missing package wastes none.
 
     Raises:
         ServdError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""How long one batch takes, again and again; the engine runs in this process."""
+"""Latency of one batch, repeated; the engine runs in this process."""
 
 from __future__ import annotations
 

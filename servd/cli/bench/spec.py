@@ -18,7 +18,7 @@ from servd.messages import DraftStats, EngineCoreOutputs
 from servd.params import SamplingParams
 from servd.speculative import read_keys, readers
 
-LEAST_SECONDS = 1.0  # of a run: in less, times vary more than drafts gain
+LEAST_SECONDS = 1.0  # per run: shorter ones vary by more than drafts gain
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +158,7 @@ def measure(
 
 
 def generate(llm: LLM, prompts: Sequence[_data.Prompt], batch: int) -> list[list[int]]:
-    """Greedy outputs of full length, for so many prompts at a time."""
+    """Greedy outputs of full length, in batches of this many prompts."""
     texts: list[list[int]] = []
     for at in range(0, len(prompts), batch):
         part = prompts[at : at + batch]
