@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from servd import plugins
 from servd.access import AccessConfig
+from servd.batch import BatchConfig
 from servd.errors import ConfigError
 from servd.sizes import parse_bytes
 from servd.speculative import SpeculativeConfig, gather
@@ -399,6 +400,7 @@ class Config(Section, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     server: ServerConfig = ServerConfig()
     access: AccessConfig = AccessConfig()
+    batches: BatchConfig = BatchConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
 
     @classmethod

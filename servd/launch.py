@@ -47,6 +47,8 @@ def serve(read_config: Callable[[], Config]) -> int:
     check_access(config.access)
     log.setup("servd", config.observability)
     raise_file_limit()
+    if (folder := config.batches.batch_dir) is not None:
+        open_batch_dir(folder)
     listener = None if config.server.headless else listen(config)
     try:
         config, spec, decided = find_and_resolve(config)
@@ -214,7 +216,7 @@ def listen_uds(path: str) -> socket.socket:
 
 
 def check_private(folder: str, flag: str) -> None:
-    """Check that no other user can reach the sockets in a folder: whoever can controls the engine.
+    """Check that no other user can reach what is in a folder: sockets there control the engine.
 
     Raises:
         ConfigError: it belongs to another user, or others may enter it.
@@ -224,6 +226,19 @@ def check_private(folder: str, flag: str) -> None:
         raise ConfigError(f"{flag} {folder}: this folder belongs to another user")
     if status.st_mode & 0o077:
         raise ConfigError(f"{flag} {folder}: other users may enter this folder; chmod 700 it")
+
+
+def open_batch_dir(folder: str) -> None:
+    """Make the folder of batches, unless it is there.
+
+    Raises:
+        ConfigError: that is not possible, or see `check_private`.
+    """
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--batch-dir {folder}: {error.strerror}") from None
+    check_private(folder, "--batch-dir")
 
 
 def check_engine(ipc_dir: str, identity: str) -> None:

@@ -196,9 +196,9 @@ def examples(language: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The demo model, served as the pages say."""
-    for server in shared("--device", "cpu"):
+    for server in shared("--device", "cpu", "--batch-dir", str(tmp_path_factory.mktemp("batches"))):
         yield server.url
 
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from servd import bounds, params
-from servd.api import chat_template, grammar_checker, http_protocol, middleware, response_store
+from servd import batch, bounds, params
+from servd.api import (
+    batch_runner,
+    batch_store,
+    chat_template,
+    grammar_checker,
+    http_protocol,
+    middleware,
+    response_store,
+)
 from servd.api.protocol import completions, decisions, validation
 from servd.api.response_builders import chunks
 from servd.api.routes import pooling
@@ -81,6 +89,20 @@ def tables() -> dict[str, list[Row]]:
                 "400",
             ),
             ("deadline, `timeout`", f"{bounds.MAX_TIMEOUT:,} s", "400"),
+        ],
+        "Files and batches": [
+            ("upload", size(batch_store.MAX_UPLOAD), "413"),
+            ("uploads of a key at the same time", f"{batch_store.MAX_UPLOADS}", "429"),
+            ("files and batches of a key", f"{batch_store.MAX_OBJECTS:,}", "400"),
+            ("their bytes, before an upload", size(batch_store.MAX_BYTES), "400"),
+            (
+                "age of files and batches",
+                f"{batch_store.RETENTION // 86400} days",
+                "they are removed",
+            ),
+            ("lines of a batch", f"{batch.MAX_LINES:,}", "the batch fails"),
+            ("a line", size(batch.MAX_LINE), "the batch fails"),
+            ("batches run at the same time", f"{batch_runner.MAX_BATCHES}", "the others wait"),
         ],
         "Work": [
             ("prompt plus output", "`--max-model-len` tokens", "400 `context_length_exceeded`"),

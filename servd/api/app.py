@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from fastapi import FastAPI
@@ -19,6 +20,8 @@ from servd.access import AccessConfig
 from servd.api import console
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
+from servd.api.batch_runner import BatchRunner
+from servd.api.batch_store import BatchStore
 from servd.api.context import Context
 from servd.api.middleware import RequestContext
 from servd.api.protocol.errors import error_reply
@@ -65,6 +68,13 @@ def create_app(
     for router in load_routers():
         app.include_router(router)
         app.state.routes += router.routes
+    batches = None
+    if config.batches.batch_dir is not None:
+        scheduler = config.scheduler
+        # Less than the background may have of the queue.
+        most = min(scheduler.max_num_seqs or 64, max(scheduler.max_waiting_requests // 4, 1))
+        store = BatchStore(Path(config.batches.batch_dir))
+        batches = BatchRunner(store, app, keys, async_llm.admission, most)
     app.state.context = Context(
         config=config,
         async_llm=async_llm,
@@ -74,6 +84,7 @@ def create_app(
         reasons=reasons,
         keys=keys,
         responses=ResponseStores(config.server.max_stored_responses, keys),
+        batches=batches,
     )
     return app
 

@@ -21,6 +21,8 @@ SCOPE_OF_PATH: dict[str, Scope] = {
 }
 # Whose request it is where no key is needed.
 ANYONE = Key(name="", sha256="", scopes=SCOPES)
+# Key of an ASGI scope that this process made: the API key for which it asks, in the background.
+ON_BEHALF_OF = "servd.on_behalf_of"
 
 
 class Keys:
@@ -46,6 +48,11 @@ class Keys:
     def are_several(self) -> bool:
         """Whether clients have to be kept apart."""
         return len(self.known) > 1
+
+    def named(self, owner: str) -> Key | None:
+        """The key with this name, unless it is gone or has expired."""
+        known = self.known if self.are_needed else [ANYONE]
+        return next((key for key in known if key.name == owner and not key.has_expired), None)
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Key:
         """The key that a request carries.
@@ -88,12 +95,15 @@ class ApiKeyAuth:
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         """ASGI entry."""
         if scope["type"] == "http" and scope["path"] not in self.open_paths:
-            key = self.keys.find(scope["headers"])
+            own = scope.get(ON_BEHALF_OF)
+            key = own or self.keys.find(scope["headers"])
             needed = SCOPE_OF_PATH.get(scope["path"], "inference")
             if needed not in key.scopes:
                 raise Forbidden(
                     f"this route needs the scope {needed}, and the API key {key.name} has: "
                     f"{', '.join(sorted(key.scopes)) or 'none'}"
                 )
-            scope["state"].update(key=key, owner=key.name, client=key.name)
+            # What it asks for in the background takes turns with others' alone.
+            client = f"{key.name}/background" if own else key.name
+            scope["state"].update(key=key, owner=key.name, client=client)
         await self.app(scope, receive, send)

@@ -17,12 +17,14 @@ from starlette.responses import Response
 from servd.api.admission import Admitted
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import Keys
+from servd.api.batch_runner import BatchRunner
+from servd.api.batch_store import Shelf
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, parse
 from servd.api.response_store import ResponseStores
 from servd.bounds import MAX_TIMEOUT
 from servd.config import Config
-from servd.errors import Forbidden, InvalidRequest, UnknownModel
+from servd.errors import Forbidden, InvalidRequest, NotFound, UnknownModel
 from servd.messages import RequestOptions
 from servd.tracing import Mark, now_ns
 
@@ -42,6 +44,7 @@ class Context(msgspec.Struct, frozen=True):
     reasons: Mapping[str, str]  # why options that were left to servd have their value
     keys: Keys
     responses: ResponseStores
+    batches: BatchRunner | None  # without --batch-dir
 
     @property
     def model_names(self) -> list[str]:
@@ -74,6 +77,18 @@ def context_of(request: Request) -> Context:
     return request.app.state.context
 
 
+def shelf_of(request: Request) -> Shelf:
+    """The files and batches of the request's owner.
+
+    Raises:
+        NotFound: this server keeps none.
+    """
+    batches = context_of(request).batches
+    if batches is None:
+        raise NotFound("this server keeps no files and batches: start it with --batch-dir")
+    return batches.store.of(request.state.owner)
+
+
 def owned(request: Request, options: RequestOptions) -> RequestOptions:
     """`options` of the request's owner. API keys share no cached prompts: `usage` and the time to
     the first token would tell one key what another has sent.
@@ -94,7 +109,13 @@ def owned(request: Request, options: RequestOptions) -> RequestOptions:
             param="priority",
             code="priority_not_allowed",
         )
-    return msgspec.structs.replace(options, owner=owner, weight=key.weight, cache_salt=salt)
+    return msgspec.structs.replace(
+        options,
+        owner=owner,
+        weight=key.weight,
+        cache_salt=salt,
+        lane=max(options.lane, request.state.lane),
+    )
 
 
 @contextmanager
@@ -105,7 +126,7 @@ def admit(request: Request, num_prompts: int = 1, lane: int = 0) -> Iterator[Adm
     state, timeout = request.state, math.inf
     if state.deadline is not None:
         timeout = max(state.deadline - asyncio.get_running_loop().time(), 0)
-    async_llm = context_of(request).async_llm
+    async_llm, lane = context_of(request).async_llm, max(lane, state.lane)
     with async_llm.admit(num_prompts, state.key, state.client, lane, timeout) as admitted:
         state.headers = admitted.headers
         yield admitted

@@ -18,7 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from servd.api.auth import ANYONE, OPEN_PATHS
+from servd.api.auth import ANYONE, ON_BEHALF_OF, OPEN_PATHS
+from servd.api.batch_store import MAX_UPLOAD
 from servd.api.explanation import server_timing
 from servd.api.metrics import Metrics
 from servd.api.protocol.errors import ErrorReply, error_reply
@@ -57,7 +58,8 @@ class RequestContext:
     since clients may choose the same; `traced`, the ids under which the tracer knows what this
     request started; `key`, by which it came; `owner`, its name; `client`, who takes turns with
     others: an owner or, where no key is needed, an address; `span`, of OpenTelemetry, or None;
-    `deadline`, on the loop's clock, or None; `headers`, of the answer.
+    `deadline`, on the loop's clock, or None; `headers`, of the answer; `lane`, the least that it
+    runs in.
 
     Args:
         app: what is surrounded.
@@ -82,18 +84,19 @@ class RequestContext:
         state = self._begin(scope, headers)
         length = headers.get("content-length", "")
         announced = int(length) if length.isdecimal() else 0
+        most = MAX_BODY if scope["path"] != "/v1/files" else MAX_UPLOAD
         num_received, status, written = 0, 0, False
         blocked: deque[Mark] = deque(maxlen=MAX_BLOCKED)
         begin = time.perf_counter()
 
         async def receive_some() -> Message:
             nonlocal num_received
-            if announced <= MAX_BODY:
+            if announced <= most:
                 message = await receive()
                 num_received += len(message.get("body", b""))
-                if num_received <= MAX_BODY:
+                if num_received <= most:
                     return message
-            raise HTTPException(413, f"the body may have at most {MAX_BODY} bytes")
+            raise HTTPException(413, f"the body may have at most {most} bytes")
 
         async def send_on(message: Message) -> None:
             nonlocal status, written
@@ -137,7 +140,7 @@ class RequestContext:
         state = scope.setdefault("state", {})
         state.update(
             request_id=request_id, unique_id=unique_id, traced=[], key=ANYONE, owner=ANYONE.name,
-            client=address, span=span, deadline=None, headers={},
+            client=address, span=span, deadline=None, headers={}, lane=int(ON_BEHALF_OF in scope),
         )  # fmt: skip
         return state
 

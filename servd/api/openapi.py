@@ -70,6 +70,7 @@ ERRORS = {
     404: "There is no such model or object here.",
     408: "The rest of the body did not come in time.",
     413: f"The body has more than {MAX_BODY} bytes.",
+    429: "There is too much of it now; `Retry-After` tells when to try again.",
     500: "The server failed; its log has the details under the id of the request.",
     503: "The model is loading, too many requests are waiting, or the engine is gone.",
     529: "The model is loading, or too many requests are waiting.",
@@ -86,6 +87,8 @@ class Operation(msgspec.Struct, frozen=True):
 
     answers: tuple[Any, ...]
     body: Any
+    form: Schema | None
+    errors: tuple[int, ...]
     events: tuple[Any, ...]
     media_types: tuple[str, ...]
     query: dict[str, Schema]
@@ -95,6 +98,8 @@ class Operation(msgspec.Struct, frozen=True):
 def describes(
     *answers: Any,
     body: Any = None,
+    form: Schema | None = None,
+    errors: tuple[int, ...] = (),
     events: tuple[Any, ...] = (),
     media_types: tuple[str, ...] = ("application/json",),
     query: dict[str, Schema] | None = None,
@@ -105,6 +110,8 @@ def describes(
     Args:
         answers: msgspec types, one of which a 200 has; none if the route always refuses.
         body: the `RequestBody` that it reads, or a union of them.
+        form: JSON schema of the multipart form that it reads.
+        errors: statuses of errors beside those that path, query and body bring.
         events: msgspec types of the documents in a stream, if the client may ask for one.
         media_types: those of a 200; the client chooses.
         query: parameter name -> JSON schema.
@@ -113,7 +120,7 @@ def describes(
 
     def declare(endpoint: Endpoint) -> Endpoint:
         endpoint.operation = Operation(  # type: ignore[attr-defined]
-            answers, body, events, media_types, query or {}, statuses or {}
+            answers, body, form, errors, events, media_types, query or {}, statuses or {}
         )
         return endpoint
 
@@ -236,6 +243,9 @@ def _operation(
         described["parameters"] = parameters
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": _json(schemas.of(operation.body))}
+    elif operation.form is not None:
+        content = {"multipart/form-data": {"schema": operation.form}}
+        described["requestBody"] = {"required": True, "content": content}
     described["responses"] = dict(_responses(route, operation, schemas, needs_key))
     if needs_key and route.path not in OPEN_PATHS:
         described["security"] = [{name: []} for name in SECURITY_SCHEMES]
@@ -267,17 +277,20 @@ def _responses(
     is_anthropic = route.path.startswith(ANTHROPIC_ROUTES)
     error = schemas.of(AnthropicErrorBody if is_anthropic else ErrorBody)
     for status in _errors(route, operation, needs_key):
-        names = ["X-Request-Id", *(["Retry-After"] if status in (503, 529) else ())]
+        names = ["X-Request-Id", *(["Retry-After"] if status in (429, 503, 529) else ())]
         yield str(status), _response(ERRORS[status], _json(error), names)
 
 
 def _errors(route: APIRoute, operation: Operation, needs_key: bool) -> list[int]:
     """Statuses of the errors that the route can answer with."""
     statuses = {401, 403} if needs_key and route.path not in OPEN_PATHS else set()
+    statuses |= {*operation.errors}
     if "{" in route.path:
         statuses |= {404}
     if operation.query:
         statuses |= {400}
+    if operation.form is not None:
+        statuses |= {400, 408, 413}
     if operation.body is not None:
         statuses |= {400, 404, 408, 413, 500, 503}
         if route.path.startswith(ANTHROPIC_ROUTES):

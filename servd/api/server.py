@@ -125,6 +125,8 @@ class Server(uvicorn.Server):
         if (end := self.async_llm.admission.drained_at) is None:
             return False
         num_open = len(self.server_state.tasks | self.background_tasks())
+        if self.context.batches is not None:
+            num_open += self.context.batches.num_open
         left = end - time.monotonic()
         if left <= 0 or not num_open:
             return True
@@ -210,6 +212,8 @@ async def serve(start: Start) -> int:
     )
     async_llm.start()
     app = create_app(config, async_llm, reasons=start.reasons)
+    batches = app.state.context.batches
+    batching = asyncio.create_task(batches.run()) if batches else None
     connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
     options = settings(
         app,
@@ -222,6 +226,9 @@ async def serve(start: Start) -> int:
     options.ssl = tls_context(config.access)
     server = Server(options, async_llm, start, app.state.context)
     await server.serve(sockets=[listener])
+    if batching is not None:
+        batching.cancel()
+        await asyncio.wait([batching])
     async_llm.close()
     client.close()
     if spans is not None:

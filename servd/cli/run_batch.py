@@ -6,32 +6,25 @@ import argparse
 import http.client
 import json
 import math
-import os
 import signal
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
-from servd import ipc
+from servd import batch, ipc
+from servd.batch import Problem, Response, Result
 from servd.cli import _options, _server
 from servd.cli._client import Client
 from servd.errors import ConfigError
 
-ROUTES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
-)
+TIERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 Connect = Callable[[], Client]
 
 
@@ -65,14 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: the server does not start, or a file cannot be read or written.
     """
     options = _options.load_options(arguments)
+    tier = "flex" if arguments.url is not None else None  # a server of its own has nobody else
     # Before a server is started in vain.
-    batch = Batch(Path(arguments.source), Path(arguments.results))
+    work = Batch(Path(arguments.source), Path(arguments.results), tier)
     if arguments.url is not None:
         connect = partial(Client, arguments.url, key_of(options))
-        num_failed = batch.run(connect, arguments.concurrency)
+        num_failed = work.run(connect, arguments.concurrency)
     else:
         with own_server(options) as connect:
-            num_failed = batch.run(connect, arguments.concurrency)
+            num_failed = work.run(connect, arguments.concurrency)
     if num_failed:
         print(f"servd: {num_failed} requests failed; {arguments.results} says why", file=sys.stderr)
     return int(num_failed > 0)
@@ -86,23 +80,27 @@ class Batch:
         source: batch file, one request per line.
         results: gets one line per request; lines that are there and tell of no server failure are
             kept.
+        tier: the `service_tier` of requests that name none, where their route knows one.
 
     Raises:
         ConfigError: a file cannot be read or written, or two lines have the same custom_id.
     """
 
-    def __init__(self, source: Path, results: Path) -> None:
+    def __init__(self, source: Path, results: Path, tier: str | None = None) -> None:
         self.num_failed = 0
+        self.tier = tier
         self.problem: OSError | None = None  # with the output file
         try:
-            lines = source.read_text(encoding="utf8").split("\n")
-            self.lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-            refuse_duplicates(self.lines)
-            self.done = keep_finished(results)
-            self.output = results.open("a", encoding="utf8")
-        except (OSError, UnicodeDecodeError) as error:
+            problems = list(batch.inspect(source))
+            # Answers are told apart by their custom_id alone; other bad lines fail alone.
+            for problem in filter(None, problems):
+                if problem.code == "duplicate_custom_id":
+                    raise ConfigError(f"run-batch: {problem.message}")
+            self.results = batch.Results(results)
+        except OSError as error:
             raise ConfigError(f"run-batch: {error}") from None
-        self.waiting = iter(self.lines)
+        self.num_lines = len(problems)
+        self.waiting = batch.lines_of(source)
         self.lock = threading.Lock()
 
     def run(self, connect: Connect, concurrency: int) -> int:
@@ -112,11 +110,11 @@ class Batch:
             ConfigError: the output file cannot be written any further.
         """
         self.bar = tqdm(
-            total=len(self.lines), desc="requests", unit="req", dynamic_ncols=True, disable=None
+            total=self.num_lines, desc="requests", unit="req", dynamic_ncols=True, disable=None
         )
         threads = [
             threading.Thread(target=self.work, args=[connect()], daemon=True)
-            for _ in range(min(concurrency, len(self.lines)))
+            for _ in range(min(concurrency, self.num_lines))
         ]
         try:
             for thread in threads:
@@ -128,124 +126,51 @@ class Batch:
         self.bar.close()
         if self.problem is not None:
             raise ConfigError(
-                f"run-batch: {self.output.name}: {self.problem.strerror}; run again to go on"
+                f"run-batch: {self.results.path}: {self.problem.strerror}; run again to go on"
             )
-        self.output.close()
+        self.results.file.close()
         return self.num_failed
 
     def work(self, client: Client) -> None:
         """Take lines until there are none."""
         while True:
             with self.lock:
-                number, line = next(self.waiting, (0, ""))
+                number, text = next(self.waiting, (0, b""))
             if not number:
                 return client.connection.close()
-            result = self.answer(client, number, line)
+            result = self.answer(client, number, text)
             with self.lock:
                 try:
                     if result is not None:
-                        self.output.write(json.dumps(result, ensure_ascii=False) + "\n")
-                        self.output.flush()
+                        self.num_failed += result.status != 200
+                        self.results.add(result)
                 except OSError as problem:
                     self.problem, self.waiting = problem, iter(())
                     return
                 self.bar.update()
 
-    def answer(self, client: Client, number: int, line: str) -> dict[str, Any] | None:
+    def answer(self, client: Client, number: int, text: bytes) -> Result | None:
         """The output line of an input line; None if it is done already."""
-        custom_id: Any = f"line {number}"
-        answer, error = None, None
+        result = Result(f"line {number}")
         try:
-            request = json.loads(line)
-            custom_id = request["custom_id"]
-            if custom_id in self.done:
-                self.count(self.done[custom_id])
+            line = batch.read_line(text)
+            result.custom_id = line.custom_id
+            if (status := self.results.statuses.get(line.custom_id)) is not None:
+                with self.lock:
+                    self.num_failed += status != 200
                 return None
-            check(request)
-            answer = client.ask("POST", request["url"], request["body"])
-        except (ValueError, KeyError, TypeError) as problem:
-            error = {"code": "invalid_request", "message": f"line {number}: {describe(problem)}"}
+            batch.check(line)
+            body = msgspec.json.decode(line.body)
+            if self.tier and line.url in TIERED:
+                body.setdefault("service_tier", self.tier)
+            answer = client.ask("POST", line.url, body)
+            encoded = msgspec.Raw(msgspec.json.encode(answer.body))
+            result.response = Response(answer.status, answer.request_id, encoded)
+        except ValueError as problem:
+            result.error = Problem("invalid_request", f"line {number}: {problem}")
         except (OSError, http.client.HTTPException) as problem:
-            error = {"code": "connection", "message": f"{type(problem).__name__}: {problem}"}
-        self.count(answer and answer.status)
-        response = answer and {
-            "status_code": answer.status,
-            "request_id": answer.request_id,
-            "body": answer.body,
-        }
-        return {
-            "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": custom_id,
-            "response": response,
-            "error": error,
-        }
-
-    def count(self, status: int | None) -> None:
-        """Count a failure, of this run or of the run whose answer is kept."""
-        with self.lock:
-            self.num_failed += status != 200
-
-
-def refuse_duplicates(lines: list[tuple[int, str]]) -> None:
-    """Answers are told apart by their custom_id alone.
-
-    Raises:
-        ConfigError: names the first two lines with the same one.
-    """
-    first: dict[Any, int] = {}
-    for number, line in lines:
-        try:
-            custom_id = json.loads(line)["custom_id"]
-            other = first.setdefault(custom_id, number)
-        except (ValueError, KeyError, TypeError):
-            continue  # answered with an error of its own
-        if other != number:
-            raise ConfigError(
-                f"run-batch: lines {other} and {number} have the same custom_id {custom_id!r}"
-            )
-
-
-def check(request: dict[str, Any]) -> None:
-    """Refuse what cannot be part of a batch.
-
-    Raises:
-        ValueError: with the reason.
-    """
-    if request.get("method", "POST") != "POST" or request["url"] not in ROUTES:
-        raise ValueError(f"method must be POST and url one of {', '.join(ROUTES)}")
-    if not isinstance(request["body"], dict):
-        raise ValueError("body must be a JSON object")
-    if request["body"].get("stream"):
-        raise ValueError("a batch cannot be streamed: leave out `stream`")
-
-
-def describe(problem: Exception) -> str:
-    """One line for a broken input line."""
-    if isinstance(problem, KeyError):
-        return f"{problem.args[0]!r} is missing"
-    if isinstance(problem, json.JSONDecodeError):
-        return f"not valid JSON: {problem}"
-    return "must be a JSON object" if isinstance(problem, TypeError) else str(problem)
-
-
-def keep_finished(results: Path) -> dict[Any, int]:
-    """Drop what has to be done again from an earlier output; the others' status by custom_id."""
-    if not results.exists():
-        return {}
-    lines: dict[Any, str] = {}
-    statuses: dict[Any, int] = {}
-    for line in results.read_text(encoding="utf8").split("\n"):
-        try:
-            entry = json.loads(line)
-            status = entry["response"]["status_code"]
-            if status < 500:
-                lines[entry["custom_id"]], statuses[entry["custom_id"]] = line, status
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off in the middle, or without an answer
-    temporary = results.with_name(f"{results.name}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in lines.values()), encoding="utf8")
-    os.replace(temporary, results)
-    return statuses
+            result.error = Problem("connection", f"{type(problem).__name__}: {problem}")
+        return result
 
 
 @contextmanager

@@ -81,13 +81,14 @@ def content(path: str, status: int, method: str = "post") -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory) -> Iterator[str]:
     """A server on a socket, in a thread of its own."""
     address: Future[str] = Future()
     end = threading.Event()
 
     async def run() -> None:
-        async with serve(listen=True, max_model_len=256) as server:
+        folder = str(tmp_path_factory.mktemp("batches"))
+        async with serve(listen=True, max_model_len=256, batch_dir=folder) as server:
             address.set_result(server.url)
             await asyncio.to_thread(end.wait)
 
@@ -102,6 +103,28 @@ def stored_response(url: str) -> str:
     """The id of a new response that can be read, cancelled and deleted."""
     body = {"input": "hi", "background": True}
     return httpx.post(f"{url}/v1/responses", json=body).json()["id"]
+
+
+def uploaded_file(url: str) -> str:
+    """The id of a file that a batch can answer."""
+    file = {"file": ("a.jsonl", b"{}")}
+    return httpx.post(f"{url}/v1/files", files=file, data={"purpose": "batch"}).json()["id"]
+
+
+def created_batch(url: str) -> str:
+    """The id of a batch that nobody runs."""
+    body = {"input_file_id": uploaded_file(url), "endpoint": "/v1/completions"}
+    body["completion_window"] = "24h"
+    return httpx.post(f"{url}/v1/batches", json=body).json()["id"]
+
+
+KNOWN = {
+    "name": lambda url: "fake",
+    "file": lambda url: "app.js",
+    "response_id": stored_response,
+    "file_id": uploaded_file,
+    "batch_id": created_batch,
+}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -122,11 +145,11 @@ def test_generated_requests_are_answered_as_described(name, url):
                 kept = data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
                 case.body = base | {name: case.body[name] for name in kept}
             case.body["model"] = "fake"  # there are few others that exist
+            if "input_file_id" in case.body and data.draw(st.booleans()):
+                case.body["input_file_id"] = uploaded_file(url)
         for parameter in case.path_parameters:
             if data.draw(st.booleans()):
-                known = {"name": "fake", "file": "app.js"}
-                there_is = known.get(parameter) or stored_response(url)
-                case.path_parameters[parameter] = there_is
+                case.path_parameters[parameter] = KNOWN.get(parameter, stored_response)(url)
         response = case.call(base_url=url)
         case.validate_response(response, checks=CHECKED)
         answered.append(response.status_code)

@@ -20,6 +20,7 @@ from servd.api.context import (
 )
 from servd.api.event_log import EventLog
 from servd.api.openapi import describes
+from servd.api.paging import number, page, query
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.events import ResponseEvent
@@ -123,40 +124,18 @@ async def get_response(request: Request, response_id: str) -> HTTPResponse:
             "only a response with `background`: true can be streamed again: leave out `stream`",
             param="stream",
         )
-    return _stream(request, stored.log, 1 + _number(request, "starting_after", -1, 2**31), {})
+    return _stream(request, stored.log, 1 + number(request, "starting_after", -1, 2**31), {})
 
 
 @router.get("/v1/responses/{response_id}/input_items")
-@describes(
-    InputItems,
-    query={
-        "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
-        "order": {"enum": ["asc", "desc"], "default": "desc"},
-        "after": {"type": "string"},
-    },
-)
+@describes(InputItems, query=query())
 async def list_input_items(request: Request, response_id: str) -> HTTPResponse:
     """What a stored response answers: the items of all turns before it, and its own input."""
     stored = _stored(request, response_id)
-    limit = _number(request, "limit", 20, 100, least=1)
     items = listed(response_id, stored.items)
-    match request.query_params.get("order", "desc"):
-        case "desc":
-            items.reverse()
-        case "asc":
-            pass
-        case order:
-            raise InvalidRequest(f"`order` must be asc or desc, got {order[:32]!r}", param="order")
-    if after := request.query_params.get("after"):
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise InvalidRequest(
-                f"`after`: the response has no input item {after[:200]!r}", param="after"
-            )
-        items = items[places[0] + 1 :]
-    shown = items[:limit]
+    shown, has_more = page(request, items, lambda item: item["id"])
     first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return json_response(InputItems(shown, first, last, len(items) > limit))
+    return json_response(InputItems(shown, first, last, has_more))
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -191,18 +170,6 @@ def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, s
         headers=headers,
         end=b"",  # the last event says that it is the last
     )
-
-
-def _number(request: Request, name: str, default: int, most: int, least: int = 0) -> int:
-    """A whole number of the query."""
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
-        raise InvalidRequest(
-            f"`{name}` must be a number from {least} to {most}, got {text[:32]!r}", param=name
-        )
-    return int(text)
 
 
 def _store(request: Request) -> ResponseStore:

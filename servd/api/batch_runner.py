@@ -1,0 +1,290 @@
+"""BatchRunner: answers the lines of batches in the background, as the routes would.
+
+A batch is run by one API server, which has its lock. If that ends, in whatever way, another one or
+the next one takes over: lines that were answered stay so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from servd.access import Key
+from servd.api.admission import MAX_RETRY_AFTER, Admission
+from servd.api.auth import ON_BEHALF_OF, Keys
+from servd.api.batch_store import BatchStore, OpenBatch, Shelf, describe_file
+from servd.api.protocol.batches import Batch, FileObject, Problems
+from servd.batch import (
+    MAX_LINES,
+    CustomId,
+    Line,
+    Problem,
+    Response,
+    Result,
+    Results,
+    check,
+    inspect,
+    lines_of,
+    read_line,
+    results_of,
+)
+from servd.errors import NotFound
+
+log = logging.getLogger("servd.batches")
+
+POLL = 1.0  # seconds between two looks for batches, and at their state
+MAX_BATCHES = 16  # that one process runs at a time; the others wait
+MAX_PROBLEMS = 100  # of a batch file that are told
+CLEAN_UP_INTERVAL = 3600.0  # seconds
+PAUSE = 60.0  # seconds after a failure of the server's own
+
+
+class BatchRunner:
+    """Runs the batches of a folder in one API server.
+
+    Args:
+        store: shared with other servers.
+        app: answers the lines.
+        keys: whose owners' batches are run.
+        admission: of this server, which tells when it ends.
+        concurrency: lines that are answered at the same time.
+    """
+
+    def __init__(
+        self, store: BatchStore, app: ASGIApp, keys: Keys, admission: Admission, concurrency: int
+    ) -> None:
+        self.store = store
+        self.app = app
+        self.keys = keys
+        self.admission = admission
+        self.concurrency = concurrency
+        self.num_open = 0  # lines that are being answered
+        self._batches: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(concurrency)
+
+    async def run(self) -> None:
+        """Take over what nobody runs, until the server drains. Cancelled, it leaves everything to
+        the next server.
+        """
+        next_clean_up = 0.0
+        try:
+            while not self.is_draining:
+                if time.monotonic() >= next_clean_up:
+                    await asyncio.to_thread(self.store.remove_old)
+                    next_clean_up = time.monotonic() + CLEAN_UP_INTERVAL
+                for one in self.store.take(MAX_BATCHES - len(self._batches)):
+                    task = asyncio.create_task(self._keep_running(one))
+                    self._batches.add(task)
+                    task.add_done_callback(self._batches.discard)
+                await asyncio.sleep(POLL)
+            await asyncio.gather(*self._batches)
+        finally:
+            for task in self._batches:
+                task.cancel()
+            await asyncio.gather(*self._batches, return_exceptions=True)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no more lines are begun here."""
+        return self.admission.drained_at is not None
+
+    async def _keep_running(self, one: OpenBatch) -> None:
+        with one.lock:
+            try:
+                await self._run(one, self.store.of(one.owner))
+            except Exception:  # such as a full disk
+                log.exception("%s: could not go on; tried again later", one.marker.name)
+                await asyncio.sleep(PAUSE)
+
+    async def _run(self, one: OpenBatch, shelf: Shelf) -> None:
+        try:
+            batch = shelf.load(one.marker.name, Batch)
+        except NotFound:  # too old
+            return one.end()
+        try:
+            source = shelf.content(shelf.load(batch.input_file_id, FileObject))
+        except NotFound:
+            self._fail(batch, [Problem("input_file_gone", "the input file was deleted")])
+        else:
+            if not batch.in_progress_at and not batch.is_over:
+                num_lines, problems = await asyncio.to_thread(_validate, source, batch.endpoint)
+                batch.request_counts.total = num_lines
+                batch.status, batch.in_progress_at = "in_progress", int(time.time())
+                if problems:
+                    self._fail(batch, problems)
+                shelf.save(batch)
+            if not batch.is_over and not await self._answer_all(one, shelf, batch, source):
+                return  # the next server goes on
+        shelf.save(batch)
+        one.end()
+        log.info("%s: %s, %s", batch.id, batch.status, batch.request_counts)
+
+    def _fail(self, batch: Batch, problems: list[Problem]) -> None:
+        batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), Problems(problems)
+
+    async def _answer_all(self, one: OpenBatch, shelf: Shelf, batch: Batch, source: Path) -> bool:
+        """Answer the lines that are left; False if the server ends before they are."""
+        results = await asyncio.to_thread(Results, shelf.results(batch))
+        counts = batch.request_counts
+        counts.completed = sum(status == 200 for status in results.statuses.values())
+        counts.failed = len(results.statuses) - counts.completed
+        pending = _pending(source, results.statuses)
+        with results.file:
+
+            async def work() -> None:
+                while not self.is_draining and (line := next(pending, None)) is not None:
+                    if (result := await self._answer(one.owner, line)) is not None:
+                        results.add(result)
+                        counts.completed += result.status == 200
+                        counts.failed += result.status != 200
+
+            workers = [
+                asyncio.create_task(work()) for _ in range(min(self.concurrency, counts.total))
+            ]
+            try:
+                outcome = await self._outcome(one, shelf, batch, workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+        if outcome == "failed":
+            self._fail(batch, [Problem("key_gone", f"the API key {one.owner} is gone")])
+        elif outcome:
+            batch.status, batch.finalizing_at = "finalizing", int(time.time())
+            shelf.save(batch)
+            await asyncio.to_thread(_finish, shelf, batch, source, outcome)
+        return outcome is not None
+
+    async def _outcome(
+        self, one: OpenBatch, shelf: Shelf, batch: Batch, workers: Sequence[asyncio.Task[None]]
+    ) -> str | None:
+        """Wait for the workers, or until the batch is to end; None: the server ends first."""
+        pending, saved = set(workers), b""
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=POLL)
+            for worker in done:
+                worker.result()  # raises what ended it
+            if one.is_cancelled:
+                batch.cancelling_at = int(time.time())
+                return "cancelled"
+            if time.time() >= batch.expires_at:
+                return "expired"
+            if self.keys.named(one.owner) is None:
+                return "failed"
+            if pending and saved != (counts := msgspec.json.encode(batch.request_counts)):
+                saved = counts
+                shelf.save(batch)
+        return None if self.is_draining else "completed"
+
+    async def _answer(self, owner: str, line: Line) -> Result | None:
+        """The answer of the line's route, when there is room; None if the server ends before."""
+        async with self._room:
+            while (key := self.keys.named(owner)) and not self.is_draining:
+                self.num_open += 1
+                try:
+                    # Its limits are for those who wait.
+                    free = msgspec.structs.replace(
+                        key, max_concurrency=None, requests_per_minute=None
+                    )
+                    response, seconds = await _call(self.app, free, line)
+                finally:
+                    self.num_open -= 1
+                if response.status_code not in (429, 503):
+                    return Result(line.custom_id, response)
+                await asyncio.sleep(seconds)
+        return None
+
+
+def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
+    """Number of lines of a batch file, and what is wrong with it."""
+    num_lines, problems = 0, []
+    for num_lines, problem in enumerate(inspect(source, endpoint), 1):
+        if problem is not None:
+            problems.append(problem)
+        if num_lines > MAX_LINES:
+            message = f"a batch may have at most {MAX_LINES} lines"
+            problems.append(Problem("too_many_lines", message))
+        if len(problems) >= MAX_PROBLEMS or num_lines > MAX_LINES:
+            break
+    if not num_lines:
+        problems.append(Problem("empty_file", "the file has no requests"))
+    return num_lines, problems
+
+
+def _pending(source: Path, done: dict[CustomId, int]) -> Iterator[Line]:
+    """Lines of a valid file that have no answer yet."""
+    for _, text in lines_of(source):
+        if (line := read_line(text)).custom_id not in done:
+            check(line)
+            yield line
+
+
+def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
+    """Make the files of answers and of failures."""
+    results = shelf.results(batch)
+    suffix = batch.id.removeprefix("batch_")
+    paths = {
+        name: shelf.folder / f"file-{suffix}{name[0]}" for name in ("output", "error")
+    }  # written once more if this process ends meanwhile
+    with paths["output"].open("wb") as output, paths["error"].open("wb") as errors:
+        statuses: dict[CustomId, int] = {}
+        for result, text in results_of(results):
+            statuses[result.custom_id] = result.status
+            (output if result.status == 200 else errors).write(text)
+        for line in _pending(source, statuses):
+            problem = Problem(f"batch_{outcome}", f"the batch was {outcome} before this request")
+            errors.write(msgspec.json.encode(Result(line.custom_id, error=problem)) + b"\n")
+            batch.request_counts.failed += 1
+    now = int(time.time())
+    for name, path in paths.items():
+        if not (size := os.path.getsize(path)):
+            path.unlink()
+            continue
+        file = describe_file(path.name, f"{batch.id}_{name}.jsonl", size)
+        file.purpose = "batch_output"
+        shelf.save(file)
+        setattr(batch, f"{name}_file_id", file.id)
+    batch.status = outcome
+    setattr(batch, f"{outcome}_at", now)
+    shelf.save(batch)
+    results.unlink()
+
+
+async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[Response, float]:
+    """What the application answers, and the seconds after which to try again."""
+    messages: list[Message] = [{"type": "http.request", "body": bytes(line.body)}]
+    answer = Response(500)
+    body = bytearray()
+    seconds = POLL
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        return await asyncio.get_running_loop().create_future()  # this client never leaves
+
+    async def send(message: Message) -> None:
+        nonlocal seconds
+        if message["type"] == "http.response.start":
+            headers = dict(message["headers"])
+            answer.status_code = message["status"]
+            answer.request_id = headers[b"x-request-id"].decode()
+            seconds = min(float(headers.get(b"retry-after", POLL)), MAX_RETRY_AFTER)
+        body.extend(message.get("body", b""))
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": line.url, "raw_path": line.url.encode(), "root_path": "",
+        "query_string": b"", "headers": [(b"content-type", b"application/json")],
+        "client": None, "server": None, ON_BEHALF_OF: key,
+    }  # fmt: skip
+    await app(scope, receive, send)
+    answer.body = msgspec.Raw(bytes(body))
+    return answer, seconds

@@ -1,0 +1,262 @@
+"""BatchStore: the files and batches of each API key, in a folder that API servers share.
+
+KEY/ID.json     the FileObject or Batch, replaced as a whole
+KEY/ID          the content of a file
+KEY/ID.results  the answers so far of a batch
+open/ID         the owner of a batch that is not over; locked by the process that runs it
+open/ID.cancel  it shall be cancelled
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from servd.api.protocol.batches import WINDOW, Batch, BatchRequest, FileObject
+from servd.errors import InvalidRequest, NotFound, Overloaded
+
+T = TypeVar("T", FileObject, Batch)
+
+MAX_UPLOAD = 200 * 2**20  # bytes, with what surrounds the file
+MAX_UPLOADS = 4  # of a key at the same time, in one process
+MAX_BYTES = 2 * 2**30  # of a key; an upload that would exceed it is refused
+MAX_OBJECTS = 1000  # files and batches of a key, of which a new one is refused
+RETENTION = 30 * 24 * 3600  # seconds after which what nobody has changed is removed
+ID = re.compile(r"(file-|batch_)[0-9a-f]{32}[oe]?")
+
+
+class Shelf:
+    """What belongs to one API key: to others it is as if it did not exist."""
+
+    def __init__(self, store: BatchStore, owner: str) -> None:
+        self.store = store
+        self.owner = owner
+        self.folder = store.folder / hashlib.sha256(owner.encode()).hexdigest()[:32]
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+
+    def all(self, prefix: str, kind: type[T]) -> list[T]:
+        """What there is of a kind, the oldest first."""
+        found: list[T] = []
+        for name in sorted(path.stem for path in self.folder.glob(f"{prefix}*.json")):
+            with suppress(NotFound):  # gone meanwhile
+                found.append(self.load(name, kind))
+        return found
+
+    def load(self, name: str, kind: type[T]) -> T:
+        """A file's description, or a batch.
+
+        Raises:
+            NotFound: there is none.
+        """
+        try:
+            if not ID.fullmatch(name):
+                raise FileNotFoundError
+            found = msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=kind)
+        except (FileNotFoundError, msgspec.ValidationError):
+            what = "file" if kind is FileObject else "batch"
+            raise NotFound(f"there is no {what} {name[:200]!r} of this API key") from None
+        cancel = self.store.open / f"{name}.cancel"
+        if isinstance(found, Batch) and not found.is_over and cancel.exists():
+            found.status, found.cancelling_at = "cancelling", int(cancel.stat().st_mtime)
+        return found
+
+    def save(self, record: FileObject | Batch) -> None:
+        """Keep it, or its new state."""
+        path = self.folder / f"{record.id}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(record))
+        os.replace(temporary, path)
+
+    def content(self, file: FileObject) -> Path:
+        """Where the content of a file is."""
+        return self.folder / file.id
+
+    def results(self, batch: Batch) -> Path:
+        """Where the answers so far of a batch are."""
+        return self.folder / f"{batch.id}.results"
+
+    def check_room(self, num_bytes: int = 0) -> None:
+        """Whether one more file, of so many bytes, or batch has room.
+
+        Raises:
+            InvalidRequest: there are too many, or they are too large.
+        """
+        with os.scandir(self.folder) as entries:
+            sizes = {entry.name: entry.stat().st_size for entry in entries}
+        if (num := sum(name.endswith(".json") for name in sizes)) >= MAX_OBJECTS:
+            raise InvalidRequest(
+                f"this API key has {num} files and batches, at most {MAX_OBJECTS} are kept: delete "
+                "files"
+            )
+        if (total := sum(sizes.values()) + num_bytes) > MAX_BYTES:
+            raise InvalidRequest(
+                f"the files of this API key would have {total} bytes, at most {MAX_BYTES} are "
+                "kept: delete some"
+            )
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """While an upload is received.
+
+        Raises:
+            Overloaded: others are.
+        """
+        uploads = self.store.uploads
+        if uploads[self.owner] >= MAX_UPLOADS:
+            raise Overloaded(f"this API key has {MAX_UPLOADS} uploads at once: retry after them")
+        uploads[self.owner] += 1
+        try:
+            yield
+        finally:
+            uploads[self.owner] -= 1
+
+    def add_file(self, content: IO[bytes], filename: str) -> FileObject:
+        """Keep an upload.
+
+        Raises:
+            InvalidRequest: see `check_room`.
+        """
+        self.check_room(size := content.seek(0, os.SEEK_END))
+        content.seek(0)
+        file = describe_file(f"file-{_unique()}", filename[:255], size)
+        with self.content(file).open("wb") as target:
+            shutil.copyfileobj(content, target, 2**20)
+        self.save(file)
+        return file
+
+    def delete_file(self, file: FileObject) -> None:
+        """Forget a file."""
+        for path in (self.folder / f"{file.id}.json", self.content(file)):
+            path.unlink(missing_ok=True)
+
+    def add_batch(self, body: BatchRequest) -> Batch:
+        """Keep a new batch, for some process to run it.
+
+        Raises:
+            NotFound: there is no such file.
+            InvalidRequest: see `check_room`; or the file is the output of another batch.
+        """
+        file = self.load(body.input_file_id, FileObject)
+        if file.purpose != "batch":
+            raise InvalidRequest(
+                f"the file's purpose is {file.purpose}, not batch", param="input_file_id"
+            )
+        self.check_room()
+        now = int(time.time())
+        batch = Batch(
+            id=f"batch_{_unique()}",
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            created_at=now,
+            expires_at=now + WINDOW,
+            metadata=body.metadata,
+        )
+        self.save(batch)
+        marker = self.store.open / batch.id
+        marker.with_suffix(".new").write_text(self.owner)
+        marker.with_suffix(".new").rename(marker)
+        return batch
+
+    def cancel(self, batch: Batch) -> Batch:
+        """Have a batch end.
+
+        Raises:
+            InvalidRequest: it has ended.
+        """
+        if batch.is_over:
+            raise InvalidRequest(f"the batch is {batch.status}: nothing is left to cancel")
+        (self.store.open / f"{batch.id}.cancel").touch()
+        return self.load(batch.id, Batch)
+
+
+class OpenBatch:
+    """A batch that is not over, and that no other process runs while this one has it."""
+
+    def __init__(self, marker: Path, lock: IO[str]) -> None:
+        self.marker = marker
+        self.lock = lock
+        self.owner = lock.read()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its client wants no more of it."""
+        return self.marker.with_suffix(".cancel").exists()
+
+    def end(self) -> None:
+        """It is over."""
+        for path in (self.marker, self.marker.with_suffix(".cancel")):
+            path.unlink(missing_ok=True)
+
+
+class BatchStore:
+    """The folder of all keys.
+
+    Args:
+        folder: exists, and nobody else may enter it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.open = folder / "open"
+        self.open.mkdir(mode=0o700, exist_ok=True)
+        self.uploads: Counter[str] = Counter()  # by owner
+
+    def of(self, owner: str) -> Shelf:
+        """The files and batches of an API key, by its name."""
+        return Shelf(self, owner)
+
+    def take(self, most: int) -> list[OpenBatch]:
+        """Batches that nobody runs, the oldest first: each is this process's until its lock is
+        closed.
+        """
+        taken: list[OpenBatch] = []
+        for marker in sorted(self.open.glob("batch_*")):
+            if len(taken) == most:
+                break
+            if not marker.suffix and (lock := _lock(marker)) is not None:
+                taken.append(OpenBatch(marker, lock))
+        return taken
+
+    def remove_old(self) -> None:
+        """Remove what is older than RETENTION."""
+        oldest = time.time() - RETENTION
+        for path in self.folder.glob("*/*"):
+            if path.stat().st_mtime < oldest:
+                path.unlink(missing_ok=True)
+
+
+def describe_file(name: str, filename: str, size: int) -> FileObject:
+    """A file of now."""
+    now = int(time.time())
+    return FileObject(name, size, now, now + RETENTION, filename)
+
+
+def _unique() -> str:
+    """What sorts by time and cannot be guessed."""
+    return f"{time.time_ns():016x}{uuid4().hex[:16]}"
+
+
+def _lock(marker: Path) -> IO[str] | None:
+    """The file, locked; None if another process has it, or had it to the end."""
+    try:
+        file = marker.open()
+    except FileNotFoundError:
+        return None
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+    file.close()
+    return None

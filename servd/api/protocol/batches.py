@@ -1,0 +1,115 @@
+"""Shapes of `/v1/files` and `/v1/batches`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from servd.api.protocol.validation import FewKeys, RequestBody
+from servd.batch import ROUTES, Problem
+
+WINDOW = 24 * 3600  # seconds that a batch has
+
+
+class FileObject(msgspec.Struct, tag_field="object", tag="file"):
+    """A file that can be read: a batch's input, its answers, or its failures."""
+
+    id: str
+    bytes: int
+    created_at: int  # Unix time
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"] = "batch"
+    status: str = "processed"
+
+
+class DeletedFile(msgspec.Struct, tag_field="object", tag="file"):
+    """Answer of DELETE."""
+
+    id: str
+    deleted: bool = True
+
+
+class RequestCounts(msgspec.Struct):
+    """Lines of a batch: all, those that were answered with 200, and those that failed."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Problems(msgspec.Struct, tag_field="object", tag="list"):
+    """Why a batch failed as a whole."""
+
+    data: list[Problem]
+
+
+class Batch(msgspec.Struct, tag_field="object", tag="batch", kw_only=True):
+    """A batch and how far it is. Times are Unix times."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    expires_at: int  # what is not answered by then is not answered at all
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
+        "cancelled",
+    ] = "validating"  # fmt: skip
+    completion_window: str = "24h"
+    errors: Problems | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
+    metadata: dict[str, str] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.status in ("completed", "failed", "expired", "cancelled")
+
+
+class Files(msgspec.Struct, tag_field="object", tag="list"):
+    """One page of the files."""
+
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Batches(msgspec.Struct, tag_field="object", tag="list"):
+    """One page of the batches."""
+
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchRequest(RequestBody):
+    """A file whose lines are to be answered."""
+
+    input_file_id: str
+    endpoint: Annotated[str, Field(pattern=f"^({'|'.join(ROUTES)})$")]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[str, str] | None, FewKeys] = None
+
+
+UPLOAD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+    },
+    "required": ["file", "purpose"],
+}

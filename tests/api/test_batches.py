@@ -1,0 +1,405 @@
+"""/v1/files and /v1/batches through OpenAI's SDK: answers, failures, restarts, owners, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from servd.access import hash_key
+from servd.api import batch_runner, batch_store
+from servd.api.protocol.batches import Batch
+from tests.api.harness import Served, output_text, serve, until
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(batch_runner, "POLL", 0.01)
+
+
+@asynccontextmanager
+async def running(folder: Path, **options: Any) -> AsyncIterator[Served]:
+    """A server that keeps batches and runs them."""
+    async with serve(batch_dir=str(folder), **options) as served:
+        task = asyncio.create_task(served.app.state.context.batches.run())
+        try:
+            yield served
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+@pytest.fixture
+async def served(tmp_path) -> AsyncIterator[Served]:
+    async with running(tmp_path) as served:
+        yield served
+
+
+def client_of(served: Served, key: str = "none") -> openai.AsyncOpenAI:
+    transport = httpx.ASGITransport(served.app)
+    http = httpx.AsyncClient(transport=transport, timeout=60)
+    return openai.AsyncOpenAI(
+        base_url="http://servd/v1", api_key=key, http_client=http, max_retries=0
+    )
+
+
+@pytest.fixture
+def client(served) -> openai.AsyncOpenAI:
+    return client_of(served)
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def lines(num: int, max_tokens: int = 4) -> list[str]:
+    return [line(f"r{i}", prompt=f"text {i}", max_tokens=max_tokens) for i in range(num)]
+
+
+async def create(client: openai.AsyncOpenAI, *texts: str, endpoint: Any = COMPLETIONS) -> Any:
+    content = ("\n".join(texts) + "\n").encode()
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
+    )
+
+
+async def finished(client: openai.AsyncOpenAI, batch: Any) -> Any:
+    async with asyncio.timeout(60):
+        while batch.status not in ("completed", "failed", "expired", "cancelled"):
+            await asyncio.sleep(0.01)
+            batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def answers(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
+    if file_id is None:
+        return {}
+    text = (await client.files.content(file_id)).text
+    results = [json.loads(line) for line in text.splitlines()]
+    assert len({result["custom_id"] for result in results}) == len(results)
+    return {result["custom_id"]: result for result in results}
+
+
+async def test_a_batch_is_answered_as_its_route_would(client, served):
+    texts = [*lines(20), line("hot", prompt="a", temperature=1000)]
+    batch = await create(client, *texts)
+    assert (batch.status, batch.metadata, batch.request_counts.total) == (
+        "validating",
+        {"a": "b"},
+        0,
+    )
+    batch = await finished(client, batch)
+    assert batch.status == "completed" and batch.in_progress_at and batch.completed_at
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    good = await answers(client, batch.output_file_id)
+    for i in range(20):
+        response = good[f"r{i}"]["response"]
+        assert response["status_code"] == 200 and response["request_id"]
+        assert response["body"]["choices"][0]["text"] == output_text(f"text {i}", 4)
+    bad = await answers(client, batch.error_file_id)
+    assert bad.keys() == {"hot"} and bad["hot"]["response"]["status_code"] == 400
+    assert bad["hot"]["response"]["body"]["error"]["param"] == "temperature"
+    sent = [message.options for message in served.engine.sent if hasattr(message, "options")]
+    assert len(sent) == 20 and all(options.lane == 1 for options in sent)
+    assert not list(Path(served.app.state.context.batches.store.open).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+        ),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 16}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ],
+)
+async def test_every_route_of_batches_runs_in_the_background(client, served, url, body):
+    batch = await finished(client, await create(client, line("a", url, **body), endpoint=url))
+    assert batch.status == "completed", batch.errors
+    result = (await answers(client, batch.output_file_id))["a"]
+    direct = (await served.http.post(url, json=body)).json()
+    assert result["response"]["body"].keys() == direct.keys()
+    options = [m.options for m in served.engine.sent if hasattr(m, "options")]
+    assert [one.lane for one in options] == [1] * (len(options) // 2) + [0] * (len(options) // 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("{", "invalid_line", "not valid JSON"),
+        ("[]", "invalid_line", "Expected `object`"),
+        ("\udcff", "invalid_line", "not valid JSON"),
+        ('{"url": 1}', "invalid_line", "custom_id"),
+        ('{"custom_id": "a", "body":' + "[" * 100_000, "invalid_line", "not valid JSON"),
+        (line("a", "/v1/models"), "invalid_line", "url one of"),
+        (line("a", prompt="a", stream=True), "invalid_line", "leave out `stream`"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": 3}', "invalid_line", "JSON object"),
+        (line("r0", prompt="a"), "duplicate_custom_id", "lines 1 and 3"),
+        (line("a", "/v1/embeddings", input="a"), "mismatched_url", "/v1/completions"),
+    ],
+)
+async def test_a_bad_line_fails_the_batch_by_its_number(client, text, code, message):
+    batch = await finished(
+        client,
+        await create(client, *lines(2), text.encode("utf8", "surrogateescape").decode("latin-1")),
+    )
+    assert batch.status == "failed" and batch.output_file_id is None
+    [error] = batch.errors.data
+    assert (error.code, error.line) == (code, 3) and message in error.message
+
+
+async def test_an_empty_file_and_too_many_lines_fail(client, monkeypatch):
+    batch = await finished(client, await create(client, "", ""))
+    assert batch.errors.data[0].code == "empty_file"
+    monkeypatch.setattr(batch_runner, "MAX_LINES", 3)
+    batch = await finished(client, await create(client, *lines(4)))
+    assert batch.errors.data[0].code == "too_many_lines"
+
+
+async def test_a_cancelled_batch_keeps_what_was_answered(client, served):
+    served.engine.step_seconds = 0.005
+    batch = await create(
+        client, *lines(60, max_tokens=8), line("long", prompt="a", max_tokens=3000)
+    )
+    while (await client.batches.retrieve(batch.id)).request_counts.completed < 5:
+        await asyncio.sleep(0.01)
+    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    batch = await finished(client, batch)
+    assert batch.status == "cancelled" and batch.cancelled_at and batch.cancelling_at
+    good = await answers(client, batch.output_file_id)
+    bad = await answers(client, batch.error_file_id)
+    assert 5 <= len(good) == batch.request_counts.completed and len(good) + len(bad) == 61
+    assert bad["long"]["error"]["code"] == "batch_cancelled" and bad["long"]["response"] is None
+    await until(lambda: not served.async_llm.num_unfinished)
+    with pytest.raises(openai.BadRequestError, match="the batch is cancelled"):
+        await client.batches.cancel(batch.id)
+
+
+async def test_a_batch_ends_when_its_time_is_up(client, served, monkeypatch):
+    monkeypatch.setattr(batch_store, "WINDOW", 0)
+    served.engine.may_step.clear()
+    batch = await finished(client, await create(client, *lines(3)))
+    assert batch.status == "expired" and batch.expired_at
+    bad = await answers(client, batch.error_file_id)
+    assert [result["error"]["code"] for result in bad.values()] == ["batch_expired"] * 3
+
+
+async def test_a_batch_goes_on_in_the_next_server(tmp_path):
+    async with running(tmp_path) as first:
+        client = client_of(first)
+        first.engine.step_seconds = 0.005
+        batch = await create(client, *lines(100, max_tokens=8))
+        while (await client.batches.retrieve(batch.id)).request_counts.completed < 20:
+            await asyncio.sleep(0.01)
+    [results] = tmp_path.glob(f"*/{batch.id}.results")
+    num_kept = len(results.read_text().splitlines())
+    assert 20 <= num_kept < 100
+    with results.open("a") as file:
+        file.write('{"custom_id": "r99", "resp')  # cut off by a kill -9
+    async with running(tmp_path) as second:
+        client = client_of(second)
+        batch = await finished(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 100)
+        good = await answers(client, batch.output_file_id)
+        for i in range(100):
+            text = good[f"r{i}"]["response"]["body"]["choices"][0]["text"]
+            assert text == output_text(f"text {i}", 8)
+        assert len([m for m in second.engine.sent if hasattr(m, "options")]) == 100 - num_kept
+
+
+async def test_two_servers_share_a_folder_and_one_of_them_runs_each_batch(tmp_path):
+    async with running(tmp_path) as first, running(tmp_path) as second:
+        clients = client_of(first), client_of(second)
+        for served in (first, second):
+            served.engine.step_seconds = 0.005
+        batches = [await create(clients[i % 2], *lines(30)) for i in range(4)]
+        for i, batch in enumerate(batches):
+            batch = await finished(clients[1 - i % 2], batch)
+            assert batch.status == "completed" and batch.request_counts.completed == 30
+            assert len(await answers(clients[i % 2], batch.output_file_id)) == 30
+        sent = [m for s in (first, second) for m in s.engine.sent if hasattr(m, "options")]
+        assert len(sent) == 120  # none twice
+
+
+async def test_a_drain_begins_no_more_lines_and_finishes_those_it_has(tmp_path):
+    async with running(tmp_path) as first:
+        client, runner = client_of(first), first.app.state.context.batches
+        first.engine.step_seconds = 0.002
+        batch = await create(client, *lines(200, max_tokens=8))
+        await until(lambda: runner.num_open)
+        first.async_llm.admission.drained_at = first.async_llm.admission.clock() + 60
+        await until(lambda: not runner.num_open)
+        num_sent = len([m for m in first.engine.sent if hasattr(m, "options")])
+        batch = await client.batches.retrieve(batch.id)
+        assert batch.status == "in_progress" and num_sent < 200
+    [results] = tmp_path.glob(f"*/{batch.id}.results")
+    assert len(results.read_text().splitlines()) == num_sent  # each that was begun is whole
+
+
+async def test_a_full_server_makes_a_batch_wait_and_not_fail(tmp_path):
+    async with running(tmp_path, max_waiting_requests=4, max_num_seqs=2) as served:
+        client = client_of(served)
+        batch = await finished(client, await create(client, *lines(30)))
+        assert batch.request_counts.completed == 30
+
+
+async def test_files_can_be_listed_read_and_deleted(client):
+    ids = []
+    for i in range(3):
+        content = b"x" * i + b"\n"
+        file = await client.files.create(file=(f"f{i}.jsonl", content), purpose="batch")
+        ids.append(file.id)
+        assert (file.bytes, file.filename, file.purpose) == (i + 1, f"f{i}.jsonl", "batch")
+        assert file.expires_at and file.expires_at > file.created_at
+        assert (await client.files.content(file.id)).content == content
+    assert [file.id async for file in client.files.list(limit=1)] == ids[::-1]
+    assert [f.id async for f in client.files.list(order="asc", after=ids[0])] == ids[1:]
+    assert [f async for f in client.files.list(purpose="batch_output")] == []
+    assert (await client.files.delete(ids[1])).deleted
+    for call in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            await call(ids[1])
+    assert (await client.files.retrieve(ids[2])).id == ids[2]
+
+
+async def test_batches_are_listed_by_page(client):
+    ids = [(await finished(client, await create(client, *lines(1)))).id for _ in range(3)]
+    assert [batch.id async for batch in client.batches.list(limit=2)] == ids[::-1]
+
+
+async def test_what_belongs_to_a_key_does_not_exist_for_others(tmp_path):
+    keys = {"alice": "key-a", "bob": "key-b"}
+    file = tmp_path / "keys.toml"
+
+    def write(names: list[str]) -> None:
+        file.write_text(
+            "".join(
+                f'[[keys]]\nname = "{n}"\nsha256 = "{hash_key(keys[n].encode())}"\n' for n in names
+            )
+        )
+
+    write(["alice", "bob"])
+    folder = tmp_path / "batches"
+    folder.mkdir()
+    async with running(folder, api_key_file=str(file)) as served:
+        alice, bob = client_of(served, "key-a"), client_of(served, "key-b")
+        batch = await finished(alice, await create(alice, *lines(2)))
+        assert [b.id async for b in bob.batches.list()] == []
+        assert [f.id async for f in bob.files.list()] == []
+        for call in (
+            bob.batches.retrieve(batch.id),
+            bob.batches.cancel(batch.id),
+            bob.files.content(batch.output_file_id),
+            bob.batches.create(
+                input_file_id=batch.input_file_id,
+                endpoint=COMPLETIONS,
+                completion_window="24h",
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        owners = {m.options.owner for m in served.engine.sent if hasattr(m, "options")}
+        assert owners == {"alice/background"}  # which takes no turns from alice
+        served.engine.may_step.clear()
+        batch = await create(alice, *lines(2))
+        await until(lambda: served.async_llm.num_unfinished)
+        write(["bob"])
+        context = served.app.state.context
+        context.keys.load(context.config.access)
+        shelf = context.batches.store.of("alice")
+        await until(lambda: shelf.load(batch.id, Batch).is_over)
+        assert shelf.load(batch.id, Batch).errors.data[0].code == "key_gone"
+        await until(lambda: not served.async_llm.num_unfinished)
+
+
+async def test_limits_of_a_key_do_not_stop_its_batches(tmp_path):
+    file, folder = tmp_path / "keys.toml", tmp_path / "batches"
+    folder.mkdir()
+    file.write_text(
+        f'[[keys]]\nname = "a"\nsha256 = "{hash_key(b"key-a")}"\nmax_concurrency = 1\n'
+        "requests_per_minute = 1\n"
+    )
+    async with running(folder, api_key_file=str(file)) as served:
+        client = client_of(served, "key-a")
+        batch = await finished(client, await create(client, *lines(10)))
+        assert batch.request_counts.completed == 10
+        await client.completions.create(model="fake", prompt="a")  # its minute is untouched
+
+
+async def test_wrong_requests_are_refused(client, served, monkeypatch):
+    http = served.http
+    file = {"file": ("a.jsonl", b"{}")}
+    form = {"content-type": "multipart/form-data"}
+    for answer, status, param in (
+        (await http.post("/v1/files", data={"purpose": "batch"}), 400, "file"),
+        (await http.post("/v1/files", files=file, data={"purpose": "vision"}), 400, "purpose"),
+        (await http.post("/v1/files", json={}), 400, "purpose"),
+        (await http.post("/v1/files", content=b"x", headers=form), 400, None),
+        (await http.post("/v1/files", files=[("file", ("a", b"1")), ("file", ("b", b"2"))],
+                         data={"purpose": "batch"}), 400, None),
+        (await http.get("/v1/files?limit=0"), 400, "limit"),
+        (await http.get("/v1/files?after=x"), 400, "after"),
+        (await http.get("/v1/batches?order=up"), 400, "order"),
+        (await http.get("/v1/files/..%2f..%2fopen"), 404, None),
+        (await http.get("/v1/files/batch_0"), 404, None),
+        (await http.post("/v1/batches/x/cancel"), 404, None),
+    ):  # fmt: skip
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] == param
+    body = {"input_file_id": "file-x", "endpoint": COMPLETIONS, "completion_window": "24h"}
+    for changed, status in (
+        ({}, 404),
+        ({"endpoint": "/v1/models"}, 400),
+        ({"completion_window": "1h"}, 400),
+        ({"metadata": {str(i): "" for i in range(17)}}, 400),
+    ):
+        assert (await http.post("/v1/batches", json=body | changed)).status_code == status
+    batch = await finished(client, await create(client, *lines(1)))
+    answer = await http.post("/v1/batches", json=body | {"input_file_id": batch.output_file_id})
+    assert answer.status_code == 400 and "batch_output" in answer.text
+
+
+async def test_bounds_of_what_a_key_may_keep(client, served, monkeypatch, tmp_path):
+    monkeypatch.setattr(batch_store, "MAX_BYTES", 1000)
+    for _ in range(2):
+        with pytest.raises(openai.BadRequestError, match="at most 1000 are kept"):
+            await client.files.create(file=("a", b"x" * 2000), purpose="batch")
+    assert [file async for file in client.files.list()] == []
+    monkeypatch.setattr(batch_store, "MAX_OBJECTS", 1)
+    file = await client.files.create(file=("a", b"x"), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="delete files"):
+        await client.batches.create(
+            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+        )
+    too_long = {
+        "content-length": str(batch_store.MAX_UPLOAD + 1),
+        "content-type": "multipart/form-data; boundary=x",
+    }
+    answer = await served.http.post("/v1/files", content=b"x", headers=too_long)
+    assert answer.status_code == 413 and str(batch_store.MAX_UPLOAD) in answer.text
+    monkeypatch.setattr(batch_store, "RETENTION", -1)
+    served.app.state.context.batches.store.remove_old()
+    assert not [*tmp_path.glob("*/*")]
+
+
+async def test_without_a_folder_the_routes_say_so():
+    async with serve() as served:
+        for method, path in (("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/v1/batches/x")):
+            answer = await served.http.request(method, path)
+            assert answer.status_code == 404 and "--batch-dir" in answer.text
