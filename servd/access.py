@@ -122,7 +122,10 @@ def read_keys(access: AccessConfig) -> list[Key]:
     for field in ("name", "sha256"):
         values = [getattr(key, field) for key in keys]
         if twice := {value for value in values if values.count(value) > 1}:
-            raise ConfigError(f"--api-key-file: the {field} {min(twice)} is there twice")
+            raise ConfigError(
+                f"--api-key-file {access.api_key_file}: the {field} {min(twice)} is there twice: "
+                "remove one of its entries"
+            )
     return keys
 
 
@@ -155,11 +158,10 @@ def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
     added.
 
     Raises:
-        ConfigError: there is no certificate any more, a file cannot be read, or key and certificate
-            do not belong together; the context stays as it was.
+        ConfigError: a file cannot be read, or key and certificate do not belong together; the
+            context stays as it was.
     """
-    if access.ssl_certfile is None:
-        raise ConfigError("a server that started with TLS keeps it: restart it to go without")
+    assert access.ssl_certfile is not None
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # a failure leaves a certificate without key
     try:
         for each in (trial, context):
@@ -168,8 +170,11 @@ def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
                 each.load_verify_locations(access.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
         files = (access.ssl_certfile, access.ssl_keyfile, access.ssl_ca_certs)
-        shown = ", ".join(filter(None, files))
-        raise ConfigError(f"TLS: {shown}: {error.strerror or error}") from None
+        shown, why = ", ".join(filter(None, files)), error.strerror or str(error)
+        if "PEM lib" in why:  # all that OpenSSL says
+            why = "a PEM certificate and its PEM private key are needed"
+            why += "" if access.ssl_keyfile else "; the key may be in another file: --ssl-keyfile"
+        raise ConfigError(f"TLS: {shown}: {why}") from None
 
 
 def hash_key(key: bytes) -> str:

@@ -28,7 +28,7 @@ LAST_STACKS = 1.0  # seconds for that
 
 class Child:
     """`python -m MODULE` with a start message on its stdin, which stays open for as long as this
-    process lives.
+    process lives. Without one it waits for it: `send` it later.
 
     Subprocesses rather than `multiprocessing`: scripts that use servd need no `__main__` guard,
     nothing is pickled, and `ps` shows what each process is. The child has a session of its own, so
@@ -39,9 +39,10 @@ class Child:
         self,
         name: str,
         module: str,
-        start: msgspec.Struct,
+        start: msgspec.Struct | None,
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
     ) -> None:
         self.name = name
         # Unless the parent itself runs out of the current folder (`python -m servd` in a checkout),
@@ -49,7 +50,7 @@ class Child:
         # imported.
         safe = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
         self.process = subprocess.Popen(
-            [sys.executable, *safe, "-m", module],
+            [sys.executable, *safe, "-m", module, *args],
             stdin=subprocess.PIPE,
             pass_fds=pass_fds,
             start_new_session=True,
@@ -57,7 +58,7 @@ class Child:
         )
         assert self.process.stdin is not None
         self._posted: SimpleQueue[msgspec.Struct] | None = None
-        if not self.send(start):
+        if start is not None and not self.send(start):
             log.error("%s ended before it could be started", name)
 
     def send(self, message: msgspec.Struct) -> bool:
@@ -147,11 +148,16 @@ def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda confi
         kind: of the start message.
         on_reload: called, from another thread, with each Config that the parent sends later.
     """
-    start = msgspec.msgpack.decode(_read_message(), type=kind)
+    if not (message := _read_message()):
+        os._exit(1)  # it was never needed
+    start = msgspec.msgpack.decode(message, type=kind)
 
     def watch() -> None:
         while message := _read_message():
-            on_reload(msgspec.msgpack.decode(message, type=Config))
+            try:
+                on_reload(msgspec.msgpack.decode(message, type=Config))
+            except Exception:
+                log.exception("the new options were not taken over")
         log.error("the parent process is gone: ending")
         os._exit(1)
 

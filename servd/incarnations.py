@@ -8,13 +8,14 @@ import shutil
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from servd import hf, ipc
+from servd import hf, ipc, plugins
 from servd.child import Child
 from servd.config import Config, ServerConfig
 from servd.core.client import engine_address
+from servd.core.executor import EXECUTORS, Executor
 from servd.messages import EngineRestarting
 from servd.pulse import Pulse, Watch, make_file
 
@@ -22,26 +23,34 @@ logger = logging.getLogger("servd.launch")
 
 ENGINE_MODULE = "servd.core.engine_core_proc"
 LOOK_INTERVAL = 0.25  # seconds between two looks at the engine's pulse
+STANDBY_DELAY = 10.0  # seconds that an engine serves undisturbed before the next one is prepared
 
 
-def start_engine(
-    config: Config,
-    spec: hf.ModelSpec,
-    ipc_dir: str,
-    started_at: float,
-    incarnation: int = 0,
-    pulse: int = -1,
-) -> Child:
-    """Start the engine process; it listens in `ipc_dir`."""
-    from servd.core.engine_core_proc import Start
+class EngineProcess(Child):
+    """An engine process, which waits for `start`.
 
-    return Child(
-        "engine",
-        ENGINE_MODULE,
-        Start(config, spec, ipc_dir, started_at, incarnation, pulse),
-        [pulse] if pulse >= 0 else [],
-        env={ipc.PARENT_DIR: ipc_dir},
-    )
+    Args:
+        ipc_dir: where it is to listen.
+        imports: modules that it imports meanwhile.
+    """
+
+    def __init__(self, ipc_dir: str, imports: Sequence[str] = ()) -> None:
+        self.ipc_dir = ipc_dir
+        self.descriptor = make_file()
+        self.pulse = Pulse(self.descriptor)
+        env = {ipc.PARENT_DIR: ipc_dir}
+        try:
+            super().__init__("engine", ENGINE_MODULE, None, [self.descriptor], env, imports)
+        finally:
+            os.close(self.descriptor)  # the child has it under the same number
+
+    def start(
+        self, config: Config, spec: hf.ModelSpec, started_at: float, incarnation: int = 0
+    ) -> None:
+        """Have it load the model, listen and serve."""
+        from servd.core.engine_core_proc import Start
+
+        self.send(Start(config, spec, self.ipc_dir, started_at, incarnation, self.descriptor))
 
 
 def newest_engine(folder: str) -> int:
@@ -95,39 +104,55 @@ class Incarnations:
         self.ipc_dir = ipc_dir
         self.on_exit = on_exit
         self.number = 0
-        self.child: Child | None = None
+        self.child: EngineProcess | None = None
+        # The next one, as far as it gets without a model: importing torch is half of a start.
+        self.standby: EngineProcess | None = None
+        executor: type[Executor] = plugins.load(
+            EXECUTORS, config.parallel.executor or "uniproc", "Executor"
+        )
+        self.imports = executor.imports if config.server.max_engine_restarts else ()
         self.deaths = Deaths(config.server)
 
     def start(self, started_at: float) -> None:
         """Start the next one; `started_at` is when somebody began to wait for it."""
-        descriptor = make_file()
-        try:
-            self.pulse = Pulse(descriptor)
-            self.child = start_engine(
-                self.config, self.spec, self.ipc_dir, started_at, self.number, descriptor
-            )
-        finally:
-            os.close(descriptor)
-        self.watch = Watch(self.pulse, LOOK_INTERVAL, self.config.server.engine_hang_timeout)
+        if self.standby is not None and self.standby.exit_code is not None:
+            self.standby.stop(0)
+            self.standby = None
+        self.standby = self.standby or EngineProcess(self.ipc_dir)
+        self.child, self.standby = self.standby, None
+        self.child.start(self.config, self.spec, started_at, self.number)
+        patience = self.config.server.engine_hang_timeout
+        self.watch = Watch(self.child.pulse, LOOK_INTERVAL, patience)
         self.reason = ""
         self.child.on_exit(self.on_exit)
 
     def look(self) -> None:
-        """Kill it if it is hung. To be called every LOOK_INTERVAL."""
-        if self.child and not self.reason and (reason := self.watch.look()):
+        """Kill it if it is hung, and prepare the next one. To be called every LOOK_INTERVAL."""
+        if not self.child or self.reason:
+            return
+        if reason := self.watch.look():
             logger.error("engine: hung: %s: stacks of its threads follow, then its end", reason)
             self.reason = f"the engine was hung: {reason}"
             self.child.kill_hung()
+        elif self.imports and self.standby is None and self.watch.seconds_ready > STANDBY_DELAY:
+            self.standby = EngineProcess(self.ipc_dir, self.imports)
+
+    def stop(self, timeout: float) -> None:
+        """End the engine, `timeout` seconds after it was asked to at the latest."""
+        for child in (self.standby, self.child):
+            if child is not None:
+                child.stop(timeout)
 
     def end(self) -> str | None:
         """Take in the end of the process; returns why there is to be no other one."""
         assert self.child is not None
+        self.child.stop(0)  # closes its pipe
         self.reason = self.reason or f"the engine ended with code {self.child.exit_code}"
         address = engine_address(self.ipc_dir, self.number)
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         for folder in Path(self.ipc_dir).glob("servd-*"):  # of its workers
             shutil.rmtree(folder, ignore_errors=True)
-        if not (self.pulse.is_ready or self.number):
+        if not (self.child.pulse.is_ready or self.number):
             return f"{self.reason} before it was ready"
         if self.deaths.add():
             return (

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from servd import incarnations, ipc, launch
+from servd import ipc, launch
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
@@ -25,6 +25,7 @@ from servd.core.engine_core_proc import start_executor
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 from servd.hf import ModelSpec
+from servd.incarnations import EngineProcess
 from servd.messages import (
     AbortRequests,
     EngineCoreOutput,
@@ -318,7 +319,8 @@ class SeparateProcess:
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
         self.ipc_dir = str(ipc.private_dir())
         self.engine_client = EngineCoreClient(self.ipc_dir, self.client, identity(config, spec))
-        self.child = incarnations.start_engine(config, spec, self.ipc_dir, time.monotonic())
+        self.child = EngineProcess(self.ipc_dir)
+        self.child.start(config, spec, time.monotonic())
         try:
             while not isinstance(message := self.wait_for_message(), EngineReady):
                 assert isinstance(message, EngineStatus), message

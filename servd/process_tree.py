@@ -86,6 +86,7 @@ class ProcessTree:
         self.listener = listener  # handed to every API server
         self.started_at = started_at
         self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
+        self.reload_is_due = False
         self.incarnations: Incarnations | None = None
         self.api_servers: list[Child] = []
         self.api_deaths = Deaths(config.server)
@@ -141,6 +142,10 @@ class ProcessTree:
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Signal handlers only leave a note; SimpleQueue.put is allowed in one."""
+        if signum == signal.SIGHUP:
+            if self.reload_is_due:
+                return
+            self.reload_is_due = True
         self.events.put(signal.Signals(signum))
 
     def watch(self) -> int:
@@ -174,9 +179,12 @@ class ProcessTree:
 
     def reload(self) -> None:
         """Read again what may change while the server runs, and have the children take it over."""
+        self.reload_is_due = False
         try:
             new = self.read_config()
             check_access(new.access)
+            if (new.access.ssl_certfile is None) != (self.config.access.ssl_certfile is None):
+                raise ConfigError("--ssl-certfile: TLS begins and ends only with a restart")
         except ConfigError as error:
             logger.error("SIGHUP: %s: nothing has changed", error)
             return
@@ -217,6 +225,7 @@ class ProcessTree:
         if child.exit_code in (ENGINE_IS_DEAD, 2) or self.api_deaths.add():
             return reason
         logger.error("%s: starting it again", reason)
+        child.stop(0)  # closes its pipe
         inbox = self.inboxes[child.name]
         self.outboxes.pop(inbox).close()
         inbox.unlink(missing_ok=True)
@@ -262,8 +271,8 @@ class ProcessTree:
             child.terminate()
         for child in self.api_servers:
             child.stop(API_STOP_TIMEOUT)
-        if self.engine is not None:
+        if self.incarnations is not None:
             self.tell(EngineDead("the engine was stopped"))  # to those of others
-            self.engine.stop(ENGINE_STOP_TIMEOUT)
+            self.incarnations.stop(ENGINE_STOP_TIMEOUT)
         if self.metrics_dir is not None:
             shutil.rmtree(self.metrics_dir, ignore_errors=True)

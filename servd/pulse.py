@@ -10,6 +10,7 @@ import os
 BEAT, STEP, READY, LIMIT = 0, 1, 2, 3  # numbers of 8 bytes
 SIZE = 4096  # bytes
 BEAT_INTERVAL = 0.5  # seconds
+LOADING_PATIENCE = 600.0  # seconds for which an import from a slow disk may hold up everything
 
 
 class Pulse:
@@ -69,7 +70,12 @@ class Watch:
         self.interval = interval
         self.patience = patience
         self.seen = (0.0, 0.0)
-        self.without_beat = self.without_step = 0
+        self.without_beat = self.without_step = self.ready = 0
+
+    @property
+    def seconds_ready(self) -> float:
+        """Since start-up was over."""
+        return self.ready * self.interval
 
     def look(self) -> str | None:
         """Why the process is hung, if it is."""
@@ -78,9 +84,9 @@ class Watch:
         self.without_beat = self.without_beat + 1 if beat == self.seen[0] else 0
         self.without_step = self.without_step + 1 if step == self.seen[1] and limit else 0
         self.seen = beat, step
-        if not self.pulse.is_ready:  # imports and downloads hold everything up
-            return None
-        if (seconds := self.without_beat * self.interval) > self.patience:
+        self.ready += self.pulse.is_ready
+        patience = self.patience if self.ready else max(self.patience, LOADING_PATIENCE)
+        if (seconds := self.without_beat * self.interval) > patience:
             return f"it has shown no sign of life for {seconds:.0f} s"
         if (seconds := self.without_step * self.interval) > limit > 0:
             return f"a step has taken {seconds:.0f} s, more than {limit:.0f} s"

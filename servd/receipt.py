@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from servd.params import SamplingParams
 PACKAGES = ("torch", "tokenizers", "llguidance", "fastapi", "uvicorn")
 # Where things are says nothing of what comes out.
 PLACES = ("model", "served_model_name", "tokenizer", "revision", "download_dir")
+
+_hashing = threading.Lock()
 
 
 class RepeatablePrompt(msgspec.Struct):
@@ -87,9 +90,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-@lru_cache(maxsize=1)
 def hash_weights(folder: str) -> str:
     """One hash over the names and contents of a checkpoint's weights."""
+    with _hashing:  # threads that ask meanwhile need not read them all, too
+        return _hash_weights(folder)
+
+
+@lru_cache(maxsize=1)
+def _hash_weights(folder: str) -> str:
     lines = []
     for file in sorted(Path(folder).glob("*.safetensors")):
         name = file.resolve().name  # in the hub's cache the SHA-256 of what is in it

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+
+import msgspec
 
 from servd.child import Child
 from servd.config import Config
@@ -25,3 +29,29 @@ def test_a_child_that_is_stopped_holds_up_nobody_who_posts_to_it():
     assert not posting.is_alive()
     child.process.kill()
     child.stop(60)
+
+
+def test_a_child_that_cannot_take_over_options_still_ends_with_its_parent():
+    code = """
+from servd.child import read_start
+from servd.config import Config
+import time
+def refuse(config):
+    raise OSError("no such certificate")
+read_start(Config, refuse)
+time.sleep(600)
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    data = msgspec.msgpack.encode(Config())
+    _, errors = child.communicate((len(data).to_bytes(4, "big") + data) * 3, timeout=60)
+    assert errors.count(b"no such certificate") == 2
+    assert child.returncode == 1
+
+
+def test_a_child_that_was_never_told_to_start_ends_with_its_parent():
+    child = Child("standby", "servd.core.engine_core_proc", None, args=["wave"])
+    assert child.process.stdin
+    child.process.stdin.close()
+    assert child.process.wait(60) == 1

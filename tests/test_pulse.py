@@ -25,7 +25,8 @@ def test_parent_and_engine_see_the_same_pulse():
 def test_an_engine_without_a_beat_is_hung():
     pulse = Pulse()
     watch = Watch(pulse, interval=0.5, patience=2.0)
-    assert not any(looks(watch, 20)), "it is not ready"
+    assert not any(looks(watch, 1200)), "it is not ready, and imports hold up everything"
+    assert watch.look() == "it has shown no sign of life for 600 s"
     pulse.get_ready()
     pulse.beat()
     assert looks(watch, 5) == [None] * 5

@@ -231,7 +231,10 @@ def test_a_key_has_its_limits_and_keys_as_text_may_do_everything(key_file: Path)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (entry("alice", "inference") + entry("alice", "admin"), "the name alice is there twice"),
+        (
+            entry("alice", "inference") + entry("alice", "admin"),
+            r"keys\.toml: the name alice is there twice",
+        ),
         (entry("alice", "everything"), "Invalid enum value 'everything'"),
         (entry("alice").replace("alice", "a/b"), "matching regex"),
         ('[[keys]]\nname = "a"\nsha256 = "plain text"\n', "matching regex"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import pytest
 
-from servd import cli
+from servd import cli, receipt
 from servd.cli import replay as command
 from servd.config import Config
 from servd.errors import ConfigError
@@ -93,10 +97,10 @@ def test_weights_are_known_by_their_contents(tmp_path: Path):
     for folder in (one, other):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights")
-    hash_weights.cache_clear()
+    receipt._hash_weights.cache_clear()
     assert hash_weights(str(one)) == hash_weights(str(other))
     (other / "model.safetensors").write_bytes(b"others")
-    hash_weights.cache_clear()
+    receipt._hash_weights.cache_clear()
     assert hash_weights(str(one)) != hash_weights(str(other))
 
 
@@ -126,3 +130,23 @@ def test_a_receipt_has_as_many_choices_as_were_asked_for(num_choices: int, tmp_p
     (tmp_path / "x").write_bytes(msgspec.json.encode(receipt))
     with pytest.raises(ConfigError, match="more or fewer choices"):
         command.read_receipt(str(tmp_path / "x"))
+
+
+def test_weights_are_read_once_though_several_ask_at_the_same_time(tmp_path: Path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    receipt._hash_weights.cache_clear()
+    together, reads = threading.Barrier(4), []
+
+    def digest(file: IO[bytes], name: str) -> Any:
+        reads.append(file.name)
+        time.sleep(0.05)  # in which the others come
+        return hashlib.new(name, file.read())
+
+    def ask(_: int) -> str:
+        together.wait(60)
+        return hash_weights(str(tmp_path))
+
+    monkeypatch.setattr(receipt.hashlib, "file_digest", digest)
+    with ThreadPoolExecutor(4) as pool:
+        assert len({*pool.map(ask, range(4))}) == 1
+    assert len(reads) == 1

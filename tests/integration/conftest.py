@@ -97,14 +97,16 @@ class Server:
             assert time.monotonic() < deadline, "requests still run"
 
     def children(self) -> dict[str, psutil.Process]:
-        """Child processes by kind: engine, api (the last one, of several)."""
+        """Child processes by kind: engine, api (the last one, of several), and standby, the engine
+        to come.
+        """
         kinds = {"engine_core_proc": "engine", "api.server": "api"}
-        return {
-            kind: child
-            for child in psutil.Process(self.process.pid).children()
-            for name, kind in kinds.items()
-            if name in " ".join(child.cmdline())
-        }
+        found: dict[str, psutil.Process] = {}
+        for child in psutil.Process(self.process.pid).children():
+            for name, kind in kinds.items():
+                if name in " ".join(child.cmdline()):
+                    found["standby" if kind == "engine" and kind in found else kind] = child
+        return found
 
     def stop(self, timeout: float = 60) -> int:
         """SIGTERM; returns the exit code."""

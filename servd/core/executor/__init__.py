@@ -33,6 +33,8 @@ class Executor(ABC):
 
     # False: it runs no model of servd/worker/models, only pretends to; hf.FAKE_SPEC will do.
     needs_weights: ClassVar[bool] = True
+    # What `start` imports that takes long.
+    imports: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
         self.config = config

@@ -14,6 +14,7 @@ WORKER_MODULE = "servd.worker.worker"
 class UniProcExecutor(executor.Executor):
     """Calls the Worker directly. Its room is imported in `start`, as this is what takes seconds."""
 
+    imports = (WORKER_MODULE,)
     worker: Any = None  # a Worker, whose type the core room does not import
 
     def start(self) -> WorkerReady:

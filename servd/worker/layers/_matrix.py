@@ -12,6 +12,8 @@ from torch import Tensor
 from servd.worker.layers.weight import Copy, Weight
 from servd.worker.ops import native
 
+PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class Form(Protocol):
     """How a matrix [out, in] is kept and multiplied."""
@@ -38,13 +40,20 @@ class Matrix(Weight):
         return self.nbytes if self.form is None else self.form.nbytes
 
     def load(self, tensor: Tensor, part: int | None = None, copy: Copy = Tensor.copy_) -> None:
-        """See `Weight.load`. 16 bits of the checkpoint stay if products can be made of them."""
-        if self.data.dtype == torch.float32 and native.library() and self.device.type == "cpu":
+        """See `Weight.load`. 16 bits of the checkpoint stay if products can be made of them, and a
+        whole matrix is only looked at where it lies, mapped, until `reform` packs it.
+        """
+        if native.library() and self.device.type == "cpu":
             is_first = len(self.missing) == len(self.part_shapes)
-            if is_first and tensor.dtype in (torch.bfloat16, torch.float16):
+            if is_first and self.data.dtype == torch.float32 and tensor.dtype in PACKABLE:
+                whole = tensor.t() if self.transposed else tensor
+                if whole.shape == self.shape and self.parallel.size == 1 and not self.is_meta:
+                    self.data = whole
+                    self.missing.clear()
+                    return
                 self.data = torch.empty(self.shape, dtype=tensor.dtype)
-        elif tensor.dtype != self.data.dtype and native.library() and self.device.type == "cpu":
-            self.data = self.data.float()  # parts of several types: the widest
+            elif tensor.dtype != self.data.dtype:
+                self.data = self.data.float()  # parts of several types: the widest
         super().load(tensor, part, copy)
 
     def reform(self, make: Callable[[Tensor], Form | None]) -> None:
@@ -52,6 +61,8 @@ class Matrix(Weight):
         form = make(self.data)
         if form is not None:
             self.form, self.data = form, torch.empty(0)
+        elif self.device.type == "cpu":
+            self.data = self.data.clone()  # no longer the file's
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[n, in] -> x @ self.T + bias, [n, out]."""

@@ -1,0 +1,73 @@
+"""Engine processes, one after the other."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from servd import incarnations as module
+from servd import ipc, launch
+from servd.child import Child
+from servd.config import Config
+from servd.hf import FAKE_SPEC
+from servd.incarnations import EngineProcess, Incarnations
+
+
+@pytest.fixture
+def ipc_dir() -> Iterator[str]:
+    path = str(ipc.private_dir())
+    yield path
+    shutil.rmtree(path)
+
+
+def look_until_prepared(engines: Incarnations) -> EngineProcess:
+    deadline = time.monotonic() + 60
+    assert engines.child
+    while engines.standby is None:
+        assert time.monotonic() < deadline and engines.child.exit_code is None
+        engines.look()
+        time.sleep(0.01)
+    return engines.standby
+
+
+def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_dir, monkeypatch):
+    monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
+    ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
+    config, spec, _ = launch.find_and_resolve(Config.load({"executor": "fake"}))
+    engines = Incarnations(config, spec, ipc_dir, ended.put)
+    engines.imports = ("wave",)
+    engines.start(time.monotonic())
+    try:
+        first, second = engines.child, look_until_prepared(engines)
+        assert first and first.pulse.is_ready
+        assert second.process.args[-1] == "wave" and not second.pulse.numbers[0], "it only waits"
+        first.process.kill()
+        assert ended.get(timeout=60) is first
+        assert engines.end() is None
+        engines.succeed()
+        engines.start(time.monotonic())
+        assert engines.child is second
+        third = look_until_prepared(engines)  # as soon as the second one is ready
+        third.process.kill()
+        third.process.wait(60)
+        second.process.kill()
+        assert ended.get(timeout=60) is second, "nobody waited for the third"
+        engines.end()
+        engines.succeed()
+        engines.start(time.monotonic())
+        assert engines.child not in (second, third), "a standby that died is not used"
+    finally:
+        engines.stop(60)
+
+
+def test_no_standby_where_no_engine_is_started_again(ipc_dir):
+    def imports(**options: object) -> tuple[str, ...]:
+        return Incarnations(Config.load(options), FAKE_SPEC, ipc_dir, print).imports
+
+    assert imports(executor="uniproc") == ("servd.worker.worker",)
+    assert imports(executor="uniproc", max_engine_restarts=0) == ()
+    assert imports(executor="fake") == ()

@@ -1,0 +1,69 @@
+"""The tree of processes, without processes: what signals do."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import trustme
+
+from servd.config import Config
+from servd.hf import FAKE_SPEC
+from servd.process_tree import ProcessTree
+
+
+class Reader:
+    """Options that are read again: counts how often."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.options: dict[str, object] = {"attach": "/nowhere"}
+
+    def __call__(self) -> Config:
+        self.reads += 1
+        return Config.load(self.options)
+
+
+@pytest.fixture
+def reader() -> Reader:
+    return Reader()
+
+
+@pytest.fixture
+def tree(reader: Reader) -> ProcessTree:
+    return ProcessTree(reader(), FAKE_SPEC, {}, "/nowhere", None, 0.0, reader)
+
+
+def test_many_hang_ups_at_once_are_one_and_a_later_one_is_another(tree, reader):
+    tree.had_terminal = False
+    for _ in range(400):
+        tree.on_signal(signal.SIGHUP, None)
+    tree.on_signal(signal.SIGTERM, None)
+    assert tree.watch() == 0
+    assert reader.reads == 2  # the first at the start
+    tree.on_signal(signal.SIGHUP, None)
+    tree.on_signal(signal.SIGTERM, None)
+    assert tree.watch() == 0
+    assert reader.reads == 3
+
+
+def test_a_signal_to_end_is_heard_behind_hang_ups(tree):
+    tree.on_signal(signal.SIGHUP, None)
+    tree.on_signal(signal.SIGINT, None)
+    assert [tree.events.get() for _ in range(2)] == [signal.SIGHUP, signal.SIGINT]
+
+
+def test_tls_begins_and_ends_only_with_a_restart(tree, reader, tmp_path: Path, caplog):
+    file = tmp_path / "cert.pem"
+    trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(file))
+    reader.options |= {"ssl_certfile": str(file), "log_level": "debug"}
+    tree.reload()
+    assert "--ssl-certfile: TLS begins and ends only with a restart: nothing has" in caplog.text
+    assert "were read again" not in caplog.text
+    assert tree.config.observability.log_level == "info" and not tree.config.access.ssl_certfile
+    tree.config = tree.config.replace(ssl_certfile=str(file))
+    del reader.options["ssl_certfile"]
+    caplog.clear()
+    tree.reload()
+    assert "nothing has changed" in caplog.text and tree.config.access.ssl_certfile

@@ -1,0 +1,39 @@
+"""From a checkpoint to the weights of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from servd import hf
+from servd.worker import model_loader
+from servd.worker.layers._matrix import Matrix
+from servd.worker.parallel import Parallel
+
+
+def mapped(path: Path) -> list[range]:
+    """Addresses at which the file lies in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = [line.split() for line in lines if str(path) in line]
+    return [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines]
+
+
+def test_whole_matrices_are_packed_from_the_mapped_file(tiny_gpt2: Path):
+    cpu = torch.device("cpu")
+    parallel = Parallel.connect(0, 1, cpu, None)
+    model = model_loader.build_model(hf.read_spec(tiny_gpt2), torch.float32, cpu, parallel)
+    model_loader.load_weights(model, str(tiny_gpt2), lambda fraction: None)
+    weights = dict(model.named_parameters())
+    whole = {name for name, weight in weights.items() if name.endswith("c_proj.weight")}
+    assert whole
+    pages = mapped(tiny_gpt2 / "model.safetensors")
+    for name in whole:
+        assert any(weights[name].data_ptr() in page for page in pages), name
+    expected = {name: weights[name].data.clone() for name in whole}
+    model_loader.reform(model, torch.float32, None)
+    assert not any(weights[name].data.numel() for name in whole), "packed"
+    for name, weight in weights.items():
+        if name in whole and isinstance(weight, Matrix):
+            x = torch.eye(weight.shape[1] if weight.form is None else expected[name].shape[1])
+            assert torch.equal(weight.product(x), expected[name].t())
