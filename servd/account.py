@@ -7,8 +7,9 @@ in which phase the request was, the steps what went on in it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ CAUSES = {
     "rejected_drafts": "drafted tokens were rejected",
     "stalled_worker": "a step took far longer than others of its size",
     "start_up": "the engine's first steps took longer than later ones",
+    "engine_restart": "its engine died, and the next one had to start and compute its tokens again",
     "slow_reader": "its client did not read what was there",
     "unaccounted": "nothing was noted that explains it",
 }
@@ -69,6 +71,8 @@ BETWEEN_STEPS = {
     "preemption": "preemption",
 }
 COMPUTES = {"prefilling": "prefill", "decoding": "decode"}  # phase -> cause
+REPEATS = ("preemption", "engine_restart")  # phases after which tokens are computed again
+BY_START = attrgetter("started_ns")
 
 
 class Span(msgspec.Struct):
@@ -94,7 +98,7 @@ class Account(msgspec.Struct):
     Attributes:
         causes: nanoseconds by cause; they add up to the whole.
         spans: in order, without gaps.
-        neighbours: by engine id.
+        neighbours: by request id.
         steps: those that ran while the request was in the engine, at most MAX_STEPS.
     """
 
@@ -127,15 +131,21 @@ class Busy(NamedTuple):
         return self.end_ns - self.begin_ns
 
 
-def account(marks: Sequence[Mark], steps: Sequence[StepRecord], ids: Collection[str]) -> Account:
+def request_of(engine_id: str) -> str:
+    """The id of the request of which the engine knows a choice (`id_0`) or a part (`id/0`)."""
+    request_id, _, number = engine_id.partition("/")[0].rpartition("_")
+    return request_id if number.isdecimal() and request_id else engine_id.partition("/")[0]
+
+
+def account(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: str) -> Account:
     """Explain a request's time from its first to its last mark.
 
     Args:
         marks: of the request, in order of time.
         steps: of the engine, in order; those before the request help to tell what is normal.
-        ids: under which the engine knows its choices.
+        request_id: tells its own prompts from others'.
     """
-    return _Explainer(busy_times(steps), ids).explain(marks)
+    return _Explainer(busy_times(steps), request_id).explain(marks)
 
 
 def busy_times(steps: Sequence[StepRecord]) -> list[Busy]:
@@ -157,22 +167,32 @@ def phases(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
     """What a request was doing between its marks: a phase in the engine, or else a cause."""
     seen: Counter[str] = Counter()
     for mark, following in pairwise(marks):
+        if mark.stage == "engine_lost":  # the next one gets what is open as if it were new
+            num_begun = seen["first_token"] - _num_ended(seen)
+            seen = Counter(first_token=max(num_begun, 0))
         seen[mark.stage] += 1
         yield _phase(seen, following.stage), mark.at_ns, following.at_ns
 
 
+def _num_ended(seen: Counter[str]) -> int:
+    """How many choices are over; the API process may end one, too."""
+    return max(seen["finished"], seen["returned"])
+
+
 def _phase(seen: Counter[str], following: str) -> str:
-    """The phase after the marks in `seen`. A request with several choices is where the foremost of
-    those is that run.
+    """The phase after the marks in `seen`. A request with several choices, or parts, is where the
+    foremost of those is that run.
     """
-    num_ended = max(seen["finished"], seen["returned"])  # the API process may end a choice, too
+    num_ended = _num_ended(seen)
     num_running = seen["scheduled"] - seen["preempted"] - num_ended
-    if seen["sent"] and not seen["queued"]:
-        return "grammar_compile" if seen["compiling"] > seen["compiled"] else "arriving"
+    if seen["engine_lost"] and not seen["sent"]:
+        return "engine_restart"
     if num_ended < seen["queued"]:
         if num_running > 0:
             return "decoding" if seen["first_token"] > num_ended else "prefilling"
         return "preemption" if seen["scheduled"] >= seen["queued"] else "queued"
+    if seen["sent"] > seen["queued"]:
+        return "grammar_compile" if seen["compiling"] > seen["compiled"] else "arriving"
     if seen["returned"] < seen["finished"]:
         return "ipc"
     if seen["blocked"] > seen["resumed"]:
@@ -180,15 +200,19 @@ def _phase(seen: Counter[str], following: str) -> str:
     return CAUSE_BEFORE.get(following, "unaccounted")
 
 
+def _first_step(marks: Iterable[Mark]) -> int:
+    return next((mark.step for mark in marks if mark.stage == "scheduled"), NEVER)
+
+
 class _Explainer:
     """Collects the spans of one request."""
 
-    def __init__(self, busy: Sequence[Busy], ids: Collection[str]) -> None:
+    def __init__(self, busy: Sequence[Busy], request_id: str) -> None:
         self.busy = busy
-        self.ids = ids
+        self.request_id = request_id
         self.spans: list[Span] = []
         self.neighbours: dict[str, Neighbour] = {}
-        self.was_preempted = False
+        self.repeats = ""  # why it computes its tokens again, if it does
         self.first_step = 0  # that it took part in
         self.blamed = -1  # the last step whose prompts were counted
         plain = [b.end_ns - b.begin_ns for b in busy if not b.num_extra]
@@ -204,19 +228,22 @@ class _Explainer:
     def explain(self, marks: Sequence[Mark]) -> Account:
         at = 0  # index of the first step that is not over
         taken: dict[int, Busy] = {}
-        self.first_step = next((mark.step for mark in marks if mark.stage == "scheduled"), NEVER)
+        self.first_step = _first_step(marks)
         busy, add = self.busy, self._add
         for phase, begin, end in phases(marks):
+            if phase in REPEATS:
+                self.repeats = phase
+            if phase == "engine_restart":  # the next one counts its steps from 0
+                self.first_step = _first_step(mark for mark in marks if mark.at_ns >= end)
             if phase not in BETWEEN_STEPS:
                 add(phase, begin, end)
                 continue
-            self.was_preempted |= phase == "preemption"
             arrived, between = begin, BETWEEN_STEPS[phase]
             while at < len(busy) and busy[at].end_ns <= begin:
                 at += 1
             while at < len(busy) and busy[at].begin_ns < end:
                 step = busy[at]
-                taken[step.record.step] = step
+                taken[step.begin_ns] = step
                 waits = between or self._lacking(at, arrived)
                 if step.begin_ns > begin:
                     add(waits, begin, step.begin_ns)
@@ -238,7 +265,7 @@ class _Explainer:
         longest = sorted(taken.values(), key=lambda step: -step.duration)[:MAX_STEPS]
         return Account(
             marks[0].at_ns, marks[-1].at_ns, dict(causes), self._drawn(), self.neighbours,
-            len(taken), sorted((step.record for step in longest), key=lambda record: record.step),
+            len(taken), sorted((step.record for step in longest), key=BY_START),
         )  # fmt: skip
 
     def _lacking(self, at: int, arrived: int) -> str:
@@ -285,23 +312,26 @@ class _Explainer:
         else:
             beyond = max(duration - stall - self.plain_ns, 0)
         token_ns = share * beyond / max(num_extra, 1)
-        own = sum(record.prefills.get(each, 0) for each in self.ids)
-        self._blame(record, token_ns)
+        own = self._blame(record, token_ns)
         return {
             "start_up" if record.step < NUM_FIRST_STEPS else "stalled_worker": stall * share,
             "neighbour_prefill": token_ns * (sum(record.prefills.values()) - own),
             "rejected_drafts": token_ns * (record.num_drafts - record.num_accepted),
-            "preemption": token_ns * own * self.was_preempted,
+            self.repeats: token_ns * own * bool(self.repeats),
         }
 
-    def _blame(self, record: StepRecord, token_ns: float) -> None:
-        """Say whose prompts took time."""
-        is_new, self.blamed = record.step != self.blamed, record.step
+    def _blame(self, record: StepRecord, token_ns: float) -> int:
+        """Say whose prompts took time; returns the number of its own prompt tokens."""
+        num_own, is_new, self.blamed = 0, record.step != self.blamed, record.step
         for engine_id, num_tokens in record.prefills.items():
-            if engine_id not in self.ids:
-                neighbour = self.neighbours.setdefault(engine_id, Neighbour())
+            request_id = request_of(engine_id)
+            if request_id == self.request_id:
+                num_own += num_tokens
+            else:
+                neighbour = self.neighbours.setdefault(request_id, Neighbour())
                 neighbour.num_tokens += num_tokens * is_new
                 neighbour.ns += num_tokens * token_ns
+        return num_own
 
     def _add(self, cause: str, begin: int, end: int, step: int = -1) -> None:
         if end <= begin:

@@ -181,7 +181,7 @@ class EngineCoreOutput(Message):
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, at first scheduling
-    marks: list[Mark] = []  # on the first and on the last output
+    marks: list[Mark] = []  # since the last output
     error: str | None = None  # with finish_reason error
     # On the first output; one per prompt token but the first.
     prompt_logprobs: list[TokenLogprobs] | None = None

@@ -18,7 +18,8 @@ STAGES = (
     "templated",  # chat template rendered
     "tokenised",
     "checked",  # its structured output was tried out
-    "sent",  # handed to the engine's channel
+    "sent",  # handed to the engine's channel; again after the engine was lost
+    "engine_lost",  # the engine died; the request waits for the next one
     "compiling",  # the engine has it, but not its grammar
     "compiled",
     "queued",  # the engine has it, in the waiting queue
@@ -61,7 +62,9 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_tokens: int = 0
     num_requests: int = 0
     num_waiting: int = 0  # requests that it did not admit
-    waits_for: str = ""  # what the first of them lacked: "slots", "blocks" or "budget"
+    waits_for: str = (
+        ""  # what the first of them lacked: "slots", "blocks" or (its turn in) "budget"
+    )
     num_preempted: int = 0
     num_cached_tokens: int = 0  # of admitted requests, found in the prefix cache
     num_drafts: int = 0  # tokens computed as drafts

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.account import CAUSES, MAX_SPANS, Account, account
+from servd.account import CAUSES, MAX_SPANS, Account, account, request_of
 from servd.tracing import STAGES, Mark, StepRecord
 
 MS = 1_000_000
@@ -45,7 +45,7 @@ def milliseconds(found: Account) -> dict[str, float]:
 
 
 def explain(marks: list[Mark], steps: list[StepRecord]) -> dict[str, float]:
-    found = milliseconds(account(marks, steps, {"own"}))
+    found = milliseconds(account(marks, steps, "own"))
     assert sum(found.values()) == pytest.approx((marks[-1].at_ns - marks[0].at_ns) / MS)
     return found
 
@@ -66,7 +66,7 @@ def test_prompts_of_others_in_the_same_steps():
     steps = [step(10, 4, 14), *decoding(11, 14, 54)]
     steps += [step(15, 54, 114, {"b": 100}), step(16, 114, 174, {"b": 75, "c": 25})]
     steps += decoding(17, 174, 194)
-    found = account(marks, steps, {"own"})
+    found = account(marks, steps, "own")
     assert milliseconds(found)["neighbour_prefill"] == 100  # of 120: they decode, too
     assert milliseconds(found)["decode"] == 80
     assert found.largest_wait == "neighbour_prefill"
@@ -200,7 +200,7 @@ def test_thousands_of_short_spans_are_drawn_as_few():
     num = 5000
     steps = [step(i, 4 + 2 * i, 6 + 2 * i, {"b": 10} if i % 2 else None) for i in range(num)]
     marks = marks_of(("queued", 4), ("scheduled", 4, 0), ("first_token", 6, 0), end=2 * num)
-    found = account(marks, steps, {"own"})
+    found = account(marks, steps, "own")
     assert len(found.spans) <= MAX_SPANS + 1
     assert found.num_steps > 4000 and len(found.steps) == 512
     assert_contiguous(found)
@@ -239,7 +239,7 @@ def test_the_shares_add_up_to_the_whole_and_none_is_negative(marks, parts):
         )  # fmt: skip
     taken = sorted((Mark(stage, at * MS, number) for stage, at, number in marks),
                    key=lambda mark: mark.at_ns)  # fmt: skip
-    found = account(taken, steps, {"own"})
+    found = account(taken, steps, "own")
     assert sum(found.causes.values()) == taken[-1].at_ns - taken[0].at_ns
     assert min(found.causes.values()) >= 0 and set(found.causes) <= set(CAUSES)
     assert_contiguous(found)
@@ -248,3 +248,48 @@ def test_the_shares_add_up_to_the_whole_and_none_is_negative(marks, parts):
 def test_the_documentation_has_every_cause():
     page = (Path(__file__).parents[1] / "docs/observability.md").read_text(encoding="utf8")
     assert all(f"| `{cause}` | {meaning} |" in page for cause, meaning in CAUSES.items())
+
+
+def test_an_engine_that_dies_and_its_successor():
+    """From the last sign of life on; the next engine counts its steps from 0."""
+    marks = marks_of(
+        ("queued", 4), ("scheduled", 4, 100), ("first_token", 14, 100), ("engine_lost", 34),
+        ("sent", 534), ("queued", 535), ("scheduled", 535, 0), end=605,
+    )  # fmt: skip
+    steps = [step(100, 4, 14), *decoding(101, 14, 34)]
+    steps += [step(0, 535, 585, {"own": 50}), *decoding(1, 585, 605)]
+    found = explain(marks, steps)
+    assert found["engine_restart"] == 500 + 40  # and what was computed again
+    assert found["decode"] == 20 + 10 + 20 and "unaccounted" not in found
+
+
+def test_choices_of_which_some_had_ended_when_the_engine_died():
+    marks = marks_of(
+        ("queued", 4), ("queued", 4), ("scheduled", 4, 9), ("scheduled", 4, 9),
+        ("first_token", 14, 9), ("first_token", 14, 9), ("finished", 24), ("returned", 24),
+        ("engine_lost", 24), ("sent", 64), ("queued", 64), ("scheduled", 64, 0), end=84,
+    )  # fmt: skip
+    steps = [step(9, 4, 14), step(10, 14, 24), *decoding(0, 64, 84)]
+    found = explain(marks, steps)
+    assert (found["engine_restart"], found["decode"]) == (40, 10 + 20)
+
+
+def test_parts_one_after_another_are_one_request():
+    marks = marks_of(
+        ("queued", 4), ("scheduled", 4, 10), ("first_token", 14, 10), ("finished", 14),
+        ("returned", 16), ("detokenised", 16), ("sent", 20), ("queued", 21), ("scheduled", 24, 12),
+        ("first_token", 34, 12), end=34,
+    )  # fmt: skip
+    steps = [step(10, 4, 14, {"own/0": 7}), step(11, 14, 24), step(12, 24, 34, {"own/1": 7})]
+    assert explain(marks, steps) == {
+        "parse": 1, "tokenise": 1, "event_loop": 1 + 4, "ipc": 1 + 2 + 1, "queue_step": 1 + 3,
+        "prefill": 20, "detokenise": 1, "write": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "request_id"),
+    [("cmpl-a_b", "cmpl-a_b"), ("cmpl-a_b_12", "cmpl-a_b"), ("decision-a/3", "decision-a")],
+)
+def test_the_request_of_a_choice_or_a_part(engine_id, request_id):
+    assert request_of(engine_id) == request_id

@@ -27,6 +27,7 @@ from servd.api.middleware import RequestContext
 from servd.api.protocol.errors import error_reply
 from servd.api.response_store import ResponseStores
 from servd.api.routes import load_routers
+from servd.api.siblings import Siblings
 from servd.config import Config
 from servd.errors import NotFound, ServdError
 
@@ -85,6 +86,7 @@ def create_app(
         keys=keys,
         responses=ResponseStores(config.server.max_stored_responses, keys),
         batches=batches,
+        siblings=Siblings(async_llm),
     )
     return app
 

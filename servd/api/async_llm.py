@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,6 @@ from servd.messages import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreRequest,
     EngineFailed,
     EngineReady,
     EngineRestarting,
@@ -89,6 +89,8 @@ class AsyncLLM:
         status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's state as last reported.
         is_restarting: the engine has died; requests are kept until there is another one.
+        loading_since: when the engine that loads, or loaded last, was first waited for; seconds of
+            the monotonic clock.
         admission: what is let in.
 
     Args:
@@ -124,6 +126,7 @@ class AsyncLLM:
         self.stats = SchedulerStats()
         self.admission = Admission(config.scheduler, metrics)
         self.is_restarting = False
+        self.loading_since = time.monotonic()
         self._suspects = Suspects()
         self._running: dict[str, _Running] = {}  # by request id
         self._threads = FairThreads(NUM_THREADS, "prepare")
@@ -254,8 +257,7 @@ class AsyncLLM:
         exemplar = {"trace_id": trace_id} if trace_id else None
         try:
             for one in prepared:
-                # What is a part of another request has no timeline that anybody finds.
-                timeline = (Timeline if one.is_part else self.tracer.open)(one.request_id)
+                timeline = self._timeline(one, is_first=not num_open)
                 sent = now_ns()
                 arrival = timeline.marks[0].at_ns if timeline.marks else sent
                 times = [
@@ -263,16 +265,18 @@ class AsyncLLM:
                     for _ in range(one.params.n)
                 ]
                 self._running[one.request_id] = _Running(
-                    one, timeline, stream, num_open, times, is_counted=not one.is_part, sent_ns=sent
+                    one, timeline, stream, num_open, times, is_counted=not one.part_of, sent_ns=sent
                 )
                 self.output_processor.add(one)
-                timeline.engine_ids, timeline.choices = one.request.choice_ids, times
-                timeline.params = one.params
-                timeline.prompt = array("I", one.prompt_token_ids)
-                timeline.salt = one.request.options.cache_salt
-                timeline.reads_prompt = one.params.prompt_logprobs is not None
+                if not one.part_of:
+                    timeline.choices, timeline.params = times, one.params
+                    timeline.prompt = array("I", one.prompt_token_ids)
+                    timeline.salt = one.request.options.cache_salt
                 timeline.marks += [*one.marks, Mark("sent", sent)]
-                self._send(one.request)
+                if self.is_restarting:  # the next engine gets it (`_replay`)
+                    timeline.marks.append(Mark("engine_lost", sent))
+                else:
+                    self.client.send(one.request)
                 num_open += one.params.n
             while num_open:
                 for delta in await stream.take():
@@ -284,10 +288,12 @@ class AsyncLLM:
             for one in prepared:
                 self._end(one.request_id)
 
-    def _send(self, request: EngineCoreRequest) -> None:
-        """Hand a request to the engine; if there is none now, the next one gets it (`_replay`)."""
-        if not self.is_restarting:
-            self.client.send(request)
+    def _timeline(self, one: Prepared, is_first: bool) -> Timeline:
+        """Where its marks go; of parts that run side by side the first speaks for all."""
+        if not one.part_of:
+            return self.tracer.open(one.request_id)
+        whole = self.tracer.running.get(one.part_of) if is_first else None
+        return whole or Timeline(one.request_id)
 
     def _end(self, request_id: str) -> None:
         """Forget a prompt; the engine drops the choices that have not ended, if any."""
@@ -388,8 +394,12 @@ class AsyncLLM:
     def _restart(self, message: EngineRestarting) -> None:
         """Attach to the engine that comes; end the request that the others died of."""
         had_all, self.is_restarting = not self.is_restarting, True
+        if had_all:
+            self.loading_since = time.monotonic()
+            self.tracer.lose_engine(self._running[each].timeline for each in self._num_tokens())
         self.status = EngineStatus("restarting")
         self.client.follow(message.incarnation)
+        self.metrics.restarts.count = message.incarnation
         guilty = self._suspects.engine_died(self._num_tokens()) if had_all else None
         outputs: list[EngineCoreOutput] = []
         if guilty is not None:
@@ -427,6 +437,7 @@ class AsyncLLM:
     def _send_again(self, request_id: str) -> None:
         running = self._running[request_id]
         running.sent_ns = now_ns()
+        running.timeline.marks.append(Mark("sent", running.sent_ns))
         outputs = self.output_processor.outputs(request_id)
         self.client.send(
             msgspec.structs.replace(running.prepared.request, output_token_ids=outputs)

@@ -83,7 +83,9 @@ class BeamSearch:
             reason = FinishReason.ERROR
             raise
         finally:
-            self._count(async_llm.metrics, arrival_ns, answers, reason)
+            choices = self._count(async_llm.metrics, arrival_ns, answers, reason)
+            if (timeline := async_llm.tracer.running.get(self.prepared.request_id)) is not None:
+                timeline.choices = choices
         return answers
 
     async def _step(self, async_llm: AsyncLLM) -> list[TokenLogprobs]:
@@ -104,7 +106,7 @@ class BeamSearch:
         arrival_ns: int,
         answers: list[CompletionOutput],
         reason: FinishReason,
-    ) -> None:
+    ) -> list[ChoiceTimes]:
         """The client sent one request, however many steps and beams; its tokens come at once."""
         num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
         choices = [ChoiceTimes(arrival_ns, num_prompt_tokens, len(a.token_ids)) for a in answers]
@@ -112,6 +114,7 @@ class BeamSearch:
         metrics.observe_tokens(whole, sum(choice.num_tokens for choice in choices), now)
         metrics.observe_finished(whole, reason, now)
         metrics.observe_request(self.prepared.params, choices or [whole])
+        return choices or [whole]
 
     def advance(self, logprobs: list[TokenLogprobs]) -> None:
         """Continue the running beams by one token; `logprobs` has the most likely ones of each."""
@@ -149,12 +152,14 @@ class BeamSearch:
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.num_candidates)
         request = msgspec.structs.replace(
             self.prepared.request,
-            request_id=f"{self.prepared.request_id}-beam-{self.length}-{index}",
+            request_id=f"{self.prepared.request_id}/{self.length}-{index}",
             prompt_token_ids=self.prepared.prompt_token_ids + self.running[index].token_ids,
             params=params,
             eos_token_ids=[],
         )
-        return Prepared(prompt=None, params=params, request=request, is_part=True)
+        marks = [] if self.length else self.prepared.marks
+        part_of = self.prepared.request_id
+        return Prepared(prompt=None, params=params, request=request, marks=marks, part_of=part_of)
 
     def _answer(self, tokenizer: Tokenizer, index: int, beam: Beam) -> CompletionOutput:
         params = self.prepared.params

@@ -22,6 +22,7 @@ from servd.api.batch_store import Shelf
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, parse
 from servd.api.response_store import ResponseStores
+from servd.api.siblings import Siblings
 from servd.bounds import MAX_TIMEOUT
 from servd.config import Config
 from servd.errors import Forbidden, InvalidRequest, NotFound, UnknownModel
@@ -45,6 +46,7 @@ class Context(msgspec.Struct, frozen=True):
     keys: Keys
     responses: ResponseStores
     batches: BatchRunner | None  # without --batch-dir
+    siblings: Siblings
 
     @property
     def model_names(self) -> list[str]:

@@ -122,14 +122,14 @@ class OptionScorer:
 
     async def _next_token(self, prompt: list[int], token_ids: list[int]) -> CompletionOutput:
         """One token after a prompt, with the log-probabilities of `token_ids`."""
-        request_id = f"{self.request_id}-{next(self._numbers)}"
+        request_id = f"{self.request_id}/{next(self._numbers)}"
         params = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=token_ids
         )
         prompts = [Prompt(content=prompt, request_id=request_id, param="input")]
         prepared = await self.async_llm.prepare(prompts, params, self.options)
         for one in prepared:
-            one.is_part = True
+            one.part_of = self.request_id
         async with aclosing(self.async_llm.generate(prepared)) as outputs:
             async for output in outputs:
                 return output

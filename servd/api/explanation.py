@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import UNSET
@@ -23,6 +23,7 @@ from servd.tracing import Mark, StepRecord, now_ns
 
 MAX_NEIGHBOURS = 16
 SECOND = 1_000_000_000  # nanoseconds
+Ran = tuple[int, int]  # from when to when a request ran, 0 for still
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget")  # causes
 BLOCKING = ("blocked", "resumed")  # stages
 
@@ -38,15 +39,12 @@ def summarize(inquiry: Inquiry) -> RequestSummary:
     return summary
 
 
-def explain(
-    inquiry: Inquiry, others: Iterable[Timeline], is_visible: Callable[[str], bool]
-) -> RequestTimeline:
+def explain(inquiry: Inquiry, others: Mapping[str, Ran | None]) -> RequestTimeline:
     """Everything about a request.
 
     Args:
         inquiry: into the request.
-        others: requests of the same client.
-        is_visible: whether the client may know of a request with this engine id.
+        others: when requests of the same owner ran, by id; no other ids may be shown.
     """
     timeline, account = inquiry.timeline, inquiry.account()
     origin = account.begin_ns
@@ -84,10 +82,10 @@ def explain(
         num_steps=account.num_steps,
         steps=steps_of(account.steps, origin),
         neighbours=[
-            TimelineNeighbour(each.num_tokens, _ms(each.ns), i if is_visible(i) else UNSET)
+            TimelineNeighbour(each.num_tokens, _ms(each.ns), i if i in others else UNSET)
             for i, each in neighbours[:MAX_NEIGHBOURS]
         ],
-        behind=_behind(inquiry.marks, account, others),
+        behind=_behind(inquiry, account, others),
         blocked_ms=_ms(blocked["resumed"] - blocked["blocked"]),
     )
 
@@ -113,23 +111,24 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
     return summary
 
 
-def _behind(marks: list[Mark], account: Account, others: Iterable[Timeline]) -> list[str]:
+def _behind(inquiry: Inquiry, account: Account, others: Mapping[str, Ran | None]) -> list[str]:
     """Ids of those that ran while the request waited for what they held, the longest first."""
     if not any(account.causes.get(cause) for cause in QUEUES):
         return []
-    own = _ran(marks)
+    own, marks = ran(inquiry.marks), inquiry.marks
     begin = next(mark.at_ns for mark in marks if mark.stage == "queued")
     end = own[0] if own else marks[-1].at_ns
-    held: dict[str, int] = {}
-    for other in others:
-        if (ran := _ran([*other.marks])) and other.marks is not marks:
-            held[other.id] = min(ran[1] or end, end) - max(ran[0], begin)
+    held = {
+        name: min(each[1] or end, end) - max(each[0], begin)
+        for name, each in others.items()
+        if each is not None and name != inquiry.timeline.id
+    }
     longest = sorted((name for name in held if held[name] > 0), key=lambda name: -held[name])
     return longest[:MAX_NEIGHBOURS]
 
 
-def _ran(marks: list[Mark]) -> tuple[int, int] | None:
-    """From when to when a request ran, 0 for still; None if it has not yet."""
+def ran(marks: list[Mark]) -> Ran | None:
+    """When a request ran; None if it has not yet."""
     begin = next((mark.at_ns for mark in marks if mark.stage == "scheduled"), None)
     end = max((mark.at_ns for mark in marks if mark.stage == "returned"), default=0)
     return None if begin is None else (begin, end)

@@ -7,14 +7,16 @@ prometheus-client then keeps all values in files there, and each server's /metri
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from servd.config import CacheConfig
 from servd.messages import EngineCoreOutput, EngineReady, FinishReason, SchedulerStats
@@ -160,6 +162,26 @@ class ChoiceTimes(msgspec.Struct):
             self.num_preemptions += mark.stage == "preempted"
 
 
+class EngineRestarts(Collector):
+    """How many engines came after the first. Every API server knows the whole number: a sum over
+    them would count each restart several times.
+    """
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self.labels = labels
+        self.count = 0
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Called by the library."""
+        family = CounterMetricFamily(
+            "servd:engine_restarts",
+            "Times the engine died and was started again.",
+            labels=[*self.labels],
+        )
+        family.add_metric([*self.labels.values()], self.count)
+        yield family
+
+
 class Metrics:
     """All metrics, with the labels `model_name` and `engine` filled in.
 
@@ -170,6 +192,7 @@ class Metrics:
 
     Attributes:
         labelled: counters of LABELLED, by name and the values of its labels.
+        restarts: of the engine.
     """
 
     def __init__(self, model_name: str, max_model_len: int = 131072, engine: int = 0) -> None:
@@ -215,6 +238,8 @@ class Metrics:
         self.cache_config = gauge(
             "vllm:cache_config_info", "The KV cache; always 1.", [*labels, *CACHE_FACTS]
         )
+        self.restarts = EngineRestarts(labels)
+        registry.register(self.restarts)
         # Under the names of prometheus-fastapi-instrumentator, without the labels of a model.
         self.http_requests = Counter(
             "http_requests", "Answers.", ["handler", "method", "status"], registry=registry
@@ -340,6 +365,7 @@ class Metrics:
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)
+            registry.register(self.restarts)
         encode, content_type = choose_encoder(accept)
         if content_type.startswith(OPEN_METRICS):  # what others escape, colons, is in our names
             encode, _ = choose_encoder(f"{OPEN_METRICS};version=1.0.0;escaping=allow-utf-8")

@@ -40,6 +40,7 @@ SPANS = {
     "prefilling": "prefill",
     "decoding": "decode",
     "preemption": "preempted",
+    "engine_restart": "engine_restart",
     "slow_reader": "slow_reader",
 }
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}

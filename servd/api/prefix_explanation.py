@@ -35,7 +35,7 @@ def explain_prefix(
     evicted = timeline.choices[0].evicted_at_ns
     if not config.enable_prefix_caching:
         found.reason, found.text = "disabled", "--no-enable-prefix-caching: nothing is kept"
-    elif timeline.reads_prompt:
+    elif timeline.params is not None and timeline.params.prompt_logprobs is not None:
         found.reason = "prompt_is_read"
         found.text = "something of every prompt token was asked for, so all were computed"
     elif num_matched >= num_blocks:

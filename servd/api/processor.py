@@ -39,7 +39,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     request: EngineCoreRequest
     expected: ExpectedOutput = ExpectedOutput()
     marks: list[Mark] = []  # of its timeline
-    is_part: bool = False  # of a request that the metrics count as a whole
+    part_of: str = ""  # id of a request that metrics and timelines have as a whole
 
     @property
     def request_id(self) -> str:

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -210,6 +211,7 @@ async def serve(start: Start) -> int:
         Tracer(spans=(spans := spans_of(config.observability))),
         Metrics(config.model.served_model_name[0], config.model.max_model_len),
     )
+    async_llm.metrics.restarts.count = start.incarnation
     async_llm.start()
     app = create_app(config, async_llm, reasons=start.reasons)
     batches = app.state.context.batches
@@ -225,10 +227,13 @@ async def serve(start: Start) -> int:
     options.load()
     options.ssl = tls_context(config.access)
     server = Server(options, async_llm, start, app.state.context)
+    siblings = app.state.context.siblings
+    await siblings.listen(Path(start.ipc_dir, f"api-{start.client}"))
     await server.serve(sockets=[listener])
     if batching is not None:
         batching.cancel()
         await asyncio.wait([batching])
+    siblings.close()
     async_llm.close()
     client.close()
     if spans is not None:

@@ -17,7 +17,7 @@ import msgspec
 from servd.account import Account, account
 from servd.api.metrics import ChoiceTimes
 from servd.api.protocol.requests import RequestSummary
-from servd.params import PoolingParams, SamplingParams
+from servd.params import SamplingParams
 from servd.tracing import Mark, StepRecord, now_ns
 
 if TYPE_CHECKING:
@@ -40,12 +40,10 @@ class Timeline(msgspec.Struct):
     model: str = ""  # as the answer names it
     created: float = 0.0  # Unix time
     marks: list[Mark] = []
-    engine_ids: list[str] = []  # of its choices
     choices: Sequence[ChoiceTimes] = ()
-    params: SamplingParams | PoolingParams | None = None
+    params: SamplingParams | None = None
     prompt: array[int] = array("I")  # token ids; empty when it is no longer kept
     salt: str | None = None  # of the prefix cache
-    reads_prompt: bool = False  # so that nothing comes from the prefix cache
     # From its first tool call to its end, and how long the parser worked in it.
     parsed_from_ns: int = 0
     parsed_to_ns: int = 0
@@ -93,7 +91,7 @@ class Inquiry(msgspec.Struct):
         """Where the time went; for a thousand steps this takes 20 ms."""
         if self.timeline.account is not None:
             return self.timeline.account
-        return account(self.marks, self.known, frozenset(self.timeline.engine_ids))
+        return account(self.marks, self.known, self.timeline.id)
 
 
 class Tracer:
@@ -127,6 +125,13 @@ class Tracer:
     def mark(self, request_id: str, stage: str, at_ns: int | None = None, step: int = -1) -> None:
         """Note that `request_id` reached `stage` (one of STAGES), now or at `at_ns`."""
         self.open(request_id).marks.append(Mark(stage, at_ns or now_ns(), step))
+
+    def lose_engine(self, timelines: Iterable[Timeline]) -> None:
+        """Note when the engine that had these requests was last known to live."""
+        last_step = self.steps[-1].harvested_ns if self.steps else 0
+        for timeline in timelines:
+            lost = max(last_step, timeline.marks[-1].at_ns)
+            timeline.marks.append(Mark("engine_lost", lost))
 
     def extend(self, request_id: str, marks: Iterable[Mark]) -> None:
         """Add marks that were taken elsewhere."""
@@ -189,16 +194,15 @@ class Tracer:
         newest_first = [*reversed(self.running.values()), *reversed(self.recent.values())]
         return list(islice((t for t in newest_first if t.owner == owner and t.marks), count))
 
+    def of_owner(self, owner: str) -> list[Timeline]:
+        """All of an owner that are known."""
+        known = {**self.slowest, **self.recent, **self.running}
+        return [timeline for timeline in known.values() if timeline.owner == owner]
+
     def longest(self, owner: str, count: int) -> list[Timeline]:
         """The slowest finished requests of `owner`, slowest first."""
         own = [timeline for timeline in self.slowest.values() if timeline.owner == owner]
         return sorted(own, key=lambda timeline: -timeline.wall_ns)[:count]
-
-    def knows(self, engine_id: str, owner: str) -> bool:
-        """Whether a choice with this id belongs to a request of `owner`."""
-        request_id, _, number = engine_id.rpartition("_")
-        known = self.get(engine_id, owner) or (number.isdecimal() and self.get(request_id, owner))
-        return bool(known)
 
     def latest_steps(self, count: int) -> list[StepRecord]:
         """In order."""

@@ -211,8 +211,9 @@ class Request:
             output.num_cached_tokens = self.num_cached_tokens
             output.evicted_at_ns = self.evicted_at_ns
             output.prompt_logprobs = self.prompt_logprobs or None
-            output.marks = [*self.marks, Mark("first_token", now, step)]
-            self.marks = []
+            self.marks.append(Mark("first_token", now, step))
+        if self.marks:
+            output.marks, self.marks = self.marks, []
         if end is not None and num_tokens == end.num_tokens:
             self._end(output, end)
         if (

@@ -167,9 +167,8 @@ class Scheduler:
         self._num_steps += 1
         self._in_flight.append(step)
         freed_slots, self._freed_slots = self._freed_slots, []
-        self._stats.num_scheduled_tokens = self.max_num_batched_tokens - budget
-        lacks = "slots" if not self._free_slots else "blocks" if budget > 0 else "budget"
-        step.end_scheduling(self._stats.num_scheduled_tokens, len(self.waiting), lacks)
+        self._stats.num_scheduled_tokens = num_tokens = self.max_num_batched_tokens - budget
+        step.end_scheduling(num_tokens, len(self.waiting), bool(self._free_slots))
         return SchedulerOutput(step.record.step, step.scheduled, step.new_requests, freed_slots)
 
     @property
@@ -275,6 +274,7 @@ class Scheduler:
                 # Preempted with a token in flight, it is harvested before the next step.
                 may_start = not request.num_placeholders and self.kv_cache.fits(request, cached)
                 if not may_start:
+                    step.record.waits_for = "blocks"
                     continue
                 self._admit(step, request, cached, now)
                 num_tokens = min(request.num_tokens - request.num_computed_tokens, room)

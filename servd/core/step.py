@@ -37,12 +37,15 @@ class Step:
             if num_tokens > 1 or not scheduled.samples:
                 self.record.prefills[request.request_id] = num_tokens
 
-    def end_scheduling(self, num_tokens: int, num_waiting: int, lacks: str) -> None:
-        """All that take part are added. The first of those that wait lacks what `lacks` names."""
+    def end_scheduling(self, num_tokens: int, num_waiting: int, has_slots: bool) -> None:
+        """All that take part are added. Where nothing else held up the first of those that wait,
+        its turn did not come.
+        """
         record = self.record
         record.num_tokens, record.num_requests = num_tokens, len(self.scheduled)
         if num_waiting:
-            record.num_waiting, record.waits_for = num_waiting, lacks
+            record.num_waiting = num_waiting
+            record.waits_for = (record.waits_for or "budget") if has_slots else "slots"
         record.scheduled_ns = now_ns()
 
 

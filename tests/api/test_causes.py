@@ -96,6 +96,57 @@ async def test_a_slot(slow_steps):
         assert [timeline["behind"] for timeline in timelines] == [[], [first]]
 
 
+async def test_behind_whom_is_also_who_came_later_and_went_first(slow_steps):
+    async with serve(max_num_seqs=1, scheduling_policy="priority") as served:
+        tasks = [asyncio.create_task(post(served, "a", 40))]
+        await has_token(served)
+        for priority, max_tokens in ((5, 5), (1, 80)):
+            tasks.append(asyncio.create_task(post(served, "b", max_tokens, priority=priority)))
+            await until(lambda: len(served.engine.sent) == len(tasks))
+        first, background, urgent = await asyncio.gather(*tasks)
+        for own, behind in ((urgent, [first]), (background, [urgent, first])):
+            timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
+            assert timeline["cause"] == "queue_slots" and timeline["behind"] == behind
+
+
+async def test_an_engine_that_dies(slow_steps):
+    async with serve() as served:
+        own = asyncio.create_task(post(served, "a", 60))
+        await has_token(served)
+        served.async_llm.loading_since -= 1000
+        served.engine.die()
+        await until(lambda: served.async_llm.is_restarting)
+        late = asyncio.create_task(post(served, "b", 5))
+        await asyncio.sleep(0.5)
+        health = (await served.http.get("/health")).json()
+        assert health["status"] == "restarting" and 0.5 <= health["elapsed_seconds"] < 500
+        served.engine.revive()
+        for task in (own, late):
+            assert (await causes_of(served, await task))[0] == "engine_restart"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "n": 3, "max_tokens": 10}),
+        (
+            "/v1/decisions",
+            {"input": "a", "questions": [
+                {"type": "predicate", "instructions": f"Is it {i}?"} for i in range(5)]},
+        ),
+    ],
+    ids=["beams", "decisions"],
+)  # fmt: skip
+async def test_parts_of_a_request_count_in_its_account(slow_steps, path, body):
+    async with serve(max_num_seqs=8) as served:
+        assert (await served.http.post(path, json=body)).status_code == 200
+        (own,) = served.async_llm.tracer.recent
+        timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
+        shares = {cause["cause"]: cause["share"] for cause in timeline["causes"]}
+        assert shares["prefill"] > 0.5 and shares["unaccounted"] < 0.1
+        assert timeline["num_steps"] >= 5 and timeline["neighbours"] == []
+
+
 async def test_a_grammar(monkeypatch):
     compile_grammar = GrammarManager._compile
 

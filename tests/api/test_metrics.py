@@ -242,6 +242,7 @@ def test_every_api_server_answers_for_all(tmp_path):
         "import sys; from servd.api.metrics import *\n"
         "running, tokens = int(sys.argv[1]), int(sys.argv[2])\n"
         "metrics = Metrics('m')\n"
+        "metrics.restarts.count = 3\n"
         "if running: metrics.observe_step(SchedulerStats(num_running=running, num_preemptions=1))\n"
         "metrics.observe_tokens(ChoiceTimes(0, 10), tokens, 10**9)\n"
         "metrics.observe_answer('/health', 'GET', 200, 0.1)\n"
@@ -260,4 +261,5 @@ def test_every_api_server_answers_for_all(tmp_path):
     assert values["vllm:num_preemptions_total"] == 2
     assert values["vllm:generation_tokens_total"] == 11
     assert values["http_requests_total"] == 3
+    assert values["servd:engine_restarts_total"] == 3  # each knows the whole number
     assert values["vllm:time_to_first_token_seconds_count"] == 2

@@ -174,5 +174,7 @@ async def test_gauges_are_zero_while_there_is_no_engine():
         served.engine.die()
         await until(lambda: served.async_llm.is_restarting)
         text = (await served.http.get("/metrics")).text
-        assert 'vllm:num_requests_running{engine="0",model_name="org/fake-model"} 0.0' in text
+        labels = '{engine="0",model_name="org/fake-model"}'
+        assert f"vllm:num_requests_running{labels} 0.0" in text
+        assert f"servd:engine_restarts_total{labels} 1.0" in text
         task.cancel()

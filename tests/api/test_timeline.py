@@ -54,7 +54,6 @@ def test_a_timeline_is_shown_to_its_owner_alone():
         tracer.finish(i)
     for owner, own in (("a", ["0", "1"]), ("b", ["2", "3"]), ("", [])):
         assert [i for i in "0123" if tracer.get(i, owner)] == own
-        assert [i for i in "0123" if tracer.knows(f"{i}_5", owner)] == own
         assert sorted(t.id for t in tracer.latest(owner, 9)) == own
     assert [t.id for t in tracer.longest("a", 9)] == ["1"]
 

@@ -246,6 +246,15 @@ def test_two_api_servers_share_port_and_metrics(start):
     text = httpx.get(f"{server.url}/metrics").text
     answered = re.findall(r'^http_requests_total{handler="/v1/completions",.*} (\S+)$', text, re.M)
     assert sum(map(float, answered)) == 20
+    for _ in range(10):  # whichever of them is asked knows all
+        listed = httpx.get(f"{server.url}/v1/requests?recent=100").json()["data"]
+        assert len({one["id"] for one in listed}) == 20
+        assert len(httpx.get(f"{server.url}/v1/requests?slowest=7").json()["data"]) == 7
+        for one in listed[:2]:
+            httpx.get(f"{server.url}/v1/requests/{one['id']}/timeline").raise_for_status()
+        steps = httpx.get(f"{server.url}/v1/steps?recent=1000").json()["data"]
+        assert [step["step"] for step in steps] == [*range(80)]
+    assert httpx.get(f"{server.url}/v1/requests/none/timeline").status_code == 404
     assert server.stop() == 0
 
 

@@ -44,7 +44,7 @@ async def health(request: Request) -> Response:
             progress = context.async_llm.progress()
             return json_response(progress, 503 if progress.status == "stalled" else 200)
         case EngineStatus() as status:
-            elapsed = round(time.time() - context.started_at, 3)
+            elapsed = round(time.monotonic() - context.async_llm.loading_since, 3)
             progress = {
                 "phase": status.phase,
                 "progress": status.progress,

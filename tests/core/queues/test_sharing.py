@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from servd import plugins
+from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import Done
 from servd.core.queues import QUEUES
 from servd.messages import AbortRequests, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
@@ -195,6 +196,43 @@ def test_preempted_for_another_owner_a_request_loses_no_token():
     assert log.total("num_preemptions") == 2  # until each has two slots
     for request in (*many, *others):
         assert log.token_ids(request.request_id) == solo(request)
+
+
+# ---- what those that wait lack ----
+
+
+def lacks(engine: EngineCore) -> list[str]:
+    """What was noted of each step in which somebody waited."""
+    records = engine.scheduler.step_log.news(client=99)
+    assert all(bool(record.num_waiting) == bool(record.waits_for) for record in records)
+    return [record.waits_for for record in records if record.waits_for]
+
+
+@pytest.mark.parametrize("policy", plugins.names(QUEUES))
+@pytest.mark.parametrize(
+    ("lacking", "num_blocks", "options"),
+    [
+        ("slots", 256, {"max_num_seqs": 2}),
+        ("blocks", 16, {"max_num_batched_tokens": 256}),
+        ("budget", 256, {"max_num_batched_tokens": 16}),
+    ],
+)
+def test_what_the_next_one_lacks(policy, lacking, num_blocks, options):
+    engine = make_engine(num_blocks=num_blocks, scheduling_policy=policy, **options)
+    for i in range(6):
+        engine.handle(make_request(f"{i}", [i, *[7] * 19], 8, owner="ab"[i % 2], priority=i % 3))
+    Log().run(engine)
+    assert set(lacks(engine)) == {lacking}
+
+
+@pytest.mark.parametrize("policy", plugins.names(QUEUES))
+def test_the_background_waits_for_its_turn(policy):
+    """Though there are slots, blocks and tokens left of the budget."""
+    engine = make_engine(max_model_len=128, scheduling_policy=policy)
+    engine.handle(make_request("first", [1] * 100, 2))
+    engine.handle(make_request("second", [2] * 4, 2, lane=1))
+    Log().run(engine)
+    assert lacks(engine) == ["budget"] * 4
 
 
 # ---- long prompts ----
