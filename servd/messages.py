@@ -2,8 +2,8 @@
 
 | border | union | members |
 |---|---|---|
-| api -> core | ToEngine | Attach, EngineCoreRequest, AbortRequests, ResetPrefixCache |
-| core -> api | FromEngine | EngineStatus, EngineReady, EngineCoreOutputs, EngineDead |
+| api -> core | ToEngine | Attach, EngineCoreRequest, AbortRequests, ResetPrefixCache, Audit |
+| core -> api | FromEngine | EngineStatus, EngineReady, EngineCoreOutputs, EngineAudit, EngineDead |
 | api -> grammar checker | | StartGrammarChecker on stdin, then StructuredOutput as lines of JSON |
 | grammar checker -> api | | GrammarVerdict as lines of JSON |
 | core -> worker, on stdin | | StartWorker |
@@ -121,7 +121,14 @@ class ResetPrefixCache(Message, tag=True):
     """Forget all cached blocks that no request uses."""
 
 
-ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache
+class Audit(Message, tag=True):
+    """Look for contradictions in the engine's state; it answers with EngineAudit."""
+
+    client: int
+    number: int  # of the question, among this client's
+
+
+ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Audit
 
 
 # ---- core -> api ----
@@ -153,6 +160,16 @@ class EngineReady(Message, tag=True):
     max_model_len: int
     block_size: int
     startup_seconds: dict[str, float] = {}  # by phase, from the user's command on
+    incarnation: int = 0
+
+
+class EngineAudit(Message, tag=True):
+    """What an audit found, after everything that the client had sent before it."""
+
+    number: int
+    problems: list[str]
+    request_ids: list[str]  # the client's, unfinished
+    num_requests: int  # of all clients
     incarnation: int = 0
 
 
@@ -282,7 +299,13 @@ class EngineDead(Message, tag=True):
 
 
 FromEngine = (
-    EngineStatus | EngineReady | EngineCoreOutputs | EngineFailed | EngineRestarting | EngineDead
+    EngineStatus
+    | EngineReady
+    | EngineCoreOutputs
+    | EngineAudit
+    | EngineFailed
+    | EngineRestarting
+    | EngineDead
 )
 
 

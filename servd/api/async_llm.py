@@ -35,6 +35,7 @@ from servd.hf import ModelSpec
 from servd.log import current_request
 from servd.messages import (
     AbortRequests,
+    EngineAudit,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineFailed,
@@ -42,6 +43,7 @@ from servd.messages import (
     EngineRestarting,
     EngineStatus,
     FinishReason,
+    FromEngine,
     RequestOptions,
     SchedulerStats,
 )
@@ -127,8 +129,9 @@ class AsyncLLM:
         self.admission = Admission(config.scheduler, metrics)
         self.is_restarting = False
         self.loading_since = time.monotonic()
-        self._suspects = Suspects()
+        self.suspects = Suspects()
         self._running: dict[str, _Running] = {}  # by request id
+        self.audits: dict[int, asyncio.Future[EngineAudit]] = {}  # that are asked for, by number
         self._threads = FairThreads(NUM_THREADS, "prepare")
         self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
         self._reading_on: asyncio.AbstractEventLoop | None = None
@@ -368,10 +371,7 @@ class AsyncLLM:
                 asyncio.get_running_loop().call_soon(self._receive)
                 return
 
-    def _take_status(
-        self,
-        message: EngineStatus | EngineReady | EngineFailed | EngineRestarting | EngineDeadMessage,
-    ) -> None:
+    def _take_status(self, message: FromEngine) -> None:
         match message:
             case EngineFailed(reason=reason):
                 log.error("the engine has failed: %s", reason)
@@ -381,6 +381,9 @@ class AsyncLLM:
                 self.status = message
                 log.error("the engine is gone: %s", reason)
                 self.fail(f"the engine is gone: {reason}")
+            case EngineAudit(number=number):
+                if number in self.audits:
+                    self.audits[number].set_result(message)
             case EngineReady():
                 self.status = message
                 self.metrics.observe_ready(message, self.config.cache)
@@ -400,7 +403,7 @@ class AsyncLLM:
         self.status = EngineStatus("restarting")
         self.client.follow(message.incarnation)
         self.metrics.restarts.count = message.incarnation
-        guilty = self._suspects.engine_died(self._num_tokens()) if had_all else None
+        guilty = self.suspects.engine_died(self._num_tokens()) if had_all else None
         outputs: list[EngineCoreOutput] = []
         if guilty is not None:
             report = uuid4().hex[:8]
@@ -423,14 +426,14 @@ class AsyncLLM:
     def _replay(self) -> None:
         """Send all that is open to a new engine, with the tokens so far."""
         for request_id in self._num_tokens():
-            if not self._suspects.holds(request_id):
+            if not self.suspects.holds(request_id):
                 self._send_again(request_id)
         self._try_next()
 
     def _try_next(self) -> None:
         """Send the next suspect, if the one before it got on."""
-        if self._suspects.is_active and not self.is_restarting:
-            suspect = self._suspects.next(self._num_tokens())
+        if self.suspects.is_active and not self.is_restarting:
+            suspect = self.suspects.next(self._num_tokens())
             if suspect is not None:
                 self._send_again(suspect)
 

@@ -14,6 +14,7 @@ from servd.errors import ConfigError, Forbidden, Unauthorized
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # they tell nothing of the model
 # What tells of other clients, or of the machine. Whatever is not here is for inference.
 SCOPE_OF_PATH: dict[str, Scope] = {
+    "/debug/audit": "admin",
     "/load": "metrics",
     "/metrics": "metrics",
     "/server_info": "admin",

@@ -66,6 +66,10 @@ class OutputProcessor:
         choices = [self._choices[engine_id] for engine_id in self._engine_ids.get(request_id, ())]
         return {choice.index: choice.token_ids.tolist() for choice in choices}
 
+    def open_ids(self) -> set[str]:
+        """The engine's ids of all choices that have not ended."""
+        return set(self._choices)
+
     def owner(self, engine_id: str) -> tuple[str, int] | None:
         """Request id and choice index of an engine request; None when it has ended."""
         choice = self._choices.get(engine_id)

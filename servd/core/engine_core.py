@@ -18,6 +18,7 @@ from servd.hf import ModelSpec
 from servd.messages import (
     AbortRequests,
     Attach,
+    Audit,
     EngineCoreOutputs,
     EngineCoreRequest,
     ResetPrefixCache,
@@ -83,7 +84,7 @@ class EngineCore:
                 self.scheduler.abort(request_ids)
             case ResetPrefixCache():
                 self.scheduler.kv_cache.pool.forget_cached()
-            case Attach():
+            case Attach() | Audit():
                 pass  # outputs carry their client's number; who listens to it is not known here
 
     def _add(self, request: EngineCoreRequest, has_grammar: bool = False) -> None:

@@ -26,6 +26,7 @@ import msgspec
 from servd import hf, log, plugins
 from servd.child import SHOW_STACKS, read_start
 from servd.config import Config
+from servd.core.audit import answer
 from servd.core.client import engine_address, identity
 from servd.core.engine_core import EngineCore
 from servd.core.executor import EXECUTORS, Executor, Progress
@@ -35,6 +36,7 @@ from servd.ipc import Inbox, Outbox, UnreadableMessage
 from servd.messages import (
     AbortRequests,
     Attach,
+    Audit,
     DraftStats,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -202,6 +204,9 @@ class EngineCoreProc:
                 if isinstance(message, WorkerFailed):
                     # A worker or thread ended while no step was awaited.
                     raise EngineError(message.reason)
+                if isinstance(message, Audit):
+                    self.outputs.put((message.client, answer(message, engine)))
+                    continue
                 engine.handle(
                     all_of(message.client, engine) if isinstance(message, ClientGone) else message
                 )

@@ -78,7 +78,7 @@ class Scheduler:
         self.long_prompt = config.long_prefill_token_threshold or self.max_num_batched_tokens // 2
         policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
         self.waiting: WaitingQueue = policy(self.long_prompt)
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # not yet told to the workers
         self._in_flight: deque[Step] = deque()
         self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)  # by client
@@ -168,7 +168,7 @@ class Scheduler:
         self._in_flight.append(step)
         freed_slots, self._freed_slots = self._freed_slots, []
         self._stats.num_scheduled_tokens = num_tokens = self.max_num_batched_tokens - budget
-        step.end_scheduling(num_tokens, len(self.waiting), bool(self._free_slots))
+        step.end_scheduling(num_tokens, len(self.waiting), bool(self.free_slots))
         return SchedulerOutput(step.record.step, step.scheduled, step.new_requests, freed_slots)
 
     @property
@@ -180,7 +180,7 @@ class Scheduler:
         """Let requests yield to the one that is next, as far as the policy says."""
         while self.waiting and (victim := self.waiting.victim(self.running)) is not None:
             head = self.waiting.head(self.running)
-            if self._free_slots and self.kv_cache.fits(head, self.kv_cache.match_prefix(head)):
+            if self.free_slots and self.kv_cache.fits(head, self.kv_cache.match_prefix(head)):
                 return
             self.running.remove(victim)
             self._preempt(victim, step.record)
@@ -259,7 +259,7 @@ class Scheduler:
         has_long = queue.has_long(lane) or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         while budget > 0:
-            may_start = may_start and bool(self._free_slots)
+            may_start = may_start and bool(self.free_slots)
             only_long = for_long >= budget
             request = queue.next(partial, lane, may_start, only_long)
             if request is None:
@@ -310,7 +310,7 @@ class Scheduler:
         """
         self.waiting.start(request)
         self.kv_cache.adopt(request, cached)
-        request.slot = self._free_slots.pop()
+        request.slot = self.free_slots.pop()
         request.status = RequestStatus.RUNNING
         request.num_drafts = 0  # a preempted one's are gone, whatever was harvested since
         insort(self.running, request, key=by_order)
@@ -484,7 +484,7 @@ class Scheduler:
         """
         self.waiting.stop(request)
         self.kv_cache.free(request)
-        self._free_slots.append(request.slot)
+        self.free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
 

@@ -25,11 +25,13 @@ from servd.api.processor import Processor
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
+from servd.core.audit import answer, audit
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
 from servd.core.structured_output.manager import Compiled
 from servd.hf import FAKE_SPEC, ModelSpec
 from servd.messages import (
+    Audit,
     EngineReady,
     EngineRestarting,
     FromEngine,
@@ -99,6 +101,8 @@ class InProcessEngine:
         # Through the wire format, so that nothing is shared between the rooms.
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine)
         self.sent.append(message)
+        if isinstance(message, Audit):
+            return self.tell(answer(message, self.core))
         loop = asyncio.get_running_loop()
         self.core.grammars.on_compiled = lambda news: loop.call_soon_threadsafe(self._handle, news)
         self._handle(message)
@@ -221,6 +225,7 @@ async def serve(
             )
         await stack.enter_async_context(http)
         yield Served(http, engine, async_llm, app, url)
+        assert audit(engine.core) == []
 
 
 @asynccontextmanager

@@ -149,7 +149,7 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
         assert "(report " in answers[place].json()["error"]["message"]
         for i in {0, 1, 2} - {place}:
             assert without_ids(answers[i].json()) == without_ids(expected[i])
-        assert not served.async_llm._suspects.is_active
+        assert not served.async_llm.suspects.is_active
 
 
 async def test_deaths_while_an_engine_loads_make_nobody_a_suspect():

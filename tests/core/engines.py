@@ -4,10 +4,11 @@ step.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 from servd.config import Config
+from servd.core.audit import audit
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, expected_tokens, next_state
 from servd.hf import FAKE_SPEC
@@ -107,19 +108,8 @@ def make_request(
 
 
 def check(engine: EngineCore) -> None:
-    """Blocks and slots: owned exactly as often as the requests say, and never both free and
-    owned.
-    """
-    scheduler = engine.scheduler
-    pool = scheduler.kv_cache.pool
-    owned = Counter(block for request in scheduler.requests.values() for block in request.block_ids)
-    assert pool.ref_counts == [owned[block] for block in range(pool.num_blocks)]
-    assert pool.num_free == pool.num_blocks - len(owned)
-    assert all(pool.hashes[block] is not None for block, owners in owned.items() if owners > 1)
-    assert scheduler.running == sorted(scheduler.running, key=lambda request: request.order)
-    slots = [request.slot for request in scheduler.running] + scheduler._free_slots
-    assert sorted(slots) == list(range(engine.executor.config.scheduler.max_num_seqs))
-    assert len(scheduler.requests) == len(scheduler.running) + len(scheduler.waiting)
+    """What `/debug/audit` looks at."""
+    assert audit(engine) == []
 
 
 def check_idle(engine: EngineCore) -> None:

@@ -86,6 +86,11 @@ class Server:
         assert values, f"no metric {name} in:\n{text[:2000]}"
         return sum(map(float, values))
 
+    def check_audit(self) -> None:
+        """Nothing contradicts itself in the engine, and nothing is open there that is not here."""
+        answer = httpx.get(f"{self.url}/debug/audit")
+        assert answer.status_code == 200 and answer.json()["problems"] == [], answer.text
+
     def wait_idle(self) -> None:
         """Until the engine says that nothing runs: it does so with a step, so one is asked for."""
         body = {"prompt": "x", "max_tokens": 1}
@@ -141,6 +146,7 @@ def shared(*args: str) -> Iterator[Server]:
     try:
         server.wait_ready()
         yield server
+        server.check_audit()
     finally:
         server.stop()
 

@@ -12,10 +12,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from servd.config import Config
@@ -194,9 +195,13 @@ class GrammarManager:
 
     # ---- before a request runs ----
 
+    def waiting(self) -> Iterator[EngineCoreRequest]:
+        """Requests that wait for a grammar."""
+        return chain.from_iterable(self._compiling.values())
+
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a grammar."""
+        """How many they are."""
         return sum(map(len, self._compiling.values()))
 
     @property

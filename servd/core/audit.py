@@ -1,0 +1,49 @@
+"""audit: whether blocks, slots and queues of an engine agree with each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from servd.core.engine_core import EngineCore
+from servd.messages import Audit, EngineAudit
+
+
+def audit(engine: EngineCore) -> list[str]:
+    """What is wrong between two steps, in words; nothing, if all is well.
+
+    Blocks are owned exactly as often as the requests say and are never both free and owned; each
+    slot has one request or is free; each request runs or waits; without work nothing is kept.
+    """
+    scheduler, pool = engine.scheduler, engine.scheduler.kv_cache.pool
+    requests = scheduler.requests.values()
+    owned = Counter(block for request in requests for block in request.block_ids)
+    wrong = [b for b in range(pool.num_blocks) if pool.ref_counts[b] != owned[b]]
+    slots = sorted([*scheduler.free_slots, *(request.slot for request in scheduler.running)])
+    found = {
+        f"blocks {wrong[:8]} have {[pool.ref_counts[b] for b in wrong[:8]]} references, the "
+        f"requests have {[owned[b] for b in wrong[:8]]}": not wrong,
+        f"{pool.num_free} of {pool.num_blocks} blocks are free, requests own {len(owned)}": (
+            pool.num_free == pool.num_blocks - len(owned)
+        ),
+        "requests share a block that is not hashed": all(
+            pool.hashes[block] is not None for block, owners in owned.items() if owners > 1
+        ),
+        f"the slots are {slots}": slots == list(range(len(slots)))
+        and len(slots) == (engine.executor.config.scheduler.max_num_seqs),
+        "the running requests are not in their order": scheduler.running
+        == sorted(scheduler.running, key=lambda request: request.order),
+        f"{len(requests)} requests, but {len(scheduler.running)} run and "
+        f"{len(scheduler.waiting)} wait": len(requests)
+        == len(scheduler.running) + len(scheduler.waiting),
+        "no request is left, but steps or blocks are": bool(requests)
+        or scheduler.has_work
+        or not (engine.in_flight or scheduler.kv_cache.usage),
+    }
+    return [problem for problem, is_well in found.items() if not is_well]
+
+
+def answer(message: Audit, engine: EngineCore) -> EngineAudit:
+    """What a client is told that asks for an audit between two steps."""
+    requests = [*engine.scheduler.requests.values(), *engine.grammars.waiting()]
+    mine = [request.request_id for request in requests if request.client == message.client]
+    return EngineAudit(message.number, audit(engine), mine, len(requests))

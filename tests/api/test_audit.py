@@ -1,0 +1,124 @@
+"""/debug/audit: quiet where all is well, also while requests run; it sees what is not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from servd.access import hash_key
+from servd.core.audit import audit
+from servd.core.engine_core import EngineCore
+from servd.messages import AbortRequests
+from tests.api.harness import Served, serve, until
+from tests.core.engines import make_engine, make_request
+
+
+async def report(served: Served) -> dict[str, Any]:
+    answer = await served.http.get("/debug/audit")
+    assert answer.status_code == 200
+    return answer.json()
+
+
+async def test_a_running_server_agrees_with_its_engine(served: Served):
+    served.engine.step_seconds = 0.002
+    grammar = {"guided_regex": "[ab]{500}"}
+    bodies = [{"n": 3}, {}, grammar, {"stop": "x"}, {"prompt_logprobs": 2}]
+    tasks = [
+        asyncio.create_task(
+            served.http.post(
+                "/v1/completions", json={"prompt": f"text {i}", "max_tokens": 400, **body}
+            )
+        )
+        for i, body in enumerate(bodies * 4)
+    ]
+    num_seen = 0
+    for i in range(40):
+        if i == 20:
+            for task in tasks[:10]:
+                task.cancel()
+        found = await report(served)
+        assert found["problems"] == []
+        num_seen = max(num_seen, found["engine_requests"])
+        await asyncio.sleep(0.002)
+    assert num_seen > 5
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await until(lambda: not served.async_llm.num_unfinished)
+    found = await report(served)
+    assert found["problems"] == [] and found["engine_requests"] == 0
+    assert found["server"]["requests"] == found["server"]["admitted"] == 0
+    assert found["server"]["files"] > 3 and found["server"]["threads"] >= 1
+
+
+async def test_requests_that_one_end_alone_has_are_named(served: Served):
+    served.engine.may_step.clear()
+    body = {"prompt": "hi", "max_tokens": 5}
+    task = asyncio.create_task(served.http.post("/v1/completions", json=body))
+    await until(lambda: served.async_llm.output_processor.open_ids())
+    [name] = served.async_llm.output_processor.open_ids()
+    core = served.engine.core
+    core.handle(AbortRequests([name]))  # nobody here has asked for it
+    assert f"open here, and not in the engine: ['{name}']" in str(
+        (await report(served))["problems"]
+    )
+    core.handle(make_request("stranger", [1, 2, 3]))
+    assert "in the engine, and not open here: ['stranger']" in str(
+        (await report(served))["problems"]
+    )
+    core.handle(AbortRequests(["stranger"]))
+    task.cancel()
+
+
+def leak_a_block(engine: EngineCore) -> None:
+    engine.scheduler.kv_cache.pool.ref_counts[3] += 1
+
+
+def lose_a_slot(engine: EngineCore) -> None:
+    engine.scheduler.free_slots.pop()
+
+
+def forget_a_request(engine: EngineCore) -> None:
+    engine.scheduler.running.clear()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (leak_a_block, "blocks [3] have [1] references"),
+        (lose_a_slot, "the slots are [0, 2, 3"),
+        (forget_a_request, "1 requests, but 0 run and 0 wait"),
+    ],
+)
+def test_what_is_damaged_is_named(damage, words):
+    engine = make_engine()
+    engine.handle(make_request("a", [1, 2, 3, 4, 5], max_tokens=4))
+    engine.step()
+    assert audit(engine) == []
+    if damage is lose_a_slot:
+        assert len(engine.scheduler.running) == 1
+    if damage is leak_a_block:
+        assert 3 not in engine.scheduler.requests["a"].block_ids
+    damage(engine)
+    assert words in "; ".join(audit(engine))
+
+
+async def test_only_admins_may_ask(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(
+        f'[[keys]]\nname = "a"\nsha256 = "{hash_key(b"a")}"\n'
+        f'[[keys]]\nname = "b"\nsha256 = "{hash_key(b"b")}"\nscopes = ["admin"]\n'
+    )
+    async with serve(api_key_file=str(file)) as served:
+        for key, status in (("a", 403), ("b", 200), ("c", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await served.http.get("/debug/audit", headers=headers)
+            assert answer.status_code == status
+
+
+async def test_while_there_is_no_engine_it_says_so():
+    async with serve(is_ready=False) as served:
+        answer = await served.http.get("/debug/audit")
+        assert answer.status_code == 503 and answer.headers["retry-after"]
