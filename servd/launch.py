@@ -29,6 +29,7 @@ logger = logging.getLogger("servd.launch")
 
 LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
 
+FIRST_INHERITED = 3  # descriptor of the first socket from systemd
 ATTACH_TIMEOUT = 5.0  # seconds for an engine's first word
 
 
@@ -49,20 +50,22 @@ def serve(read_config: Callable[[], Config]) -> int:
     raise_file_limit()
     if (folder := config.batches.batch_dir) is not None:
         open_batch_dir(folder)
-    listener = None if config.server.headless else listen(config)
+    inherited = None if config.server.headless else inherited_listener()
+    listener = None if config.server.headless else inherited or listen(config)
     try:
         config, spec, decided = find_and_resolve(config)
         with SocketFolder(config) as ipc_dir:
             if config.server.attach:
                 check_engine(ipc_dir, identity(config, spec))
             tree = ProcessTree(config, spec, decided, ipc_dir, listener, started_at, read_config)
+            tree.hands_over = inherited is not None
             try:
                 tree.start()
                 return tree.watch()
             finally:
                 tree.stop()
     finally:
-        if listener is not None and config.server.uds:
+        if listener is not None and config.server.uds and not inherited:
             Path(config.server.uds).unlink(missing_ok=True)
 
 
@@ -174,6 +177,22 @@ def find_draft(config: Config) -> Config:
         speculative = msgspec.structs.replace(speculative, method=method)
     speculative = speculative.with_heads(keys.get("num_heads") or keys.get("medusa_num_heads"))
     return config.replace(speculative_config=speculative)
+
+
+def inherited_listener() -> socket.socket | None:
+    """The socket that whoever started this process listens on, and may hand to its successor: as
+    systemd gives it, see sd_listen_fds(3). --host, --port and --uds do not count then.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    count, pid = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
+    if pid != str(os.getpid()):
+        return None
+    if count != "1":
+        raise ConfigError(f"LISTEN_FDS={count}: servd listens on one socket; give it one")
+    os.set_inheritable(FIRST_INHERITED, False)
+    return socket.socket(fileno=FIRST_INHERITED)
 
 
 def listen(config: Config) -> socket.socket:

@@ -84,6 +84,7 @@ class ProcessTree:
         self.reasons = {name: decision.why for name, decision in decided.items()}
         self.ipc_dir = ipc_dir
         self.listener = listener  # handed to every API server
+        self.hands_over = False  # whether another tree may accept from the same socket
         self.started_at = started_at
         self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
         self.reload_is_due = False
@@ -128,6 +129,7 @@ class ProcessTree:
             self.listener.fileno(),
             url_of(self.listener, self.config.access) if name == "api-0" else None,
             self.incarnations.number if self.incarnations else newest_engine(self.ipc_dir),
+            self.hands_over,
         )
         env = {"PROMETHEUS_MULTIPROC_DIR": self.metrics_dir} if self.metrics_dir else {}
         child = Child(name, API_MODULE, start, [self.listener.fileno()], env)

@@ -110,6 +110,7 @@ class Admission:
         prompts: unfinished ones, by owner.
         tokens: of their prompts, by owner.
         drained_at: when this server ends, on `clock`, if it does.
+        hands_over: whether it still answers then on old connections, as new ones reach another.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Admission:
         self.num_background = 0
         self.rate = ServiceRate(clock)
         self.drained_at: float | None = None
+        self.hands_over = False
         self._limits: dict[str, Limits] = {}
 
     def refuse(self, reason: str, error: RequestError) -> RequestError:
@@ -171,7 +173,7 @@ class Admission:
             RateLimited: its key has reached a limit.
             Unavailable: the server ends.
         """
-        if self.drained_at is not None:
+        if self.drained_at is not None and not self.hands_over:
             left = _whole(self.drained_at - self.clock())
             error = Unavailable("the server is shutting down: ask another", retry_after=left)
             raise self.refuse("draining", error)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import math
+import os
 import resource
 import socket
 import sys
@@ -37,7 +38,7 @@ from servd.child import read_start
 from servd.config import Config, ObservabilityConfig, ServerConfig
 from servd.core.client import EngineCoreClient, identity
 from servd.errors import ConfigError
-from servd.messages import EngineDead
+from servd.messages import EngineDead, EngineStatus
 
 if TYPE_CHECKING:
     from servd.api.otel import Spans
@@ -50,6 +51,7 @@ LONG_LAG = 0.1  # seconds for which the event loop may be late without a warning
 LAG_WARNING_INTERVAL = 10.0  # seconds between two warnings
 OTHER_FILES = 128  # descriptors that are no connection, and room for those being closed
 LAST_FRAMES = 0.5  # the most, after a second signal
+CLOSE = (b"connection", b"close")
 
 reloads: SimpleQueue[Config] = SimpleQueue()  # that the parent has sent, and nobody has taken over
 
@@ -95,14 +97,15 @@ class Server(uvicorn.Server):
         self.has_announced = False
         self.next_line = math.inf  # seconds left when the next one on draining is due
         self.lag = LoopLag(async_llm.metrics)
+        self.admission = async_llm.admission
+        self.admission.hands_over = start.hands_over
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: finish open requests, and let nobody else in. Second: end now."""
-        admission = self.async_llm.admission
-        if admission.drained_at is not None:
+        if self.admission.drained_at is not None:
             self.force_exit = self.should_exit = True
         timeout = self.start_message.config.server.shutdown_timeout
-        admission.drained_at = admission.drained_at or time.monotonic() + timeout
+        self.admission.drained_at = self.admission.drained_at or time.monotonic() + timeout
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every TICK; True ends the server."""
@@ -116,6 +119,9 @@ class Server(uvicorn.Server):
             self.lag = LoopLag(self.async_llm.metrics)  # this held up nobody yet
             if self.start_message.url:
                 logger.info("ready at %s", self.start_message.url)
+                tell_systemd("READY=1")
+        if self.admission.drained_at is not None and self.admission.hands_over:
+            self.leave_port()
         is_over = isinstance(self.async_llm.status, EngineDead) or self.has_drained()
         return await super().on_tick(counter) or is_over
 
@@ -123,9 +129,11 @@ class Server(uvicorn.Server):
         """Whether the server is to end, and nothing is open or the time is up. Until then it
         answers newcomers with 503; what remains is logged each second.
         """
-        if (end := self.async_llm.admission.drained_at) is None:
+        if (end := self.admission.drained_at) is None:
             return False
         num_open = len(self.server_state.tasks | self.background_tasks())
+        if self.admission.hands_over:  # each connection may send one more request
+            num_open = max(num_open, len(self.server_state.connections))
         if self.context.batches is not None:
             num_open += self.context.batches.num_open
         left = end - time.monotonic()
@@ -135,6 +143,16 @@ class Server(uvicorn.Server):
             logger.info("draining: %d requests open, %.0f s left", num_open, left)
             self.next_line = left - 1
         return False
+
+    def leave_port(self) -> None:
+        """Leave new connections to the server that accepts from the same socket, and have the
+        clients of old ones turn to it.
+        """
+        for server in self.servers:
+            server.close()
+        if CLOSE not in self.config.encoded_headers:
+            self.config.encoded_headers.append(CLOSE)
+            self.server_state.default_headers.append(CLOSE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, and cut what is still open with an error."""
@@ -167,6 +185,13 @@ class Server(uvicorn.Server):
                 load_certificates(self.config.ssl, config.access)
         except ConfigError as error:
             logger.error("%s: what was read before stays", error)
+
+
+def tell_systemd(state: str) -> None:
+    """See sd_notify(3); nothing where nobody wants to know."""
+    if path := os.environ.get("NOTIFY_SOCKET"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.sendto(state.encode(), path.replace("@", "\0", 1))
 
 
 def within_file_limit(config: ServerConfig) -> ServerConfig:
@@ -229,6 +254,8 @@ async def serve(start: Start) -> int:
     server = Server(options, async_llm, start, app.state.context)
     siblings = app.state.context.siblings
     await siblings.listen(Path(start.ipc_dir, f"api-{start.client}"))
+    while start.hands_over and isinstance(async_llm.status, EngineStatus):
+        await asyncio.sleep(TICK)  # another server answers meanwhile
     await server.serve(sockets=[listener])
     if batching is not None:
         batching.cancel()

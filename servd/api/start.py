@@ -22,3 +22,4 @@ class Start(msgspec.Struct):
     listener: int  # descriptor of the listening socket, inherited
     url: str | None  # announced by this process once the model is ready
     incarnation: int  # of the engine
+    hands_over: bool = False  # another server may accept from the same socket, before and after

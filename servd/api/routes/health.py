@@ -36,7 +36,8 @@ async def health(request: Request) -> Response:
     take.
     """
     context = context_of(request)
-    if context.async_llm.admission.drained_at is not None:
+    admission = context.async_llm.admission
+    if admission.drained_at is not None and not admission.hands_over:
         num_open = context.async_llm.num_unfinished
         return json_response({"status": "draining", "num_open": num_open}, 503)
     match context.async_llm.status:
