@@ -25,12 +25,14 @@ from servd.config import Config
 from servd.errors import ConfigError
 from servd.incarnations import LOOK_INTERVAL, Deaths, Incarnations, newest_engine
 from servd.messages import EngineDead, EngineRestarting
+from servd.pulse import Pulse, Watch, make_file
 from servd.resolve import Decision
 
 logger = logging.getLogger("servd.launch")
 
 API_MODULE = "servd.api.server"
 
+API_PATIENCE = 60.0  # seconds for which the event loop of an API server may stand still
 DEATH_GRACE = 1.0  # seconds that API servers get to answer open requests after the engine died
 API_STOP_TIMEOUT = 3.0  # seconds from SIGTERM, the second one at that, to SIGKILL
 ENGINE_STOP_TIMEOUT = 3.0  # the same for the engine
@@ -93,6 +95,7 @@ class ProcessTree:
         self.api_deaths = Deaths(config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # to our API servers, by their sockets
         self.inboxes: dict[str, Path] = {}  # by name
+        self.watches: dict[str, Watch] = {}  # of API servers, by name
         self.metrics_dir: str | None = None
 
     def start(self) -> None:
@@ -119,6 +122,8 @@ class ProcessTree:
         client = secrets.randbits(31)
         inbox = Path(self.ipc_dir, f"client-{client}")
         self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # what is sent waits for it to start
+        pulse = make_file()
+        self.watches[name] = Watch(Pulse(pulse), LOOK_INTERVAL, API_PATIENCE)
         start = Start(
             self.config,
             self.spec,
@@ -130,9 +135,11 @@ class ProcessTree:
             url_of(self.listener, self.config.access) if name == "api-0" else None,
             self.incarnations.number if self.incarnations else newest_engine(self.ipc_dir),
             self.hands_over,
+            pulse,
         )
         env = {"PROMETHEUS_MULTIPROC_DIR": self.metrics_dir} if self.metrics_dir else {}
-        child = Child(name, API_MODULE, start, [self.listener.fileno()], env)
+        child = Child(name, API_MODULE, start, [self.listener.fileno(), pulse], env)
+        os.close(pulse)
         self.inboxes[name] = inbox
         child.on_exit(self.events.put)
         return child
@@ -201,13 +208,17 @@ class ProcessTree:
         logger.info("SIGHUP: keys, their limits, certificates and log level were read again")
 
     def next_event(self) -> Child | signal.Signals:
-        """Wait for a child's end or a signal, and look at the engine meanwhile."""
+        """Wait for a child's end or a signal, and look at the others meanwhile."""
         while True:
             try:
-                return self.events.get(timeout=LOOK_INTERVAL if self.incarnations else None)
+                return self.events.get(timeout=LOOK_INTERVAL)
             except queue.Empty:
-                assert self.incarnations is not None
-                self.incarnations.look()
+                if self.incarnations is not None:
+                    self.incarnations.look()
+                for child in self.api_servers:
+                    if reason := self.watches[child.name].look():
+                        logger.error("%s: hung: %s: its stacks follow", child.name, reason)
+                        child.kill_hung()
 
     def replace_engine(self) -> str | None:
         """Start another engine, to which API servers turn with all that is open; or why not."""

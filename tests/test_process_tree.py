@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import trustme
 
+from servd import process_tree
 from servd.config import Config
 from servd.hf import FAKE_SPEC
 from servd.process_tree import ProcessTree
+from servd.pulse import Pulse, Watch
 
 
 class Reader:
@@ -67,3 +69,30 @@ def test_tls_begins_and_ends_only_with_a_restart(tree, reader, tmp_path: Path, c
     caplog.clear()
     tree.reload()
     assert "nothing has changed" in caplog.text and tree.config.access.ssl_certfile
+
+
+def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_not(
+    tree, monkeypatch, caplog
+):
+    monkeypatch.setattr(process_tree, "LOOK_INTERVAL", 0.0)
+
+    class Child:
+        def __init__(self, name: str) -> None:
+            self.name, self.pulse = name, Pulse()
+            self.pulse.get_ready()
+            tree.watches[name] = Watch(self.pulse, interval=1.0, patience=3.0)
+
+        def kill_hung(self) -> None:
+            tree.events.put(self)
+
+    working, hung = Child("api-0"), Child("api-1")
+    tree.api_servers = [working, hung]
+    look = Watch.look
+
+    def look_and_beat(self: Watch) -> str | None:
+        working.pulse.beat()
+        return look(self)
+
+    monkeypatch.setattr(Watch, "look", look_and_beat)
+    assert tree.next_event() is hung
+    assert "api-1: hung: it has shown no sign of life for 4 s" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import math
@@ -34,11 +35,12 @@ from servd.api.processor import Processor
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
-from servd.child import read_start
+from servd.child import SHOW_STACKS, read_start
 from servd.config import Config, ObservabilityConfig, ServerConfig
 from servd.core.client import EngineCoreClient, identity
 from servd.errors import ConfigError
 from servd.messages import EngineDead, EngineStatus
+from servd.pulse import Pulse
 
 if TYPE_CHECKING:
     from servd.api.otel import Spans
@@ -99,6 +101,7 @@ class Server(uvicorn.Server):
         self.lag = LoopLag(async_llm.metrics)
         self.admission = async_llm.admission
         self.admission.hands_over = start.hands_over
+        self.pulse = Pulse(start.pulse)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: finish open requests, and let nobody else in. Second: end now."""
@@ -110,6 +113,8 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every TICK; True ends the server."""
         self.lag.sample()
+        self.pulse.beat()
+        self.pulse.get_ready()
         while not reloads.empty():
             self.reload(reloads.get())
         if self.async_llm.is_ready and not self.has_announced:
@@ -255,6 +260,7 @@ async def serve(start: Start) -> int:
     siblings = app.state.context.siblings
     await siblings.listen(Path(start.ipc_dir, f"api-{start.client}"))
     while start.hands_over and isinstance(async_llm.status, EngineStatus):
+        server.pulse.beat()
         await asyncio.sleep(TICK)  # another server answers meanwhile
     await server.serve(sockets=[listener])
     if batching is not None:
@@ -272,6 +278,7 @@ def main() -> None:
     """Entry point of `python -m servd.api.server`."""
     start = read_start(Start, reloads.put)
     log.setup(start.name, start.config.observability)
+    faulthandler.register(SHOW_STACKS, all_threads=True)
     try:
         sys.exit(uvloop.run(serve(start)))
     except ConfigError as error:

@@ -23,3 +23,4 @@ class Start(msgspec.Struct):
     url: str | None  # announced by this process once the model is ready
     incarnation: int  # of the engine
     hands_over: bool = False  # another server may accept from the same socket, before and after
+    pulse: int = -1  # inherited descriptor, see Pulse

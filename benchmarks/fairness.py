@@ -1,0 +1,173 @@
+"""Whether one client with many requests starves another with one at a time, as a table:
+`python -m benchmarks.fairness [-- MODEL OPTION ...]`; without a model, the fake executor's server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from servd.cli import _client, _server
+
+KEYS = {"A": "key-of-a", "B": "key-of-b"}
+SLOTS, TOKENS = 64, 512  # of a step, at whole capacity
+START_TIMEOUT = 300.0  # seconds
+NUM_WORST = 3  # timelines shown
+
+
+class Reply(NamedTuple):
+    """One answer to B."""
+
+    seconds: float
+    request_id: str
+
+
+class Row(NamedTuple):
+    """What one run measured."""
+
+    name: str
+    replies: list[Reply]
+    tokens_per_second: float
+
+    def quantile(self, part: float) -> float:
+        """Seconds of B's requests."""
+        ordered = sorted(reply.seconds for reply in self.replies)
+        return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("server", nargs="*", default=["--executor", "fake"], help="of servd serve")
+    parser.add_argument("--requests", type=int, default=200, help="of A at once [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=100, help="requests of B [%(default)s]")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer [%(default)s]")
+    parser.add_argument("--port", type=int, default=8767, help="[%(default)s]")
+    parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)  # A's process
+    return parser.parse_args()
+
+
+def client(arguments: argparse.Namespace, owner: str) -> _client.Client:
+    """Of the server that is measured."""
+    return _client.Client(f"http://127.0.0.1:{arguments.port}", KEYS[owner])
+
+
+def body(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
+    """One request; no two share a prefix."""
+    prompt = f"{text} once upon a time there was a small model"
+    return {"prompt": prompt, "max_tokens": arguments.tokens, "ignore_eos": True}
+
+
+def load(arguments: argparse.Namespace) -> None:
+    """A: always so many requests, until this process is ended."""
+
+    def ask(number: int) -> None:
+        mine = client(arguments, "A")
+        for turn in range(10**9):
+            mine.ask("POST", "/v1/completions", body(arguments, f"{number} {turn}"))
+
+    with ThreadPoolExecutor(arguments.requests) as pool:
+        list(pool.map(ask, range(arguments.requests)))
+
+
+@contextlib.contextmanager
+def serving(arguments: argparse.Namespace, slots: int, tokens: int) -> Iterator[None]:
+    """A server with so much of everything."""
+    command = [sys.executable, "-m", "servd", "serve", *arguments.server]
+    command += ["--port", str(arguments.port), "--max-num-seqs", str(slots)]
+    command += ["--max-num-batched-tokens", str(tokens), "--max-waiting-requests", "1000"]
+    command += [part for key in KEYS.values() for part in ("--api-key", key)]
+    with _server.running(command, client(arguments, "B"), START_TIMEOUT):
+        yield
+
+
+@contextlib.contextmanager
+def loaded(arguments: argparse.Namespace) -> Iterator[None]:
+    """With A's requests beside."""
+    command = [sys.executable, "-m", "benchmarks.fairness", "--load", *sys.argv[1:]]
+    process = subprocess.Popen(command)
+    try:
+        time.sleep(5)  # until all are there
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(arguments: argparse.Namespace, name: str, rounds: int) -> Row:
+    """B's requests, one after the other; without any, as many seconds of A alone."""
+    mine = client(arguments, "B")
+    replies = []
+    begin, before = time.monotonic(), generated(mine)
+    for number in range(rounds):
+        asked = time.monotonic()
+        answer = mine.ask("POST", "/v1/completions", body(arguments, f"B {number}"))
+        assert answer.status == 200, answer.body
+        replies.append(Reply(time.monotonic() - asked, answer.request_id or ""))
+    if not rounds:
+        time.sleep(20)
+    return Row(name, replies, (generated(mine) - before) / (time.monotonic() - begin))
+
+
+def hurry() -> None:
+    """B's thread first: one that waits for a CPU would measure itself."""
+    with contextlib.suppress(PermissionError):
+        os.nice(-5)
+
+
+def generated(mine: _client.Client) -> float:
+    """Tokens that the server has made."""
+    lines = str(mine.ask("GET", "/metrics").body).splitlines()
+    name = "vllm:generation_tokens_total"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def explain(arguments: argparse.Namespace, row: Row) -> None:
+    """Where the time of the slowest went."""
+    for reply in sorted(row.replies, reverse=True)[:NUM_WORST]:
+        path = f"/v1/requests/{reply.request_id}/timeline"
+        timeline = client(arguments, "B").ask("GET", path).body
+        causes: Counter[str] = Counter()
+        for span in timeline.get("spans", []):
+            causes[span["cause"]] += span["end_ms"] - span["begin_ms"]
+        parts = ", ".join(f"{cause} {ms:.0f}" for cause, ms in causes.most_common(5))
+        print(f"  {reply.seconds * 1000:.0f} ms at the client: {parts or timeline}")
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse()
+    if arguments.load:
+        return load(arguments)
+    fast = ThreadPoolExecutor(1, initializer=hurry)
+
+    def run(name: str, rounds: int = arguments.rounds) -> Row:
+        return fast.submit(measure, arguments, name, rounds).result()
+
+    with serving(arguments, SLOTS // 2, TOKENS // 2):
+        half = run("B alone, half the capacity")
+    with serving(arguments, SLOTS, TOKENS):
+        alone = run("B alone")
+        with loaded(arguments):
+            crowd = run("A alone", 0)
+            both = run("B beside A")
+            explain(arguments, both)
+    print("| run | B p50 ms | B p99 ms | tok/s |\n|---|---|---|---|")
+    for row in (half, alone, crowd, both):
+        times = [f"{1000 * row.quantile(p):.0f}" if row.replies else "" for p in (0.5, 0.99)]
+        print(f"| {row.name} | {times[0]} | {times[1]} | {row.tokens_per_second:.0f} |")
+    total = both.tokens_per_second / crowd.tokens_per_second
+    slower = both.quantile(0.99) / half.quantile(0.99)
+    print(f"\nB's p99 {slower:.2f} times that of half the capacity; total {total:.2f} of A alone")
+
+
+if __name__ == "__main__":
+    main()
