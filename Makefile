@@ -25,7 +25,7 @@ FAST = --ignore=tests/core/structured_output tests/core tests/cli $(filter-out t
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
-	docs bench bench-cpu bench-gpu docker sbom audit clean
+	docs bench bench-cpu bench-gpu soak docker sbom audit clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ bench: $(VENV)/.dev ## Measure offline generation of MODEL beside transformers
 
 bench-cpu: $(VENV)/.dev ## Measure this CPU and servd with MODEL, a folder; writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks.cpu $(MODEL) --out docs/benchmarks.md $(ARGS)
+
+soak: $(VENV)/.dev ## Serve MODEL under mixed load and faults for an hour, or with ARGS="--seconds 60"
+	$(BIN)/python -m benchmarks.soak $(MODEL) $(ARGS)
 
 bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks-gpu.md
 	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m benchmarks.gpu $(ARGS); \

@@ -49,6 +49,7 @@ OTHER_FLAGS = {
     "--lengths",  # servd plan
     "--raw", "--html", "--max-tokens",  # servd trace
     "--scopes", "--expires",  # servd key
+    "--seconds",  # benchmarks.soak
 }  # fmt: skip
 
 

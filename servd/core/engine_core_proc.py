@@ -38,6 +38,7 @@ from servd.messages import (
     Attach,
     Audit,
     DraftStats,
+    EngineAudit,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -296,8 +297,9 @@ class EngineCoreProc:
             client, message = item
             if client is None:
                 latest = message
-            if isinstance(message, EngineCoreOutputs):
+            if isinstance(message, EngineCoreOutputs | EngineAudit):
                 message.incarnation = self.start.incarnation
+            if isinstance(message, EngineCoreOutputs):
                 line.count(message)
             for receiver in [*outboxes] if client is None else [client]:
                 try:

@@ -102,7 +102,9 @@ class InProcessEngine:
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine)
         self.sent.append(message)
         if isinstance(message, Audit):
-            return self.tell(answer(message, self.core))
+            found = answer(message, self.core)
+            found.incarnation = self.incarnation
+            return self.tell(found)
         loop = asyncio.get_running_loop()
         self.core.grammars.on_compiled = lambda news: loop.call_soon_threadsafe(self._handle, news)
         self._handle(message)
