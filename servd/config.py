@@ -25,6 +25,9 @@ from servd.sizes import parse_bytes
 from servd.speculative import SpeculativeConfig, gather
 
 Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 def about(description: str, **rules: Any) -> Meta:
@@ -41,15 +44,12 @@ class ModelConfig(Section, frozen=True):
 
     model: Annotated[
         str | None,
-        about(
-            "Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Without it: `demo`, inside servd."
-        ),
+        about("Hugging Face id (`Qwen/Qwen3-0.6B`) or local folder. Default: the demo model."),
     ] = None
     served_model_name: Annotated[
         list[str],
         about(
-            "Names that clients may use; the first is shown. Default: MODEL, and the name of its "
-            "folder."
+            "Names that clients may use; the first is shown. Default: MODEL and its folder's name."
         ),
     ] = []
     tokenizer: Annotated[
@@ -94,7 +94,7 @@ class ModelConfig(Section, frozen=True):
         about("auto: safetensors. dummy: seeded random weights, for tests."),
     ] = "auto"
     seed: Annotated[
-        int, about("Seed of everything random: dummy weights, requests without a seed.", ge=0)
+        NotNegative, about("Seed of everything random: dummy weights, requests without a seed.")
     ] = 0
     generation_config: Annotated[
         str,
@@ -114,8 +114,7 @@ class ModelConfig(Section, frozen=True):
     spec_method: Annotated[
         str | None,
         about(
-            "How to draft: `method` of --speculative-config. Default: what the name of the draft "
-            "says.",
+            "How to draft: `method` of --speculative-config. Default: by the name of the draft.",
             extra={"plugins": "servd.worker.spec_decode"},
         ),
     ] = None
@@ -139,7 +138,7 @@ class CacheConfig(Section, frozen=True):
 
     block_size: Annotated[int, about("Tokens per KV-cache block.", ge=1, le=256)] = 16
     gpu_memory_utilization: Annotated[
-        float, about("Share of the device's memory that servd may use in all.", gt=0, le=1)
+        Share, about("Share of the device's memory that servd may use in all.")
     ] = 0.9
     kv_cache_memory: Annotated[
         Positive | None,
@@ -147,10 +146,7 @@ class CacheConfig(Section, frozen=True):
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
-        about(
-            "What keys and values are stored as. auto: as --dtype. fp8: 8-bit floats (e4m3), for "
-            "twice as many tokens as with 16 bits."
-        ),
+        about("Type of keys and values. auto: --dtype. fp8: e4m3, half the bytes of 16 bits."),
     ] = "auto"
     enable_prefix_caching: Annotated[
         bool, about("Reuse the KV cache of equal prompt beginnings.")
@@ -159,7 +155,7 @@ class CacheConfig(Section, frozen=True):
         bool, about("Measure how long blocks live, lie idle and wait to be used again.")
     ] = False
     kv_cache_metrics_sample: Annotated[
-        float, about("Share of the blocks that --kv-cache-metrics measures.", gt=0, le=1)
+        Share, about("Share of the blocks that --kv-cache-metrics measures.")
     ] = 0.01
 
 
@@ -193,12 +189,11 @@ class SchedulerConfig(Section, frozen=True):
         about("Schedule the next step while the device computes this one. Default: on with CUDA."),
     ] = None
     max_waiting_requests: Annotated[
-        int,
+        NotNegative,
         about(
             "Unfinished requests of an API server beyond which new ones get 429 with Retry-After, "
             "but for clients with less than their share. All choices of a prompt count as one, so "
             "that no request is refused for its `n`.",
-            ge=0,
         ),
     ] = 2048
     max_waiting_tokens: Annotated[Positive, about("The same for the tokens of their prompts.")] = (
@@ -220,7 +215,7 @@ class ParallelConfig(Section, frozen=True):
         ),
     ] = None
     tensor_parallel_size: Annotated[
-        int, about("Devices that each hold a slice of every layer.", ge=1)
+        Positive, about("Devices that each hold a slice of every layer.")
     ] = 1
     attention_backend: Annotated[
         str,
@@ -238,9 +233,7 @@ class ServerConfig(Section, frozen=True):
     port: Annotated[int, about("TCP port; 0 picks a free one.", ge=0, le=65535)] = 8000
     strict_fields: Annotated[
         bool,
-        about(
-            "Refuse request fields that have no effect (400), instead of naming them in a header."
-        ),
+        about("Refuse request fields without an effect (400), rather than name them in a header."),
     ] = False
     uds: Annotated[str | None, about("Listen on this Unix socket instead of host and port.")] = None
     console: Annotated[
@@ -281,11 +274,10 @@ class ServerConfig(Section, frozen=True):
         bool, about('Find tool calls in replies where `tool_choice` is "auto".')
     ] = True
     max_stored_responses: Annotated[
-        int,
+        NotNegative,
         about(
             "Responses of `/v1/responses` that an API server process keeps in memory for each API "
-            "key; 0 stores none.",
-            ge=0,
+            "key; 0 stores none."
         ),
     ] = 1000
     api_server_count: Annotated[
@@ -303,57 +295,38 @@ class ServerConfig(Section, frozen=True):
         about("Folder of the sockets between the processes. Default: a new private one."),
     ] = None
     max_connections: Annotated[
-        int,
+        Positive,
         about(
             "Open connections per API server process. Beyond them the longest idle one is closed; "
-            "if none is idle, requests of new ones get 503 with Retry-After.",
-            ge=1,
+            "if none is idle, requests of new ones get 503 with Retry-After."
         ),
     ] = 4096
     header_timeout: Annotated[
-        float,
-        about(
-            "Seconds from connecting to whole headers; then 408, or nothing to a client that was "
-            "silent.",
-            gt=0,
-            le=86400,
-        ),
+        Seconds,
+        about("Seconds from connecting to whole headers; then 408, or nothing to a silent client."),
     ] = 20.0
     body_timeout: Annotated[
-        float,
-        about(
-            "Seconds over which a body must come with at least 1024 bytes per second on average; "
-            "else 408.",
-            gt=0,
-            le=86400,
-        ),
+        Seconds,
+        about("Seconds over which a body must come at 1024 bytes per second on average; else 408."),
     ] = 30.0
     write_timeout: Annotated[
-        float,
-        about(
-            "Seconds, up to twice as many, that a client may take no byte of its answer.",
-            gt=0,
-            le=86400,
-        ),
+        Seconds,
+        about("Seconds, up to twice as many, that a client may take no byte of its answer."),
     ] = 90.0
     shutdown_timeout: Annotated[
         float,
         about("Seconds that open requests get to finish after SIGTERM or Ctrl-C.", ge=0, le=86400),
     ] = 15.0
     max_engine_restarts: Annotated[
-        int,
-        about("Restarts of a dead engine, or API servers, within the window; then it ends.", ge=0),
+        NotNegative,
+        about("Restarts of a dead engine, or API servers, within the window; then it ends."),
     ] = 20
-    engine_restart_window: Annotated[
-        float, about("Seconds for which a death counts.", gt=0, le=86400)
-    ] = 600.0
+    engine_restart_window: Annotated[Seconds, about("Seconds for which a death counts.")] = 600.0
     engine_hang_timeout: Annotated[
-        float,
+        Seconds,
         about(
             "Seconds without a sign of life, or beyond what a step should take, after which the "
-            "engine is killed and started again.",
-            gt=0,
-            le=86400,
+            "engine is killed and started again."
         ),
     ] = 10.0
 

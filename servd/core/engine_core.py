@@ -22,10 +22,9 @@ from servd.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ResetPrefixCache,
-    SchedulerOutput,
     ToEngine,
 )
-from servd.tracing import now_ns
+from servd.tracing import StepRecord, now_ns
 
 logger = logging.getLogger("servd.engine")
 
@@ -57,7 +56,7 @@ class EngineCore:
         self.depth = 2 if config.scheduler.async_scheduling else 1  # steps in flight
         self.in_flight: deque[PendingOutput] = deque()
         # Called with each step before it is launched.
-        self.on_scheduled: Callable[[SchedulerOutput], None] = lambda scheduled: None
+        self.on_scheduled: Callable[[StepRecord], None] = lambda record: None
 
     @property
     def has_work(self) -> bool:
@@ -108,7 +107,7 @@ class EngineCore:
         scheduled = self.scheduler.schedule(grammars.choose_idle(), grammars.forced_tokens())
         if scheduled is not None:
             record = self.scheduler.newest
-            self.on_scheduled(scheduled)
+            self.on_scheduled(record)
             self.executor.execute_model(scheduled)
             record.executed_ns = now_ns()
             grammars.begin_step(scheduled)
@@ -118,8 +117,7 @@ class EngineCore:
             record.launched_ns = now_ns()
         if self.in_flight and (scheduled is None or len(self.in_flight) >= self.depth):
             self._harvest()
-        self.scheduler.num_deferred = grammars.num_waiting
-        return self.scheduler.take_outputs()
+        return self.scheduler.take_outputs(grammars.num_waiting)
 
     def _harvest(self) -> None:
         """Take in the oldest step in flight."""

@@ -48,19 +48,19 @@ from servd.messages import (
     EngineStatus,
     FinishReason,
     FromEngine,
-    SchedulerOutput,
     ToEngine,
     WorkerFailed,
     WorkerReady,
 )
 from servd.params import MAX_N, SamplingParams
 from servd.pulse import BEAT_INTERVAL, Pulse
-from servd.tracing import FIRST_STEP, PATIENCE, Pace
+from servd.tracing import FIRST_STEP, PATIENCE, Pace, StepRecord
 
 logger = logging.getLogger("servd.engine")
 
 LOG_INTERVAL = 10.0  # seconds between log lines while requests run
-STEPS_PER_LOOK = 64  # steps between two looks at how long they take
+STEPS_PER_LOOK = 256  # steps between two looks at how long they take, but for the FIRST_STEPS
+FIRST_STEPS = 64
 STANDBY_NICE = 10  # by so much lower is the priority of imports for an engine to come
 IDLE = 1.0  # seconds without work after which the engine warms up for requests to come
 
@@ -130,7 +130,6 @@ class EngineCoreProc:
         self.executor: Executor | None = None
         self.pulse = Pulse(start.pulse)
         self.pace = Pace()
-        self.num_steps = 0
 
     def run(self) -> None:
         """Load the model, then serve until the process is to end."""
@@ -214,12 +213,11 @@ class EngineCoreProc:
             for client, outputs in engine.step().items():
                 self.outputs.put((client, outputs))
 
-    def begin_step(self, engine: EngineCore, scheduled: SchedulerOutput) -> None:
+    def begin_step(self, engine: EngineCore, record: StepRecord) -> None:
         """Show how long it may take."""
-        if self.num_steps % STEPS_PER_LOOK == 0 or self.num_steps < STEPS_PER_LOOK:
+        if record.step % STEPS_PER_LOOK == 0 or record.step < FIRST_STEPS:
             self.pace = engine.scheduler.step_log.pace
-        self.num_steps += 1
-        expected = self.pace.expected_seconds(scheduled.num_tokens)
+        expected = self.pace.expected_seconds(record.num_tokens)
         self.pulse.work(self.start.config.server.engine_hang_timeout + PATIENCE * expected)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
@@ -382,11 +380,13 @@ class StatsLine:
         """Add the outputs of a step; write the line when it is time."""
         if self.num_tokens == 0:  # idle times are not part of the rate
             self.since = time.monotonic()
-        self.num_tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
-        elapsed = time.monotonic() - self.since
+        for output in outputs.outputs:
+            self.num_tokens += len(output.new_token_ids)
         if (stats := outputs.stats) is None:
             return
-        self.drafts.add(stats.drafts)
+        if stats.drafts.num_drafts:
+            self.drafts.add(stats.drafts)
+        elapsed = time.monotonic() - self.since
         if elapsed < LOG_INTERVAL:
             return
         logger.info(

@@ -14,6 +14,7 @@ from servd.messages import (
     FinishReason,
     ModelRunnerOutput,
     NewRequest,
+    ScheduledRequest,
     TokenLogprobs,
 )
 from servd.params import PoolingParams, SamplingParams
@@ -173,10 +174,36 @@ class Request:
             assert known >= 0, "parts come in order"
             self.prompt_logprobs += part.positions[known:]
 
-    def settle(self, num_rejected: int) -> None:
-        """Take back what the counters say of drafts that were not kept."""
+    def settle(
+        self,
+        scheduled: ScheduledRequest,
+        output: EngineCoreOutput,
+        num_sampled: int,
+        num_found: int,
+    ) -> int:
+        """Take back what the counters say of drafts that were not kept.
+
+        Args:
+            scheduled: its part in the step that is harvested.
+            output: what came of it; gets the counts of the workers' drafts, as the engine's own
+                are always kept.
+            num_sampled: tokens of the step, of which the end of the output may have cut some.
+            num_found: drafts that the workers found for the next step.
+
+        Returns:
+            how many drafts were kept, and are part of the output.
+        """
+        num_rejected = scheduled.num_drafts + 1 - num_sampled
         self.num_tokens -= num_rejected
         self.num_computed_tokens -= num_rejected
+        num_kept = min(num_sampled - 1, len(output.new_token_ids))
+        num_drafts = min(scheduled.num_drafts, self.num_found_drafts)
+        if num_drafts and not scheduled.draft_token_ids:
+            output.num_drafts, output.num_accepted = num_drafts, num_kept
+        self.num_found_drafts = num_found
+        if self.num_placeholders == 0:  # no later step has them already
+            self.num_drafts = num_found
+        return num_kept
 
     def harvest(
         self, result: ModelRunnerOutput, row: int, end: GrammarEnd | None, now: int, step: int
@@ -200,13 +227,12 @@ class Request:
         if is_first:
             self.token_ids = self.token_ids.copy()
         num_tokens, finish_reason = self._extend(token_ids)
-        output = EngineCoreOutput(self.request_id, finish_reason=finish_reason)
+        new_token_ids = [] if self.is_prompt_only else token_ids[:num_tokens]
+        output = EngineCoreOutput(self.request_id, new_token_ids, finish_reason)
         if row in result.pooled:
             output.pooled = result.pooled[row]
-        if not self.is_prompt_only:
-            output.new_token_ids = token_ids[:num_tokens]
-            if row in result.logprobs:
-                output.logprobs = result.logprobs[row][:num_tokens]
+        if row in result.logprobs and not self.is_prompt_only:
+            output.logprobs = result.logprobs[row][:num_tokens]
         if is_first:
             output.num_cached_tokens = self.num_cached_tokens
             output.evicted_at_ns = self.evicted_at_ns
@@ -216,6 +242,8 @@ class Request:
             output.marks, self.marks = self.marks, []
         if end is not None and num_tokens == end.num_tokens:
             self._end(output, end)
+        if finish_reason is None and end is None:
+            return output
         if (
             output.finish_reason is FinishReason.STOP
             and not output.ended_by_grammar
@@ -235,17 +263,14 @@ class Request:
 
     def _extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
         """How many are added, and why the last one ends the output."""
+        known = self.token_ids
         for count, token_id in enumerate(token_ids, 1):
-            if (finish_reason := self._append(token_id)) is not None:
-                return count, finish_reason
+            known.append(token_id)
+            if token_id in self.stop_token_ids and self.num_output_tokens >= self.min_tokens:
+                return count, FinishReason.STOP
+            if len(known) >= self.max_num_tokens:
+                return count, FinishReason.LENGTH
+            if self.repetition and self.repetition.append(known, self.num_prompt_tokens):
+                if self.num_output_tokens >= self.min_tokens:
+                    return count, FinishReason.REPETITION
         return len(token_ids), None
-
-    def _append(self, token_id: int) -> FinishReason | None:
-        self.token_ids.append(token_id)
-        if token_id in self.stop_token_ids and self.num_output_tokens >= self.min_tokens:
-            return FinishReason.STOP
-        if len(self.token_ids) >= self.max_num_tokens:
-            return FinishReason.LENGTH
-        if self.repetition and self.repetition.append(self.token_ids, self.num_prompt_tokens):
-            return FinishReason.REPETITION if self.num_output_tokens >= self.min_tokens else None
-        return None

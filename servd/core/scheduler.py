@@ -9,16 +9,15 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from itertools import islice
-from types import MappingProxyType
 
 from servd import plugins
 from servd.config import CacheConfig, SchedulerConfig
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
 from servd.core.queues import QUEUES
-from servd.core.queues.fair import WaitingQueue, by_order, end_of_lane
+from servd.core.queues.fair import WaitingQueue, by_order
 from servd.core.request import GrammarEnd, Request, RequestStatus
 from servd.core.step import Step, StepLog
 from servd.messages import (
@@ -38,7 +37,7 @@ logger = logging.getLogger("servd.scheduler")
 
 BACKGROUND_SHARE = 8  # of the budget, for prompts of a lower lane: their steps have to be short
 NO_DRAFTS: list[int] = []
-NOTHING_FORCED: Mapping[int, list[int]] = MappingProxyType({})
+NOTHING_FORCED: dict[int, list[int]] = {}
 
 
 class Scheduler:
@@ -82,16 +81,13 @@ class Scheduler:
         self._freed_slots: list[int] = []  # not yet told to the workers
         self._in_flight: deque[Step] = deque()
         self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)  # by client
-        self.num_deferred = 0  # requests that are to be added as soon as they can run
         self._stats = SchedulerStats()
         self._num_steps = 0
         self.step_log = StepLog()
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: unfinished requests, steps to harvest or outputs to
-        hand over.
-        """
+        """Whether a step would do anything, if only harvest another or hand over outputs."""
         return bool(self.requests or self._in_flight or self._outputs)
 
     def add(self, message: EngineCoreRequest) -> None:
@@ -119,9 +115,7 @@ class Scheduler:
         self._outputs[of.client].append(output)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Drop requests, wherever they are. Unknown ids are ignored: they may just have
-        finished.
-        """
+        """Drop requests, wherever they are. Those that are unknown may just have finished."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
@@ -149,27 +143,34 @@ class Scheduler:
             idle_slots: slots of running requests that sit this step out.
             forced_tokens: slot -> the tokens that are sure to follow the harvested ones.
         """
-        step = Step(StepRecord(self._num_steps, now_ns()))
+        record = StepRecord(self._num_steps, now_ns())
+        step = Step(record)
         self.waiting.begin_step()
-        self.lookahead.begin_step(len(self.running))
-        self._make_room(step)
+        if self.lookahead.max_drafts:
+            self.lookahead.begin_step(len(self.running))
+        if self.waiting:
+            self._make_room(step)
         budget = self.max_num_batched_tokens
-        for lane in range(self.waiting.last_lane(self.running) + 1):
-            first = end_of_lane(self.running, lane - 1) if lane else 0
-            part = first, end_of_lane(self.running, lane)
+        for lane, first, end in self.waiting.lanes(self.running):
+            part = islice(self.running, first, end)
             budget, partial = self._schedule_running(step, budget, part, idle_slots, forced_tokens)
             if partial or self.waiting:
                 budget = self._schedule_prompts(step, budget, partial, lane)
-            if step.record.prefills:
+            if record.prefills:
                 break
         if not step.scheduled:
             return None
         self._num_steps += 1
         self._in_flight.append(step)
         freed_slots, self._freed_slots = self._freed_slots, []
-        self._stats.num_scheduled_tokens = num_tokens = self.max_num_batched_tokens - budget
-        step.end_scheduling(num_tokens, len(self.waiting), bool(self.free_slots))
-        return SchedulerOutput(step.record.step, step.scheduled, step.new_requests, freed_slots)
+        record.num_tokens = self._stats.num_scheduled_tokens = self.max_num_batched_tokens - budget
+        record.num_requests = len(step.scheduled)
+        if self.waiting:
+            record.num_waiting = len(self.waiting)
+            # Where nothing else held up the first of those that wait, its turn did not come.
+            record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
+        record.scheduled_ns = now_ns()
+        return SchedulerOutput(record.step, step.scheduled, step.new_requests, freed_slots)
 
     @property
     def newest(self) -> StepRecord:
@@ -189,17 +190,18 @@ class Scheduler:
         self,
         step: Step,
         budget: int,
-        part: tuple[int, int],
+        part: Iterable[Request],
         idle_slots: Set[int],
         forced_tokens: Mapping[int, list[int]],
     ) -> tuple[int, list[Request]]:
         """Give a part of the running requests the tokens after their known ones; returns the
-        budget that is left, and those whose prompts are not computed yet.
+        budget that is left, and those whose prompts were not computed yet.
         """
-        running, partial = self.running, []
-        num_samples = min(len(running) + len(self.waiting), self.max_num_seqs)
-        drafts_left = self.max_num_samples - num_samples
-        for i, request in enumerate(islice(running, *part), part[0] + 1):
+        partial: list[Request] = []
+        num_samples = min(len(self.requests), self.max_num_seqs)
+        # One token of the budget is set aside for each request.
+        drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
+        for request in part:
             if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
                 continue  # its last token is in flight, or it pauses
             if request.num_tokens - request.num_computed_tokens > 1:
@@ -210,21 +212,17 @@ class Scheduler:
                 drafts = self._forced_drafts(request, forced_tokens[request.slot])
                 num_drafts = len(drafts)
             if num_drafts:
-                # One token is set aside for each request behind it.
-                room = budget - 1 - (len(running) - i)
-                num_drafts = max(min(num_drafts, room, drafts_left), 0)
-            while (new_block_ids := self.kv_cache.allocate(request, 1 + num_drafts)) is None:
-                if num_drafts:
-                    num_drafts = 0
-                    continue
-                victim = running.pop()
-                self._preempt(victim, step.record)
-                if victim is request:
-                    return budget, [each for each in partial if each.slot >= 0]
+                num_drafts = max(min(num_drafts, drafts_left), 0)
+            new_block_ids = self.kv_cache.allocate(request, 1 + num_drafts)
+            if new_block_ids is None:
+                num_drafts = 0
+                new_block_ids = self._allocate(step, request, 1)
+            if new_block_ids is None:
+                break
             self._append(step, request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
             budget -= 1 + num_drafts
             drafts_left -= num_drafts
-        return budget, [each for each in partial if each.slot >= 0]
+        return budget, partial
 
     def _forced_drafts(self, request: Request, token_ids: list[int]) -> list[int]:
         """Those of the tokens after the harvested ones that no step in flight samples, as far as
@@ -240,13 +238,6 @@ class Scheduler:
         room = request.max_num_tokens - request.num_tokens - 1
         return token_ids[first : first + min(room, MAX_FORCED_TOKENS)]
 
-    def _max_drafts(self, request: Request) -> int:
-        """How many drafts of a request are worth their time, and leave room for the token after
-        them.
-        """
-        room = request.max_num_tokens - request.num_tokens - 1
-        return max(min(self.lookahead.num_drafts(request.acceptance), room), 0)
-
     def _schedule_prompts(self, step: Step, budget: int, partial: list[Request], lane: int) -> int:
         """Compute prompts of a lane, in the policy's order; returns the budget that is left.
 
@@ -259,6 +250,7 @@ class Scheduler:
         has_long = queue.has_long(lane) or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         while budget > 0:
+            partial = [each for each in partial if each.slot >= 0]  # others have yielded
             may_start = may_start and bool(self.free_slots)
             only_long = for_long >= budget
             request = queue.next(partial, lane, may_start, only_long)
@@ -280,7 +272,7 @@ class Scheduler:
                 num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
             else:
                 partial.remove(request)
-            new_block_ids = self._allocate(step, request, num_tokens, partial)
+            new_block_ids = self._allocate(step, request, num_tokens)
             if new_block_ids is None:
                 continue
             queue.charge(request, num_tokens)
@@ -288,17 +280,15 @@ class Scheduler:
             budget -= num_tokens
         return budget + spared
 
-    def _allocate(
-        self, step: Step, request: Request, num_tokens: int, partial: list[Request]
-    ) -> list[int] | None:
-        """Blocks for a prompt to go on; None if it waits. Who is in the step keeps theirs."""
+    def _allocate(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
+        """Blocks for a request to go on, for which the last ones yield; None if it waits. Who is in
+        the step keeps theirs.
+        """
         while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
             victim = self.running[-1]
             if victim in step.requests:
                 return None
             self.running.pop()
-            if victim in partial:
-                partial.remove(victim)
             self._preempt(victim, step.record)
             if victim is request:
                 return None
@@ -335,33 +325,36 @@ class Scheduler:
         """Count `num_tokens` and the drafts after them as computed, and the tokens that the last of
         them yield as known to come: all drafts, as if they were kept, and one more.
         """
+        samples = request.num_computed_tokens + num_tokens == request.num_tokens
         scheduled = ScheduledRequest(
-            request.slot,
-            num_tokens + num_drafts,
-            new_block_ids,
-            request.num_computed_tokens + num_tokens == request.num_tokens,
-            request.num_computed_tokens,
-            num_drafts,
-            draft_token_ids=draft_token_ids,
-        )
+            request.slot, num_tokens + num_drafts, new_block_ids, samples,
+            request.num_computed_tokens, num_drafts, 0, draft_token_ids,
+        )  # fmt: skip
         request.num_computed_tokens += scheduled.num_tokens
-        if scheduled.samples:
+        if samples:
             request.num_tokens += num_drafts + 1
-            request.num_drafts = self._max_drafts(request) if self.lookahead.max_drafts else 0
-            if request.num_drafts:
-                # Where a model drafts, it has keys and values of its own for them.
-                block_ids = self.kv_cache.allocate(request, request.num_drafts)
-                if block_ids is None:
-                    block_ids, request.num_drafts = [], 0
-                scheduled.new_block_ids += block_ids
-                scheduled.max_new_drafts = request.num_drafts
+            if self.lookahead.max_drafts:
+                self._ask_for_drafts(request, scheduled)
+        if num_tokens > 1 or not samples:
+            step.record.prefills[request.request_id] = num_tokens
         self.kv_cache.commit(request)
-        step.add(request, scheduled)
+        step.scheduled.append(scheduled)
+        step.requests.append(request)
+
+    def _ask_for_drafts(self, request: Request, scheduled: ScheduledRequest) -> None:
+        """Have the workers draft as far as it is worth its time and leaves room for the token after
+        the drafts; where a model drafts, it has keys and values of its own for them.
+        """
+        room = request.max_num_tokens - request.num_tokens - 1
+        num_drafts = max(min(self.lookahead.num_drafts(request.acceptance), room), 0)
+        block_ids = self.kv_cache.allocate(request, num_drafts) if num_drafts else []
+        if block_ids is None:
+            block_ids, num_drafts = [], 0
+        scheduled.new_block_ids += block_ids
+        scheduled.max_new_drafts = request.num_drafts = num_drafts
 
     def _preempt(self, request: Request, record: StepRecord) -> None:
-        """Send a request, already taken from `running`, back to wait; it computes all its tokens
-        again.
-        """
+        """Send a request, taken from `running`, back to wait and compute all its tokens again."""
         self._release(request)
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
@@ -385,7 +378,13 @@ class Scheduler:
         """
         step = self._in_flight.popleft()
         record, now = step.record, now_ns()
-        self._log_step(step, now, result.times_ns)
+        record.harvested_ns, record.worker_ns = now, result.times_ns
+        took_ns, is_news_due = self.step_log.add(record)
+        if is_news_due:
+            for request in self.requests.values():
+                self.report_to(request.client)
+        if self.lookahead.max_drafts:
+            self.lookahead.time(step.scheduled, took_ns)
         for i, (request, scheduled, token_ids) in enumerate(
             zip(step.requests, step.scheduled, result.sampled_token_ids, strict=True)
         ):
@@ -401,58 +400,33 @@ class Scheduler:
                 request.read(result, i)
             if not token_ids:
                 continue
-            if scheduled.num_drafts:
-                request.settle(scheduled.num_drafts + 1 - len(token_ids))
-            output = request.harvest(result, i, ends[i] if i in ends else None, now, record.step)
-            num_kept = min(len(token_ids) - 1, len(output.new_token_ids))  # the end may cut drafts
-            record.num_drafts += scheduled.num_drafts
-            record.num_accepted += num_kept
-            if self.lookahead.max_drafts:
-                found = result.draft_token_ids.get(i, [])
-                output.num_drafts, output.num_accepted = self._learn(
-                    request, scheduled, num_kept, found
+            output = request.harvest(result, i, ends.get(i), now, record.step)
+            if scheduled.num_drafts or self.lookahead.max_drafts:
+                num_found = len(result.draft_token_ids.get(i, ()))
+                record.num_drafts += scheduled.num_drafts
+                record.num_accepted += request.settle(scheduled, output, len(token_ids), num_found)
+                counts = output.num_drafts, output.num_accepted
+                self.lookahead.count(
+                    request.acceptance, *counts, scheduled.max_new_drafts, num_found
                 )
+                if output.num_drafts:
+                    self._stats.drafts.count(*counts)
             if output.finish_reason is not None:
                 output.marks += [*request.marks, Mark("finished", now, record.step)]
                 self._finish(request)
             self._outputs[request.client].append(output)
 
-    def _log_step(self, step: Step, now: int, times_ns: list[int]) -> None:
-        self.lookahead.time(step.scheduled, self.step_log.add(step.record, now, times_ns))
-        if self.step_log.take_news_due():
-            for request in self.requests.values():
-                self.report_to(request.client)
-
-    def _learn(
-        self, request: Request, scheduled: ScheduledRequest, num_kept: int, found: list[int]
-    ) -> tuple[int, int]:
-        """Take in what became of the workers' drafts (the engine's are always kept), and what they
-        found for the next step. Returns the number of the former, and of those kept.
-        """
-        num_drafts = min(scheduled.num_drafts, request.num_found_drafts)
-        if scheduled.draft_token_ids or not num_drafts:
-            num_drafts = num_kept = 0
-        else:
-            self._stats.drafts.count(num_drafts, num_kept)
-        num_asked = scheduled.max_new_drafts
-        self.lookahead.count(request.acceptance, num_drafts, num_kept, num_asked, len(found))
-        request.num_found_drafts = len(found)
-        if request.num_placeholders == 0:  # no later step has them already
-            request.num_drafts = len(found)
-        return num_drafts, num_kept
-
-    def take_outputs(self) -> dict[int, EngineCoreOutputs]:
+    def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
         """Outputs since the last call, by client, with the engine's state now; no client without
-        news.
+        news. `num_deferred` requests are to be added as soon as they can run.
         """
-        taken = {
-            client: EngineCoreOutputs(outputs, self._report(), self.step_log.news(client))
-            for client, outputs in self._outputs.items()
+        outputs, self._outputs = self._outputs, defaultdict(list)
+        return {
+            client: EngineCoreOutputs(each, self._report(num_deferred), self.step_log.news(client))
+            for client, each in outputs.items()
         }
-        self._outputs.clear()
-        return taken
 
-    def _report(self) -> SchedulerStats:
+    def _report(self, num_deferred: int) -> SchedulerStats:
         """The state now. Counters start again, so that the sum over all reports, to any client, is
         the truth.
         """
@@ -460,7 +434,7 @@ class Scheduler:
         self._stats = SchedulerStats(num_scheduled_tokens=report.num_scheduled_tokens)
         report.num_running = len(self.running)
         report.num_waiting = len(self.waiting)
-        report.num_deferred = self.num_deferred
+        report.num_deferred = num_deferred
         report.kv_cache_usage = self.kv_cache.usage
         report.evictions = self.kv_cache.pool.take_evictions()
         report.step = self._num_steps
@@ -489,12 +463,8 @@ class Scheduler:
         request.slot = -1
 
     def _prompt_too_long(self, num_prompt_tokens: int) -> str:
-        limit, remedy = self.max_model_len, ""
-        if limit == self.cache_len:
-            remedy = (
-                ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
-            )
+        cause = ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
         return (
-            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are "
-            f"limited to {limit} tokens{remedy}"
+            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are limited"
+            f" to {self.max_model_len} tokens{cause * (self.max_model_len == self.cache_len)}"
         )

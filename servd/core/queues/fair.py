@@ -10,7 +10,7 @@ Nothing is left idle for anybody: who is alone gets all.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import count, islice
@@ -28,13 +28,6 @@ MAX_OVERTAKING = 64  # short prompts that begin while a long one waits for slot 
 
 Order = tuple[int, int, int]  # (lane, priority, arrival)
 Class = tuple[int, int, bool]  # (lane, priority, whether its prompt is long): lower goes first
-
-
-def end_of_lane(running: Sequence[Request], lane: int) -> int:
-    """How many, sorted by order, are in a lane or in one before it."""
-    if not running or running[-1].order[0] <= lane:
-        return len(running)
-    return bisect_left(running, (lane + 1,), key=by_order)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,10 +92,17 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._class_of)
 
-    def last_lane(self, running: Sequence[Request]) -> int:
-        """The lowest lane in which requests run or wait."""
-        last = running[-1].order[0] if running else 0
-        return max(last, self._classes[-1][0]) if self._classes else last
+    def lanes(self, running: Sequence[Request]) -> Iterator[tuple[int, int, int]]:
+        """Each lane, down to the lowest in which requests run or wait, and where its running ones
+        begin and end: when its turn comes, as what is done for one lane moves those of the next.
+        """
+        first, last = 0, running[-1].order[0] if running else 0
+        if self._classes:
+            last = max(last, self._classes[-1][0])
+        for lane in range(last):
+            yield lane, first, bisect_left(running, (lane + 1,), key=by_order)
+            first = bisect_left(running, (lane + 1,), key=by_order)
+        yield last, first, len(running)
 
     def begin_step(self) -> None:
         """Another step is put together."""

@@ -298,7 +298,7 @@ class GrammarManager:
         Rows whose masks are fast always run. The others take turns: those that have waited longest
         as far as the time goes, but at least one.
         """
-        if sum(row.mask_seconds for row in self._rows.values()) <= STEP_BUDGET:
+        if not self._rows or sum(r.mask_seconds for r in self._rows.values()) <= STEP_BUDGET:
             return frozenset()
         self._turn += 1
         share = STEP_BUDGET / len(self._rows)
@@ -315,6 +315,8 @@ class GrammarManager:
 
     def forced_tokens(self) -> dict[int, list[int]]:
         """Slot -> the tokens that must follow those which were harvested, if there are any."""
+        if not self._rows:
+            return {}
         return {
             slot: token_ids
             for slot, row in self._rows.items()
@@ -324,11 +326,13 @@ class GrammarManager:
     @property
     def awaits_tokens(self) -> bool:
         """Whether this step's masks depend on tokens that are still in flight."""
-        return any(row.num_awaited for _, row, _ in self._step)
+        return bool(self._step) and any(row.num_awaited for _, row, _ in self._step)
 
     def bitmask(self) -> GrammarBitmask | None:
         """What the rows of this step may sample."""
         self._in_flight.append(self._step)
+        if not self._step:
+            return None
         bitmask, masks = GrammarBitmask([], [], b""), []
         for index, row, item in self._step:
             row.num_awaited += 1

@@ -118,7 +118,7 @@ def test_requests_that_wait_for_their_grammars_are_told_of_as_deferred():
     engine.handle(AbortRequests(["b"]))
     assert told() == 1
     driver.run()
-    assert driver.log.finished("a") and engine.scheduler.num_deferred == 0
+    assert driver.log.finished("a") and engine.grammars.num_waiting == 0
 
 
 def test_an_aborted_request_does_not_come_back():

@@ -1,35 +1,54 @@
-"""Drafts of each method beside a reference in plain Python: the text decides how many are kept."""
+"""Drafts of every method beside references that know nothing of them: the text decides how many are
+kept, an enumeration how often each text comes.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
 
-from servd.params import SamplingParams
-from tests.parity.families import LLAMA, make_checkpoint
+from servd.messages import EngineCoreRequest
+from servd.params import SamplingParams, StructuredOutput
+from tests.parity.families import LLAMA, make_checkpoint, reference
 from tests.worker.driver import Driver, config_for
+from tests.worker.sample.reference import distribution
 from tests.worker.spec_decode import checkpoints
-from tests.worker.spec_decode.test_proposers import NAMES
+from tests.worker.spec_decode.test_proposers import NAMES, assert_equal, make_request
+from tests.worker.test_overlap import serve
 
-# A text for `ngram` to find something in, whatever comes.
+LETTERS = "abcdefghij-"  # one token each, and one that ends a text
+EOS = len(LETTERS)
+# A text for `ngram` and `suffix` to find something in, whatever comes.
 PROMPT = [*range(11), 0, 0, 1, 1, 2, 2, 0, 2, 1, 0, 1, 2, 0]
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of so few tokens that drafts of random weights are often right."""
-    options = {"vocab_size": 12, "head_dim": 16, "eos_token_id": 11}
-    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama", LLAMA | options)
+    options = {"vocab_size": EOS + 1, "head_dim": 16, "eos_token_id": EOS}
+    folder = make_checkpoint(tmp_path_factory.mktemp("target"), "llama", LLAMA | options)
+    vocab = {letter: i for i, letter in enumerate(LETTERS)} | {"</s>": EOS}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def config_of(name: str, target: Path, folder: Path) -> dict[str, Any]:
-    """What `--speculative-config` has for a method."""
+    """What `--speculative-config` has for a method; Medusa makes a tree."""
     make = getattr(checkpoints, name, None)
     config = {"method": name} | (make(target, folder) if make else {})
     own = {
         "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "medusa": {"num_speculative_tokens": 8},
         "draft_model": {"model": str(target)},
     }
     return config | own.get(name, {})
@@ -56,3 +75,95 @@ def test_as_many_drafts_are_kept_as_the_text_says(name: str, target: Path, tmp_p
             assert sampled == text[start : start + num_kept + 1]
             lengths.add(len(sampled))
     assert {1, 2} <= lengths
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "narrowed": {"temperature": 1.6, "top_k": 7, "top_p": 0.9},
+    "min_p": {"temperature": 0.8, "min_p": 0.05, "logit_bias": {2: 1.0}},
+    "penalized": {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+}
+GRAMMAR = StructuredOutput("regex", "([a-e]-?){6}")
+NUM_TOKENS = 3
+
+
+def allowed_after(outputs: tuple[int, ...], has_grammar: bool) -> list[int]:
+    """What a text may go on with."""
+    if not has_grammar:
+        return [*range(EOS + 1)]
+    dash = LETTERS.index("-")
+    return [*range(5)] + ([dash] if outputs and outputs[-1] != dash else [])
+
+
+@torch.inference_mode()
+def chances(
+    target: Path, params: SamplingParams, has_grammar: bool
+) -> dict[tuple[int, ...], float]:
+    """Of each text of NUM_TOKENS, or less if it ends before, by enumeration."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for length in range(NUM_TOKENS):
+        texts = [text for text in found if len(text) == length and EOS not in text]
+        logits = reference(target)(torch.tensor([[*PROMPT, *text] for text in texts])).logits
+        for text, row in zip(texts, logits[:, -1], strict=True):
+            allowed = allowed_after(text, has_grammar)
+            shares = distribution(row, params, PROMPT, text, [EOS], allowed)
+            chance = found.pop(text)
+            found |= {(*text, i): chance * shares[i] for i in range(EOS + 1) if shares[i]}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_grammar", [False, True], ids=["free", "grammar"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_come_as_often_as_enumerated(
+    name: str, sampling: str, has_grammar: bool, target: Path, tmp_path: Path, counts
+):
+    """Chi-square over all texts of a few tokens, of requests that differ in their seeds."""
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": NUM_TOKENS} | SAMPLINGS[sampling]
+    options |= {"structured_output": GRAMMAR} if has_grammar else {}
+    num_requests = 2000
+    requests = [
+        EngineCoreRequest(
+            str(seed), PROMPT, SamplingParams(seed=seed, **options), eos_token_ids=[EOS]
+        )
+        for seed in range(num_requests)
+    ]
+    log = serve(
+        target, requests, 2, 2000, aborts=False, load_format="auto", max_num_seqs=64,
+        max_num_batched_tokens=1024, speculative_config=config_of(name, target, tmp_path),
+    )  # fmt: skip
+    num_drafts, num_kept = (sum(column) for column in zip(*counts, strict=True))
+    assert 0 <= num_kept < num_drafts  # a head of random weights may never be right
+    drawn = Counter(tuple(log.token_ids(str(seed))) for seed in range(num_requests))
+    exact = chances(target, SamplingParams(**options), has_grammar)
+    assert drawn.keys() <= exact.keys()
+    expected, found = (
+        np.array([of[text] * scale for text in exact])
+        for of, scale in ((exact, num_requests), (drawn, 1))
+    )
+    rare = expected < 5  # counted together
+    expected, found = (np.append(of[~rare], of[rare].sum()) for of in (expected, found))
+    chi_square = ((found - expected) ** 2 / expected.clip(min=1)).sum()
+    freedom = len(expected) - 1
+    assert freedom > 10 and chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", NAMES)
+def test_500_prompts_at_every_depth_and_batch(name: str, tiny_llama: Path, tmp_path: Path, counts):
+    """Greedy, seeded and constrained requests of `test_proposers`."""
+    requests = [make_request(number) for number in range(500)]
+
+    def outputs(depth: int, batch: int, **options: Any):
+        return serve(
+            tiny_llama, requests, depth, 400, aborts=False, load_format="auto",
+            max_num_seqs=batch, max_num_batched_tokens=128, **options,
+        )  # fmt: skip
+
+    expected = outputs(1, 7)
+    for depth, batch in product((1, 2), (1, 7)):
+        config = config_of(name, tiny_llama, tmp_path)
+        assert_equal(outputs(depth, batch, speculative_config=config), expected)
+    assert sum(num_drafts for num_drafts, _ in counts) > 10_000
