@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -68,7 +69,7 @@ class Child:
         try:
             self.process.stdin.write(len(data).to_bytes(4, "big") + data)
             self.process.stdin.flush()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # closed by it, or by `stop`
             return False
         return True
 
@@ -97,6 +98,14 @@ class Child:
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal, as in `subprocess`."""
         return self.process.poll()
+
+    def cpu_seconds(self) -> float:
+        """CPU time that it has used; 0 once it has ended. Linux only: elsewhere always infinite."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0 if sys.platform == "linux" else math.inf
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def wait(self, timeout: float) -> None:
         """Until it has ended, at most `timeout` seconds."""

@@ -13,7 +13,8 @@ ServdError
 │       ├── RateLimited          429: its API key has reached a limit
 │       └── Unavailable          503: the server is loading or shutting down
 ├── EngineError                  the server is at fault: 500
-│   └── EngineDead               503: the engine process is gone
+│   ├── EngineDead               503: the engine process is gone
+│   └── ShuttingDown             503, code shutting_down: the server ends before the answer does
 └── ConfigError                  a flag, a file or the machine: one line on stderr, exit code 2
     ├── ModelNotFound
     ├── UnsupportedModel
@@ -131,6 +132,10 @@ class EngineError(ServdError):
 
 class EngineDead(EngineError):
     """503: the engine process is gone; every open request ends with this."""
+
+
+class ShuttingDown(EngineError):
+    """503: the server ends, and with it every open request."""
 
 
 class ConfigError(ServdError):

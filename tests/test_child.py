@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from servd.child import Child
 from servd.config import Config
@@ -55,3 +58,10 @@ def test_a_child_that_was_never_told_to_start_ends_with_its_parent():
     assert child.process.stdin
     child.process.stdin.close()
     assert child.process.wait(60) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_cpu_time_of_a_child_is_that_of_its_process():
+    this = SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))
+    least = time.process_time() - 0.1  # the kernel counts in hundredths
+    assert least <= Child.cpu_seconds(this) <= time.process_time() + 0.1

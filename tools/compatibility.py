@@ -34,7 +34,6 @@ FOR_THE_RECORD = {
     "user",
     "metadata",
     "store",
-    "service_tier",
     "prompt_cache_key",
     "safety_identifier",
     "session_id",
@@ -81,7 +80,7 @@ GENERATION: dict[str, Any] = examples() | {
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     "structured_outputs": {"regex": "[ab]"}, "guided_json": SCHEMA, "guided_regex": "[ab]",
     "guided_choice": ["a"], "guided_grammar": 'root ::= "a"', "prompt_embeds": "AAAA",
-    "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "request_id": "r",
+    "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "request_id": "r",
     "timeout": 60,
     "prompt_cache_key": "k", "safety_identifier": "s", "session_id": "s",
     "return_prompt_text": True, "timings_per_token": True, "an_unknown_field": 1,
@@ -108,20 +107,21 @@ COMPLETIONS: dict[str, Any] = {
 EMBEDDINGS: dict[str, Any] = {
     "model": "fake", "input": "hi", "encoding_format": "base64", "dimensions": 4, "pooling": "mean",
     "normalize": False, "truncate_prompt_tokens": 1, "priority": 1, "user": "u",
-    "messages": user("hi"), "add_special_tokens": False, "add_generation_prompt": True,
+    "service_tier": "flex", "messages": user("hi"), "add_special_tokens": False,
+    "add_generation_prompt": True,
     "chat_template_kwargs": {"a": 1},
 }  # fmt: skip
 POOLING: dict[str, Any] = EMBEDDINGS | {"pooling": "all", "task": "token_embed"}
 SCORE: dict[str, Any] = {
     "model": "fake", "text_1": "a", "text_2": ["b", "c"], "pooling": "mean",
     "truncate_prompt_tokens": 1, "priority": 1, "user": "u", "activation": True,
-    "mm_processor_kwargs": {"a": 1},
+    "service_tier": "flex", "mm_processor_kwargs": {"a": 1},
 }  # fmt: skip
 RERANK: dict[str, Any] = {
     "model": "fake", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1,
     "return_documents": False, "max_tokens_per_doc": 1, "max_tokens_per_query": 1,
     "rank_fields": ["text"], "pooling": "mean", "truncate_prompt_tokens": 1, "priority": 1,
-    "user": "u", "instruction": "be strict",
+    "user": "u", "service_tier": "flex", "instruction": "be strict",
 }  # fmt: skip
 COHERE: dict[str, Any] = {
     "model": "fake", "texts": ["a"], "input_type": "search_query",
@@ -137,7 +137,7 @@ RESPONSES: dict[str, Any] = OPENAI | {
     "parallel_tool_calls": False, "max_tool_calls": 1, "reasoning": {"effort": "low"},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
     "truncation": "auto", "prompt": {"id": "p"}, "prompt_cache_key": "k", "safety_identifier": "s",
-    "service_tier": "auto", "metadata": {"a": "b"}, "user": "u", "verbosity": "low",
+    "service_tier": "flex", "metadata": {"a": "b"}, "user": "u", "verbosity": "low",
     "background_options": {"a": 1}, "context_management": [{"type": "compaction"}],
 }  # fmt: skip
 MESSAGES: dict[str, Any] = {
@@ -145,7 +145,7 @@ MESSAGES: dict[str, Any] = {
     "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop_sequences": ["x"], "stream": True,
     "tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "auto"},
     "thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "u"},
-    "service_tier": "auto", "output_config": {"effort": "low"}, "container": "c",
+    "service_tier": "flex", "output_config": {"effort": "low"}, "container": "c",
     "mcp_servers": [{"type": "url", "url": "http://x"}],
 }  # fmt: skip
 DECISIONS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Admission: which requests are let in, and when those that are not should come again."""
+"""Admission: which requests are taken in, and when the others should retry."""
 
 from __future__ import annotations
 
@@ -26,35 +26,12 @@ from servd.errors import (
 T = TypeVar("T")
 MEMORY = 60.0  # seconds of work after which what was served counts a third
 MAX_RETRY_AFTER = 120  # seconds
-BACKGROUND_SHARE = 2  # the background may fill one part in so many of the queue
-
-
-class ServiceRate:
-    """How many prompts are served per second, while there are any; what is older counts less."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._since = clock()
-        self._seconds = self._served = 0.0
-
-    def count(self, was_busy: bool, num_served: int = 0) -> None:
-        """Prompts came or went; until now there were some, or none."""
-        now = self._clock()
-        if was_busy:
-            memory = math.exp((self._since - now) / MEMORY)
-            self._seconds = self._seconds * memory + now - self._since
-            self._served = self._served * memory
-        self._since = now
-        self._served += num_served
-
-    def seconds(self, num_prompts: float) -> float:
-        """In which so many are served; 0 while nobody knows."""
-        return num_prompts * self._seconds / self._served if self._served else 0.0
+BACKGROUND_SHARE = 2  # background requests may fill one part in so many of the queue
 
 
 @dataclass(slots=True)
-class Limits:
-    """What a key has used of its limits."""
+class Bucket:
+    """What is left of a key's requests per minute: a token bucket."""
 
     level: float = 0.0  # requests that may come at once, as of `since`
     since: float = -math.inf
@@ -68,19 +45,19 @@ class Limits:
 
 @dataclass(slots=True)
 class Admitted:
-    """A request that was let in, until it is over."""
+    """A request that was admitted, until it ends."""
 
     admission: Admission
     owner: str
     num_prompts: int
     num_tokens: int = 0
-    headers: dict[str, str] = field(default_factory=dict)  # of its answer
+    headers: dict[str, str] = field(default_factory=dict)  # for its response
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Its prompts have so many tokens.
+        """Count the tokens of its prompts.
 
         Raises:
-            InvalidRequest: they are more than may ever wait.
+            InvalidRequest: more tokens than may ever wait.
             Overloaded: too many are unfinished.
         """
         admission, limit = self.admission, self.admission.config.max_waiting_tokens
@@ -96,21 +73,21 @@ class Admitted:
 
 
 class Admission:
-    """The bounds of what one API server takes in, and the limits of its keys.
+    """The limits on what one API server takes in, overall and per key.
 
-    A bound that is reached stops those that have their share of it; who comes with less is let in,
-    up to twice the bound.
+    A full queue turns away owners who have their share of it; others are admitted up to twice the
+    limit.
 
     Args:
-        config: has the bounds.
-        metrics: count refusals, by reason.
+        config: the limits.
+        metrics: count refusals by reason.
         clock: in seconds.
 
     Attributes:
-        prompts: unfinished ones, by owner.
-        tokens: of their prompts, by owner.
-        drained_at: when this server ends, on `clock`, if it does.
-        hands_over: whether it still answers then on old connections, as new ones reach another.
+        prompts: unfinished prompts by owner.
+        tokens: prompt tokens of those, by owner.
+        drained_at: when this server exits, on `clock`; None while it keeps serving.
+        hands_over: whether it then keeps serving old connections, while new ones reach another.
     """
 
     def __init__(
@@ -122,56 +99,38 @@ class Admission:
         self.prompts: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.num_background = 0
-        self.rate = ServiceRate(clock)
         self.drained_at: float | None = None
         self.hands_over = False
-        self._limits: dict[str, Limits] = {}
-
-    def refuse(self, reason: str, error: RequestError) -> RequestError:
-        """Count a refusal."""
-        self.metrics.labelled["vllm:admission_rejections", reason].inc()
-        return error
-
-    def check(self, reason: str, used: Counter[str], owner: str, more: int, limit: int) -> None:
-        """See that a bound allows `more`.
-
-        Raises:
-            Overloaded: it does not; with the time in which enough should be served.
-        """
-        total, mine = used.total(), used[owner] + more
-        if total + more <= limit or (mine <= limit // len({*used, owner}) and total < 2 * limit):
-            return
-        share = (total + more - limit) / max(total, 1)
-        seconds = self.rate.seconds(share * self.prompts.total())
-        raise self.refuse(
-            reason,
-            Overloaded(
-                f"{total} {'prompt tokens' if used is self.tokens else 'requests'} are unfinished "
-                f"and this one has {more}, the limit is {limit} (--{reason.replace('_', '-')}): "
-                "retry later",
-                retry_after=_whole(seconds),
-            ),
-        )
+        self._buckets: dict[str, Bucket] = {}  # by name of the key
+        # Prompts served while there were any, and in how long; both decay.
+        self._num_served = self._busy_seconds = 0.0
+        self._counted_at = clock()
 
     @contextmanager
     def enter(
-        self, key: Key, owner: str, num_prompts: int, num_waiting: int, lane: int, timeout: float
+        self,
+        key: Key,
+        owner: str,
+        num_prompts: int,
+        num_waiting: int = 0,
+        lane: int = 0,
+        timeout: float = math.inf,
     ) -> Iterator[Admitted]:
-        """Let a request of an owner in, until the end of the block.
+        """Admit a request for the duration of the block.
 
         Args:
-            key: whose limits hold.
-            owner: with whom the others share.
-            num_prompts: that it has.
-            num_waiting: in the engine, of all owners.
+            key: its limits apply.
+            owner: shares the queue with the other owners.
+            num_prompts: of the request.
+            num_waiting: requests of all owners that wait in the engine.
             lane: see `RequestOptions`.
-            timeout: seconds that it has; infinite without a deadline.
+            timeout: seconds to the request's deadline; infinite without one.
 
         Raises:
-            InvalidRequest: it has more prompts than may ever be unfinished.
-            Overloaded: too many are, or its deadline cannot be met.
-            RateLimited: its key has reached a limit.
-            Unavailable: the server ends.
+            InvalidRequest: more prompts than may ever be unfinished.
+            Overloaded: too many are unfinished, or the deadline cannot be met.
+            RateLimited: the key has reached a limit.
+            Unavailable: the server is shutting down.
         """
         if self.drained_at is not None and not self.hands_over:
             left = _whole(self.drained_at - self.clock())
@@ -185,36 +144,81 @@ class Admission:
                 param="prompt",
             )
         self.check("max_waiting_requests", self.prompts, owner, num_prompts, limit)
-        if lane and (self.num_background + num_prompts) * BACKGROUND_SHARE > max(limit, 2):
-            error = Overloaded(
-                f"{self.num_background} background requests are unfinished, at most half of "
-                f"{limit} may be (--max-waiting-requests): retry later",
-                retry_after=_whole(self.rate.seconds(num_prompts)),
-            )
-            raise self.refuse("max_waiting_requests", error)
-        self._check_deadline(owner, num_waiting, timeout)
+        if lane:
+            self._check_background(num_prompts)
+        if timeout < math.inf:
+            self._check_deadline(owner, num_waiting, timeout)
         admitted = Admitted(self, owner, num_prompts)
-        self._check_key(key, admitted)
+        if key.max_concurrency is not None:
+            self._check_concurrency(key, key.max_concurrency, admitted)
+        if key.requests_per_minute is not None:
+            self._check_rate(key, key.requests_per_minute, admitted)
         self._count(admitted, num_prompts, lane)
         try:
             yield admitted
         finally:
             self._count(admitted, -num_prompts, lane)
 
+    def refuse(self, reason: str, error: RequestError) -> RequestError:
+        """Count a refusal."""
+        self.metrics.labelled["vllm:admission_rejections", reason].inc()
+        return error
+
+    def check(self, reason: str, used: Counter[str], owner: str, more: int, limit: int) -> None:
+        """Check that `more` fit under a limit.
+
+        Raises:
+            Overloaded: they do not; says how long it should take until they do.
+        """
+        total, mine = used.total(), used[owner] + more
+        if total + more <= limit or (mine <= limit // len({*used, owner}) and total < 2 * limit):
+            return
+        share = (total + more - limit) / max(total, 1)
+        raise self.refuse(
+            reason,
+            Overloaded(
+                f"{total} {'prompt tokens' if used is self.tokens else 'requests'} are unfinished "
+                f"and this one has {more}, the limit is {limit} (--{reason.replace('_', '-')}): "
+                "retry later",
+                retry_after=_whole(self._seconds_to_serve(share * self.prompts.total())),
+            ),
+        )
+
     def _count(self, admitted: Admitted, num_prompts: int, lane: int) -> None:
-        self.rate.count(self.prompts.total() > 0, max(-num_prompts, 0))
+        """Add the prompts of a request; a negative number: it has ended."""
+        now = self.clock()
+        if self.prompts.total():
+            decay = math.exp((self._counted_at - now) / MEMORY)
+            self._busy_seconds = self._busy_seconds * decay + now - self._counted_at
+            self._num_served *= decay
+        self._counted_at = now
+        self._num_served += max(-num_prompts, 0)
         self.prompts[admitted.owner] += num_prompts
         self.num_background += num_prompts if lane else 0
         self.tokens[admitted.owner] -= admitted.num_tokens
         if not self.prompts[admitted.owner]:
             del self.prompts[admitted.owner], self.tokens[admitted.owner]
 
+    def _seconds_to_serve(self, num_prompts: float) -> float:
+        """At the rate of late; 0 while none has been measured."""
+        return num_prompts * self._busy_seconds / self._num_served if self._num_served else 0.0
+
+    def _check_background(self, num_prompts: int) -> None:
+        limit = self.config.max_waiting_requests
+        if (self.num_background + num_prompts) * BACKGROUND_SHARE > max(limit, 2):
+            error = Overloaded(
+                f"{self.num_background} background requests are unfinished, at most half of "
+                f"{limit} may be (--max-waiting-requests): retry later",
+                retry_after=_whole(self._seconds_to_serve(num_prompts)),
+            )
+            raise self.refuse("max_waiting_requests", error)
+
     def _check_deadline(self, owner: str, num_waiting: int, timeout: float) -> None:
-        """Owners take turns, so that no more than its own requests and as many of each other are
-        before it.
+        """Owners take turns: no more than its own requests and as many of each other owner come
+        before this one.
         """
         ahead = min(num_waiting, self.prompts[owner] * len({*self.prompts, owner}))
-        seconds = self.rate.seconds(ahead)
+        seconds = self._seconds_to_serve(ahead)
         if seconds > timeout:
             error = Overloaded(
                 f"{ahead} requests are before this one and take about {seconds:.0f} s, more than "
@@ -223,29 +227,27 @@ class Admission:
             )
             raise self.refuse("deadline", error)
 
-    def _check_key(self, key: Key, admitted: Admitted) -> None:
-        mine, most = self.prompts[admitted.owner] + admitted.num_prompts, key.max_concurrency
-        if most is not None and mine > most:
+    def _check_concurrency(self, key: Key, most: int, admitted: Admitted) -> None:
+        num_open = self.prompts[admitted.owner]
+        excess = num_open + admitted.num_prompts - most
+        if excess > 0:
+            seconds = _whole(self._seconds_to_serve(excess))
             error = RateLimited(
-                f"the API key {key.name} has {mine - admitted.num_prompts} unfinished requests, at "
-                f"most {most} are allowed (max_concurrency): retry when some have finished",
-                retry_after=_whole(self.rate.seconds(mine - most)),
+                f"the API key {key.name} has {num_open} unfinished requests, at most {most} are "
+                "allowed (max_concurrency): retry when some have finished",
+                retry_after=seconds,
             )
+            error.headers = {**error.headers, **_rate_limit(most, most - num_open, seconds)}
             raise self.refuse("max_concurrency", error)
-        if (per_minute := key.requests_per_minute) is None:
-            return
-        limits = self._limits.setdefault(key.name, Limits())
-        level = limits.refill(per_minute, self.clock())
-        is_allowed = level >= 1
-        if is_allowed:
-            limits.level -= 1
-        missing = max(per_minute, 1.0) - limits.level
-        admitted.headers = {
-            "x-ratelimit-limit-requests": f"{per_minute:g}",
-            "x-ratelimit-remaining-requests": str(int(limits.level)),
-            "x-ratelimit-reset-requests": f"{missing * 60 / per_minute:.3f}s",
-        }
-        if not is_allowed:
+
+    def _check_rate(self, key: Key, per_minute: float, admitted: Admitted) -> None:
+        bucket = self._buckets.setdefault(key.name, Bucket())
+        level = bucket.refill(per_minute, self.clock())
+        if level >= 1:
+            bucket.level -= 1
+        seconds_to_full = (max(per_minute, 1.0) - bucket.level) * 60 / per_minute
+        admitted.headers = _rate_limit(per_minute, int(bucket.level), seconds_to_full)
+        if level < 1:
             error = RateLimited(
                 f"the API key {key.name} may send {per_minute:g} requests per minute: retry later",
                 retry_after=_whole((1 - level) * 60 / per_minute),
@@ -258,12 +260,26 @@ def _whole(seconds: float) -> int:
     return min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER)
 
 
+def _rate_limit(limit: float, remaining: int, reset: float) -> dict[str, str]:
+    """OpenAI's headers for a limit of requests; `reset` is in seconds."""
+    return {
+        "x-ratelimit-limit-requests": f"{limit:g}",
+        "x-ratelimit-remaining-requests": str(max(remaining, 0)),
+        "x-ratelimit-reset-requests": f"{reset:.3f}s",
+    }
+
+
+DEADLINE_PASSED = (
+    "the deadline of the request passed before its answer was whole: ask for less, or raise "
+    "`timeout`"
+)
+
+
 async def until(at: float | None, answer: Awaitable[T]) -> T:
-    """Await what is to be there at this time of the event loop; None: at any. It is done for every
-    delta of a stream, so without a deadline it is only that.
+    """Await something until a time of the event loop; None: as long as it takes.
 
     Raises:
-        DeadlineExceeded: it was not.
+        DeadlineExceeded: it took longer.
     """
     if at is None:
         return await answer
@@ -271,7 +287,4 @@ async def until(at: float | None, answer: Awaitable[T]) -> T:
         async with asyncio.timeout_at(at):
             return await answer
     except TimeoutError:
-        raise DeadlineExceeded(
-            "the deadline of the request passed before its answer was whole: ask for less, or "
-            "raise `timeout`"
-        ) from None
+        raise DeadlineExceeded(DEADLINE_PASSED) from None

@@ -31,6 +31,13 @@ from servd.api.siblings import Siblings
 from servd.config import Config
 from servd.errors import NotFound, ServdError
 
+# What scripts of allowed origins may read of a response, beside what browsers always show them.
+EXPOSED_HEADERS = [
+    "request-id", "retry-after", "server-timing", "traceresponse", "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests", "x-request-id",
+    "x-servd-ignored", "x-should-retry",
+]  # fmt: skip
+
 
 def create_app(
     config: Config,
@@ -98,7 +105,7 @@ def _cross_origin(access: AccessConfig) -> Middleware:
         allow_methods=access.allowed_methods or ["*"],
         allow_headers=access.allowed_headers or ["*"],
         allow_credentials=access.allow_credentials,
-        expose_headers=["x-request-id", "x-servd-ignored", "retry-after", "server-timing"],
+        expose_headers=EXPOSED_HEADERS,
     )
 
 

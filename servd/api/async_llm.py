@@ -1,4 +1,4 @@
-"""AsyncLLM: many requests at once over one engine, on the event loop of an API server."""
+"""AsyncLLM: runs concurrent requests on one engine, from the event loop of an API server."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from typing import TypeVar
 from uuid import uuid4
 
-import msgspec
-
 from servd.access import Key
-from servd.api.admission import Admission, Admitted
+from servd.api.admission import DEADLINE_PASSED, Admission, Admitted
 from servd.api.auth import ANYONE
-from servd.api.delta_stream import DeltaStream
 from servd.api.fair_threads import FairThreads
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Prepared, Processor
-from servd.api.progress import Progress, Unfinished, progress
+from servd.api.progress import Progress, progress
 from servd.api.prompt import Prompt
-from servd.api.suspects import Suspects
+from servd.api.recovery import Recovery
+from servd.api.running import DeltaStream, Running
 from servd.api.timeline import Timeline, Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
-from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded, Unavailable
+from servd.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    ShuttingDown,
+    Unavailable,
+)
 from servd.hf import ModelSpec
 from servd.log import current_request
 from servd.messages import (
@@ -67,33 +73,21 @@ NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 # one turn are merged, so short turns cost throughput: at 8 messages a turn a third of it.
 MAX_TURN_NS = 10_000_000  # for taking messages in one turn of the event loop
 MAX_MESSAGES = 16  # between two looks at the clock
-STEPS_LOOKED_AT = 256  # for how long the next one should take
-REQUESTS_LOOKED_AT = 256  # for whether the engine gets on: anybody may ask
-
-
-class _Running(msgspec.Struct):
-    """A prompt in the engine, and where the deltas of its choices go."""
-
-    prepared: Prepared
-    timeline: Timeline
-    stream: DeltaStream
-    first: int  # index in the stream of its first choice
-    choices: list[ChoiceTimes]
-    is_counted: bool  # in the metrics
-    sent_ns: int
+STEPS_LOOKED_AT = 256  # to predict how long the next one should take
+REQUESTS_LOOKED_AT = 256  # by /health, which anybody may call
 
 
 class AsyncLLM:
-    """Prepares requests, hands them to the engine and gives every one its stream of deltas. Lives
-    on one loop.
+    """Prepares requests, sends them to the engine and streams their deltas back. Belongs to one
+    event loop.
 
     Attributes:
         status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's state as last reported.
-        is_restarting: the engine has died; requests are kept until there is another one.
-        loading_since: when the engine that loads, or loaded last, was first waited for; seconds of
+        loading_since: when the wait for the engine that loads, or loaded last, began; seconds of
             the monotonic clock.
-        admission: what is let in.
+        admission: limits what is taken in.
+        recovery: what becomes of open requests when the engine dies.
 
     Args:
         config: resolved.
@@ -127,24 +121,23 @@ class AsyncLLM:
         self.status = EngineStatus("starting the engine")
         self.stats = SchedulerStats()
         self.admission = Admission(config.scheduler, metrics)
-        self.is_restarting = False
         self.loading_since = time.monotonic()
-        self.suspects = Suspects()
-        self._running: dict[str, _Running] = {}  # by request id
-        self.audits: dict[int, asyncio.Future[EngineAudit]] = {}  # that are asked for, by number
+        self._running: dict[str, Running] = {}  # by request id
+        self.recovery = Recovery(client, output_processor, self._running)
+        self.audits: dict[int, asyncio.Future[EngineAudit]] = {}  # pending, by number
         self._threads = FairThreads(NUM_THREADS, "prepare")
         self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
         self._reading_on: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Receive from the engine on the running event loop."""
+        """Start receiving from the engine on the running event loop."""
         self._reading_on = asyncio.get_running_loop()
         self._reading_on.add_reader(self.client.fileno(), self._receive)
-        self._receive()  # the channel tells only of what comes from now on
+        self._receive()  # the channel is edge-triggered
 
     def close(self) -> None:
-        """Stop receiving and end what is open. The channel stays the caller's."""
-        self.fail("the server has stopped")
+        """Stop receiving and fail open requests. The caller closes the channel."""
+        self.fail(ShuttingDown("the server has stopped"))
         for request_id in [*self._running]:
             self._end(request_id)
         if self._reading_on is not None:
@@ -161,10 +154,9 @@ class AsyncLLM:
 
     @property
     def num_unfinished(self) -> int:
-        """Prompts that are admitted, from before they are prepared to their end."""
+        """Admitted prompts that have not ended, including those still being prepared."""
         return self.admission.prompts.total()
 
-    @contextmanager
     def admit(
         self,
         num_prompts: int = 1,
@@ -172,8 +164,8 @@ class AsyncLLM:
         owner: str = "",
         lane: int = 0,
         timeout: float = math.inf,
-    ) -> Iterator[Admitted]:
-        """Take in a whole request of a client, before anything is done for it, or refuse it.
+    ) -> AbstractContextManager[Admitted]:
+        """Admit a whole request before anything is done for it, for the duration of the block.
 
         Raises:
             Unavailable: the model is still loading.
@@ -183,15 +175,14 @@ class AsyncLLM:
         match self.status:
             case EngineDeadMessage(reason=reason):
                 raise EngineDead(f"the engine is gone: {reason}")
-            case EngineStatus(phase=phase, progress=progress) if not self.is_restarting:
+            case EngineStatus(phase=phase, progress=progress) if not self.recovery.is_restarting:
                 error = Unavailable(
                     f"the model is still loading ({phase}, {progress:.0%}): retry later",
                     retry_after=5,
                 )
                 raise self.admission.refuse("loading", error)
         num_waiting = self.stats.num_waiting
-        with self.admission.enter(key, owner, num_prompts, num_waiting, lane, timeout) as admitted:
-            yield admitted
+        return self.admission.enter(key, owner, num_prompts, num_waiting, lane, timeout)
 
     async def prepare(
         self,
@@ -199,8 +190,8 @@ class AsyncLLM:
         params: SamplingParams | PoolingParams,
         options: RequestOptions = NO_OPTIONS,
     ) -> list[Prepared]:
-        """`Processor.process` for all prompts of a request; in a thread if they are long. A
-        structured output that is new is checked in another, for seconds maybe.
+        """`Processor.process` for all prompts of a request, in a thread if they are long. A
+        structured output not seen before is checked in another, which may take seconds.
 
         Raises:
             InvalidRequest: see `Processor.process` and `Processor.check_structured_output`.
@@ -231,22 +222,24 @@ class AsyncLLM:
         return await self.offload(owner, prompt.num_chars, lambda: self.processor.tokenize(prompt))
 
     async def generate(
-        self, prepared: Sequence[Prepared]
+        self, prepared: Sequence[Prepared], deadline: float | None = None
     ) -> AsyncGenerator[CompletionOutput, None]:
-        """Run prompts that `admit` has let in.
+        """Run prompts of an admitted request.
 
         Args:
             prepared: by `prepare`, each with the same number of choices, `n`.
+            deadline: on the clock of the event loop.
 
         Yields:
-            Deltas of all choices, ending when all have finished; index = prompt number * n + i.
-            Deltas that wait are merged. Leaving early, by `aclose` or by cancellation, aborts at
-            once what runs.
+            Deltas of all choices until the last one finishes; index = prompt number * n + i.
+            Pending deltas are merged. Leaving early, by `aclose` or cancellation, aborts the rest
+            at once.
 
         Raises:
             EngineError: the engine failed on one of them.
             EngineDead: the engine is gone.
             InvalidRequest: a request with the same id is running.
+            DeadlineExceeded: the deadline came before the last delta.
         """
         if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
             raise EngineDead(f"the engine is gone: {self.status.reason}")
@@ -256,30 +249,13 @@ class AsyncLLM:
                     f"a request with the id {one.request_id!r} is running", param="request_id"
                 )
         stream, num_open = DeltaStream(), 0
-        trace_id = current_request.get().get("trace_id")
-        exemplar = {"trace_id": trace_id} if trace_id else None
+        timer = None
+        if deadline is not None:  # one timer, and no work per delta
+            error = DeadlineExceeded(DEADLINE_PASSED)
+            timer = asyncio.get_running_loop().call_at(deadline, stream.fail, error)
         try:
             for one in prepared:
-                timeline = self._timeline(one, is_first=not num_open)
-                sent = now_ns()
-                arrival = timeline.marks[0].at_ns if timeline.marks else sent
-                times = [
-                    ChoiceTimes(arrival, len(one.prompt_token_ids), exemplar=exemplar)
-                    for _ in range(one.params.n)
-                ]
-                self._running[one.request_id] = _Running(
-                    one, timeline, stream, num_open, times, is_counted=not one.part_of, sent_ns=sent
-                )
-                self.output_processor.add(one)
-                if not one.part_of:
-                    timeline.choices, timeline.params = times, one.params
-                    timeline.prompt = array("I", one.prompt_token_ids)
-                    timeline.salt = one.request.options.cache_salt
-                timeline.marks += [*one.marks, Mark("sent", sent)]
-                if self.is_restarting:  # the next engine gets it (`_replay`)
-                    timeline.marks.append(Mark("engine_lost", sent))
-                else:
-                    self.client.send(one.request)
+                self._start(one, stream, num_open)
                 num_open += one.params.n
             while num_open:
                 for delta in await stream.take():
@@ -288,18 +264,42 @@ class AsyncLLM:
                     num_open -= delta.finish_reason is not None
                     yield delta
         finally:
+            if timer is not None:
+                timer.cancel()
             for one in prepared:
                 self._end(one.request_id)
 
-    def _timeline(self, one: Prepared, is_first: bool) -> Timeline:
-        """Where its marks go; of parts that run side by side the first speaks for all."""
+    def _start(self, one: Prepared, stream: DeltaStream, first: int) -> None:
+        """Send a prompt to the engine; `first` is the index of its first choice in the stream."""
+        if one.part_of:  # of parts that run side by side, the first speaks for all
+            whole = None if first else self.tracer.running.get(one.part_of)
+            timeline = whole or Timeline(one.request_id)
+        else:
+            timeline = self.tracer.open(one.request_id)
+        sent = now_ns()
+        arrival = timeline.marks[0].at_ns if timeline.marks else sent
+        trace_id = current_request.get().get("trace_id")
+        exemplar = {"trace_id": trace_id} if trace_id else None
+        choices = [
+            ChoiceTimes(arrival, len(one.prompt_token_ids), exemplar=exemplar)
+            for _ in range(one.params.n)
+        ]
+        self._running[one.request_id] = Running(
+            one, timeline, stream, first, choices, is_counted=not one.part_of, sent_ns=sent
+        )
+        self.output_processor.add(one)
         if not one.part_of:
-            return self.tracer.open(one.request_id)
-        whole = self.tracer.running.get(one.part_of) if is_first else None
-        return whole or Timeline(one.request_id)
+            timeline.choices, timeline.params = choices, one.params
+            timeline.prompt = array("I", one.prompt_token_ids)
+            timeline.salt = one.request.options.cache_salt
+        timeline.marks += [*one.marks, Mark("sent", sent)]
+        if self.recovery.is_restarting:  # the next engine gets it
+            timeline.marks.append(Mark("engine_lost", sent))
+        else:
+            self.client.send(one.request)
 
     def _end(self, request_id: str) -> None:
-        """Forget a prompt; the engine drops the choices that have not ended, if any."""
+        """Forget a prompt, and abort its unfinished choices."""
         running = self._running.pop(request_id, None)
         if running is None:
             return
@@ -313,19 +313,13 @@ class AsyncLLM:
                 aborted.inc(len(engine_ids))
         if running.is_counted:
             self.metrics.observe_request(running.prepared.params, running.choices)
-        self._try_next()
+        self.recovery.try_next()
 
     def progress(self) -> Progress:
-        """Whether the engine gets on with the requests of this process."""
+        """Whether the engine makes progress on the requests of this process."""
         looked_at = [*islice(self._running.values(), REQUESTS_LOOKED_AT)]
         unfinished = [
-            Unfinished(
-                running.sent_ns,
-                running.choices[0].num_prompt_tokens,
-                bool(running.choices[0].marks),
-                # A new grammar is compiled before there is a step.
-                running.prepared.params.structured_output is None or bool(running.choices[0].marks),
-            )
+            running.unfinished()
             for running in looked_at
             if any(map(self.output_processor.owner, running.prepared.request.choice_ids))
         ]
@@ -334,12 +328,10 @@ class AsyncLLM:
         num_others -= len(looked_at)
         return progress(unfinished, steps, budget, now_ns(), num_others)
 
-    def fail(self, reason: str) -> None:
-        """End every open request with EngineDead; used when the engine is gone and when the server
-        has to stop.
-        """
+    def fail(self, error: EngineError) -> None:
+        """End every open request with an error."""
         for running in self._running.values():
-            running.stream.fail(EngineDead(reason))
+            running.stream.fail(error)
 
     def _receive(self) -> None:
         if self._reading_on is None:  # closed meanwhile
@@ -347,10 +339,10 @@ class AsyncLLM:
         try:
             self._take_messages()
         except Exception:
-            # What was received with it is lost, and nobody may wait for it.
+            # Messages received with it are lost, and no request may wait for them.
             log.exception("messages of the engine could not be taken")
-            self.fail("the API server could not take an answer of the engine; its log says why")
-            # More may be there, and the channel tells only of what comes from now on.
+            self.fail(EngineError("an answer of the engine could not be read: see the log"))
+            # There may be more, and the channel is edge-triggered.
             self._reading_on.call_soon(self._receive)
 
     def _take_messages(self) -> None:
@@ -361,13 +353,13 @@ class AsyncLLM:
                 return
             for message in messages:
                 if getattr(message, "incarnation", current := self.client.incarnation) < current:
-                    continue  # an engine that is gone said so
+                    continue  # from an engine that has died
                 if isinstance(message, EngineCoreOutputs):
                     self._take_outputs(message)
                 else:
                     self._take_status(message)
             if now_ns() >= end:
-                # Later again: the channel tells only once.
+                # The channel is edge-triggered, so come back by ourselves.
                 asyncio.get_running_loop().call_soon(self._receive)
                 return
 
@@ -380,7 +372,7 @@ class AsyncLLM:
             case EngineDeadMessage(reason=reason):
                 self.status = message
                 log.error("the engine is gone: %s", reason)
-                self.fail(f"the engine is gone: {reason}")
+                self.fail(EngineDead(f"the engine is gone: {reason}"))
             case EngineAudit(number=number):
                 if number in self.audits:
                     self.audits[number].set_result(message)
@@ -388,22 +380,19 @@ class AsyncLLM:
                 self.status = message
                 self.metrics.observe_ready(message, self.config.cache)
                 self.processor.max_model_len = message.max_model_len
-                if self.is_restarting:
-                    self.is_restarting = False
-                    self._replay()
+                self.recovery.engine_ready()
             case EngineStatus():
                 self.status = message
 
     def _restart(self, message: EngineRestarting) -> None:
-        """Attach to the engine that comes; end the request that the others died of."""
-        had_all, self.is_restarting = not self.is_restarting, True
-        if had_all:
+        """Wait for the next engine; end the request that the last ones died of."""
+        if not self.recovery.is_restarting:
             self.loading_since = time.monotonic()
-            self.tracer.lose_engine(self._running[each].timeline for each in self._num_tokens())
+            open_ids = self.recovery.num_tokens()
+            self.tracer.lose_engine(self._running[each].timeline for each in open_ids)
         self.status = EngineStatus("restarting")
-        self.client.follow(message.incarnation)
         self.metrics.restarts.count = message.incarnation
-        guilty = self.suspects.engine_died(self._num_tokens()) if had_all else None
+        guilty = self.recovery.engine_died(message.incarnation)
         outputs: list[EngineCoreOutput] = []
         if guilty is not None:
             report = uuid4().hex[:8]
@@ -414,37 +403,6 @@ class AsyncLLM:
                 for engine_id in self._running[guilty].prepared.request.choice_ids
             ]
         self._take_outputs(EngineCoreOutputs(outputs, SchedulerStats()))
-
-    def _num_tokens(self) -> dict[str, int]:
-        """The tokens so far of what is open."""
-        return {
-            request_id: sum(map(len, outputs.values()))
-            for request_id in self._running
-            if (outputs := self.output_processor.outputs(request_id))
-        }
-
-    def _replay(self) -> None:
-        """Send all that is open to a new engine, with the tokens so far."""
-        for request_id in self._num_tokens():
-            if not self.suspects.holds(request_id):
-                self._send_again(request_id)
-        self._try_next()
-
-    def _try_next(self) -> None:
-        """Send the next suspect, if the one before it got on."""
-        if self.suspects.is_active and not self.is_restarting:
-            suspect = self.suspects.next(self._num_tokens())
-            if suspect is not None:
-                self._send_again(suspect)
-
-    def _send_again(self, request_id: str) -> None:
-        running = self._running[request_id]
-        running.sent_ns = now_ns()
-        running.timeline.marks.append(Mark("sent", running.sent_ns))
-        outputs = self.output_processor.outputs(request_id)
-        self.client.send(
-            msgspec.structs.replace(running.prepared.request, output_token_ids=outputs)
-        )
 
     def _take_outputs(self, message: EngineCoreOutputs) -> None:
         received = now_ns()
@@ -474,21 +432,22 @@ class AsyncLLM:
                 running.timeline.marks += [Mark("returned", received), Mark("detokenised", now)]
             delta.index += running.first
             running.stream.put(delta)
-        self._try_next()
+        if self.recovery.is_trying:
+            self.recovery.try_next()
 
     async def offload(
         self, owner: str, size: int, work: Callable[[], T], *, is_new: bool = False
     ) -> T:
-        """Do `work` off the event loop, unless it is short.
+        """Run `work` off the event loop, unless it is short.
 
         Args:
-            owner: whose work it is; owners take turns.
+            owner: of the request; owners take turns.
             size: about how many characters, tokens or numbers it has to look at.
-            work: must not touch what belongs to the loop.
-            is_new: nothing has been done yet for the request, so that it may be refused.
+            work: must not touch anything that belongs to the loop.
+            is_new: this is the first work for the request, which may therefore be refused.
 
         Raises:
-            Overloaded: too many new ones wait.
+            Overloaded: too many new requests are queued.
         """
         if size <= MAX_INLINE:
             return work()

@@ -42,8 +42,8 @@ async def audit(async_llm: AsyncLLM) -> AuditReport:
     Raises:
         Unavailable: there is no engine at the moment.
     """
-    is_ready = isinstance(async_llm.status, EngineReady) and not async_llm.is_restarting
-    if not is_ready or async_llm.suspects.is_active:  # some are held back
+    is_ready = isinstance(async_llm.status, EngineReady) and not async_llm.recovery.is_restarting
+    if not is_ready or async_llm.recovery.is_trying:  # some are held back
         raise Unavailable("the engine is not ready: retry later")
     loop, number = asyncio.get_running_loop(), len(async_llm.audits) and max(async_llm.audits) + 1
     answer = async_llm.audits[number] = loop.create_future()

@@ -1,4 +1,4 @@
-"""API keys: every route is guarded but liveness, the index and the files of the console."""
+"""API keys: guard every route except liveness, the index page and the console's files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.types import Scope as Connection
 from servd.access import SCOPES, AccessConfig, Key, Scope, hash_key, read_keys
 from servd.errors import ConfigError, Forbidden, Unauthorized
 
-OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # they tell nothing of the model
-# What tells of other clients, or of the machine. Whatever is not here is for inference.
+OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reveal nothing about the model
+# Routes that reveal something about other clients or the machine. All others need "inference".
 SCOPE_OF_PATH: dict[str, Scope] = {
     "/debug/audit": "admin",
     "/load": "metrics",
@@ -20,46 +20,46 @@ SCOPE_OF_PATH: dict[str, Scope] = {
     "/server_info": "admin",
     "/v1/steps": "metrics",
 }
-# Whose request it is where no key is needed.
+# The key of every request where none is needed.
 ANYONE = Key(name="", sha256="", scopes=SCOPES)
 # Key of an ASGI scope that this process made: the API key for which it asks, in the background.
 ON_BEHALF_OF = "servd.on_behalf_of"
 
 
 class Keys:
-    """The keys of this server, as they were last read."""
+    """The API keys of this server, as last read."""
 
     def __init__(self, access: AccessConfig) -> None:
-        # A file without keys opens nothing.
+        # A key file without keys lets nobody in.
         self.are_needed = bool(access.api_key or access.api_key_file)
         self.load(access)
 
     def load(self, access: AccessConfig) -> None:
-        """Read them, again.
+        """Read the keys, at start and on reload.
 
         Raises:
-            ConfigError: see `read_keys`, or there were none before; those of before stay.
+            ConfigError: see `read_keys`, or the server started without keys. The current keys stay.
         """
         known = read_keys(access)
         if known and not self.are_needed:
             raise ConfigError("a server that started without API keys asks for none: restart it")
-        self.known = known
+        self.current = known
 
     @property
-    def are_several(self) -> bool:
-        """Whether clients have to be kept apart."""
-        return len(self.known) > 1
+    def is_multi_tenant(self) -> bool:
+        """Whether clients must be isolated from one another."""
+        return len(self.current) > 1
 
     def named(self, owner: str) -> Key | None:
         """The key with this name, unless it is gone or has expired."""
-        known = self.known if self.are_needed else [ANYONE]
+        known = self.current if self.are_needed else [ANYONE]
         return next((key for key in known if key.name == owner and not key.has_expired), None)
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Key:
-        """The key that a request carries.
+        """The key that a request was sent with.
 
         Raises:
-            Unauthorized: it carries none, a wrong one or one that has expired.
+            Unauthorized: there is none, or it is wrong or has expired.
         """
         offered: bytes | None = None
         for name, value in headers:
@@ -69,10 +69,9 @@ class Keys:
                 offered = value[7:].strip()
         if offered is None:
             raise Unauthorized("an API key is needed: send it as `Authorization: Bearer KEY`")
-        # Hashes have one length, and all keys are compared: time tells neither length, prefix nor
-        # position.
+        # Constant time: hashes have one length, and all keys are compared.
         digest = hash_key(offered)
-        found = [key for key in self.known if hmac.compare_digest(digest, key.sha256)]
+        found = [key for key in self.current if hmac.compare_digest(digest, key.sha256)]
         if not found:
             raise Unauthorized("the API key is not valid here")
         if found[0].has_expired:
@@ -81,9 +80,8 @@ class Keys:
 
 
 class ApiKeyAuth:
-    """Lets a request pass that carries one of the keys as `Authorization: Bearer KEY` or
-    `x-api-key: KEY`, with the scope of the route, and notes in `scope["state"]` the `key`, its
-    `owner`, and as `client` the same.
+    """Requires a key as `Authorization: Bearer KEY` or `x-api-key: KEY`, with the scope of the
+    route. Sets `key`, and its name as `owner` and `client`, in `scope["state"]`.
 
     Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
     """

@@ -68,14 +68,14 @@ class BeamSearch:
         self.length = 0
         self.num_cached_tokens = 0
 
-    async def run(self, async_llm: AsyncLLM) -> list[CompletionOutput]:
+    async def run(self, async_llm: AsyncLLM, deadline: float | None) -> list[CompletionOutput]:
         """The answers, best first, each whole. Raises what `AsyncLLM.generate` raises."""
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
         arrival_ns = async_llm.tracer.begin_ns(self.prepared.request_id)
         try:
             while self.running:
-                self.advance(await self._step(async_llm))
+                self.advance(await self._step(async_llm, deadline))
             tokenizer = async_llm.processor.tokenizer
             answers = [self._answer(tokenizer, i, beam) for i, beam in enumerate(self.finished)]
             reason = answers[0].finish_reason or reason
@@ -88,11 +88,11 @@ class BeamSearch:
                 timeline.choices = choices
         return answers
 
-    async def _step(self, async_llm: AsyncLLM) -> list[TokenLogprobs]:
+    async def _step(self, async_llm: AsyncLLM, deadline: float | None) -> list[TokenLogprobs]:
         """The most likely next tokens of all running beams."""
         requests = [self._request(index) for index in range(len(self.running))]
         likely: dict[int, TokenLogprobs] = {}
-        async with aclosing(async_llm.generate(requests)) as outputs:
+        async with aclosing(async_llm.generate(requests, deadline)) as outputs:
             async for output in outputs:
                 assert output.logprobs is not None
                 likely[output.index] = output.logprobs[0]
@@ -184,12 +184,11 @@ async def search(
     prepared: Sequence[Prepared],
     length_penalty: float,
     early_stopping: EarlyStopping,
+    deadline: float | None,
 ) -> AsyncGenerator[CompletionOutput, None]:
     """Beam search in place of `AsyncLLM.generate`: all searches run at once."""
-    tasks = [
-        asyncio.ensure_future(BeamSearch(one, length_penalty, early_stopping).run(async_llm))
-        for one in prepared
-    ]
+    searches = [BeamSearch(one, length_penalty, early_stopping) for one in prepared]
+    tasks = [asyncio.ensure_future(one.run(async_llm, deadline)) for one in searches]
     try:
         for number, answers in enumerate(await asyncio.gather(*tasks)):
             for answer in answers:

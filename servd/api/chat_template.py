@@ -86,7 +86,8 @@ class ChatTemplate:
         self.source = template
         self.tool_source = template if tool_template is None else tool_template
         self.special_tokens = special_tokens or {}
-        self.escaped = [token for token in escaped if len(token) > 1]
+        tokens = sorted((re.escape(token) for token in escaped if len(token) > 1), key=len)
+        self._escaped = re.compile("|".join(reversed(tokens))) if tokens else None
         self._template = _Compiled(template)
         self._tool_template = self._template if tool_template is None else _Compiled(tool_template)
 
@@ -169,11 +170,14 @@ class ChatTemplate:
             return {key: self._escape(each) for key, each in value.items()}
         if isinstance(value, list):
             return [self._escape(each) for each in value]
-        if isinstance(value, str):
-            for token in self.escaped:
-                while token in value:
-                    value = value.replace(token, f"{token[0]}{SPLIT_HERE}{token[1:]}")
+        if isinstance(value, str) and self._escaped is not None:
+            while self._escaped.search(value):  # the rest of a token may hold another one
+                value = self._escaped.sub(_split, value)
         return value
+
+
+def _split(token: re.Match[str]) -> str:
+    return f"{token[0][0]}{SPLIT_HERE}{token[0][1:]}"
 
 
 class _Budget(msgspec.Struct):
@@ -193,7 +197,8 @@ class _Budget(msgspec.Struct):
         """Count what `{{ ... }}` writes."""
         if isinstance(value, str):
             self.num_chars -= len(value)
-            self.check(0 if self.num_chars >= 0 else MAX_CHARS + 1)
+            if self.num_chars < 0:
+                raise jinja2.TemplateError(f"it writes more than {MAX_CHARS} characters")
         return value
 
 

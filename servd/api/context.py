@@ -1,11 +1,11 @@
-"""Context: what a request finds of the server; reading its body, answering it with JSON."""
+"""Context: what routes need of the server; reading bodies, admission, JSON responses."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -59,10 +59,10 @@ class Context(msgspec.Struct, frozen=True):
         return self.async_llm.processor.max_model_len
 
     def model_name(self, asked: str | None) -> str:
-        """The name to answer with.
+        """The model name for the response.
 
         Raises:
-            UnknownModel: it is not served here.
+            UnknownModel: no such model is served.
         """
         if asked is None:
             return self.model_names[0]
@@ -91,47 +91,57 @@ def shelf_of(request: Request) -> Shelf:
     return batches.store.of(request.state.owner)
 
 
-def owned(request: Request, options: RequestOptions) -> RequestOptions:
-    """`options` of the request's owner. API keys share no cached prompts: `usage` and the time to
-    the first token would tell one key what another has sent.
+@contextmanager
+def admit(
+    request: Request,
+    options: RequestOptions,
+    prompt_ids: Sequence[str],
+    *,
+    is_traced: bool = True,
+) -> Iterator[tuple[Admitted, RequestOptions]]:
+    """Admit a request whose body has been read, with one prompt for each id; see `AsyncLLM.admit`.
+
+    Yields the admission and the options with all that the API key decides. API keys share no cached
+    prompts: `usage` and the time to the first token would tell one key what another has sent.
+
+    Args:
+        request: its response gets the rate-limit headers of its key.
+        options: as the body has them.
+        prompt_ids: unique among those running.
+        is_traced: each prompt gets a timeline; RequestContext ends it.
     """
-    context, key = context_of(request), request.state.key
-    salt, owner = options.cache_salt, request.state.client
-    if context.keys.are_several:
-        salt = f"{request.state.owner}/{salt or ''}"
-    if key.by_user and options.owner:
-        owner = f"{owner}/{options.owner[:64]}"
-    is_urgent = context.config.scheduler.scheduling_policy == "priority" and (
-        options.priority < key.min_priority
-    )
-    if is_urgent and "admin" not in key.scopes:
+    context, state, key = context_of(request), request.state, request.state.key
+    async_llm = context.async_llm
+    is_urgent = options.priority < key.min_priority
+    by_priority = context.config.scheduler.scheduling_policy == "priority"
+    if is_urgent and by_priority and "admin" not in key.scopes:
         raise Forbidden(
             f"the API key {key.name} may ask for a `priority` of {key.min_priority} or more "
             f"(min_priority), got {options.priority}",
             param="priority",
             code="priority_not_allowed",
         )
-    return msgspec.structs.replace(
-        options,
-        owner=owner,
-        weight=key.weight,
-        cache_salt=salt,
-        lane=max(options.lane, request.state.lane),
+    salt, owner = options.cache_salt, state.client
+    if context.keys.is_multi_tenant:
+        salt = f"{state.owner}/{salt or ''}"
+    if key.by_user and options.owner:
+        owner = f"{owner}/{options.owner[:64]}"
+    lane = max(options.lane, state.lane)
+    options = msgspec.structs.replace(
+        options, owner=owner, weight=key.weight, cache_salt=salt, lane=lane
     )
-
-
-@contextmanager
-def admit(request: Request, num_prompts: int = 1, lane: int = 0) -> Iterator[Admitted]:
-    """`AsyncLLM.admit` for a request whose body has been read; its answer tells what is left of the
-    limits of its key.
-    """
-    state, timeout = request.state, math.inf
+    for prompt_id in prompt_ids if is_traced else ():
+        state.traced.append(prompt_id)
+        path = request.scope["path"][:200]
+        timeline = async_llm.tracer.open(prompt_id, state.owner, path, state.model)
+        timeline.marks += [Mark("received", state.received_ns), Mark("parsed", now_ns())]
+    timeout = math.inf
     if state.deadline is not None:
         timeout = max(state.deadline - asyncio.get_running_loop().time(), 0)
-    async_llm, lane = context_of(request).async_llm, max(lane, state.lane)
-    with async_llm.admit(num_prompts, state.key, state.client, lane, timeout) as admitted:
+    num_prompts = len(prompt_ids)
+    with async_llm.admit(num_prompts, key, state.client, options.lane, timeout) as admitted:
         state.headers = admitted.headers
-        yield admitted
+        yield admitted, options
 
 
 async def offload(request: Request, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
@@ -141,14 +151,15 @@ async def offload(request: Request, size: int, work: Callable[[], T], *, is_new:
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """Read and check a JSON body, which may name the request unless a header did; fields that
-    have no effect are named in the headers `request.state.ignored`, so that a typing error does not
-    pass in silence. `request.state.model` is the name of the model for the answer.
+    """Read and validate a JSON body. It may set the request id, unless a header did.
+
+    Sets in `request.state`: `ignored`, a header that names fields without effect, so that typos do
+    not go unnoticed; `model`, the model name for the response; `deadline`.
 
     Raises:
         UnknownModel: the body names a model that is not served.
-        InvalidRequest: also for another content type, which a browser's form could send across
-            origins, and under --strict-fields for fields that have no effect.
+        InvalidRequest: also for other content types, which HTML forms can send cross-origin, and
+            with --strict-fields for fields without effect.
         Overloaded: see `AsyncLLM.offload`.
     """
     data = await request.body()
@@ -176,16 +187,16 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         request.state.request_id = asked
         request.state.unique_id = f"{asked}-{request.state.unique_id[:12]}"
     request.state.model = context.model_name(body.model)
-    timeout = getattr(body, "timeout", None) or _timeout(request.headers.get("x-request-timeout"))
+    timeout = getattr(body, "timeout", None)
+    if timeout is None and (text := request.headers.get("x-request-timeout")):
+        timeout = _timeout(text)
     if timeout is not None:
         request.state.deadline = asyncio.get_running_loop().time() + timeout
     return body
 
 
-def _timeout(text: str | None) -> float | None:
-    """Seconds, of a header."""
-    if text is None:
-        return None
+def _timeout(text: str) -> float:
+    """The value of X-Request-Timeout, in seconds."""
     if not re.fullmatch(r"\d{1,5}(\.\d{1,6})?", text) or not 0 < float(text) <= MAX_TIMEOUT:
         raise InvalidRequest(
             f"X-Request-Timeout must be seconds above 0, at most {MAX_TIMEOUT}, got {text[:32]!r}"
@@ -193,29 +204,19 @@ def _timeout(text: str | None) -> float | None:
     return float(text)
 
 
-def start_timeline(request: Request, engine_request_id: str) -> None:
-    """Begin the timeline of a request whose body has been parsed; RequestContext ends it."""
-    state = request.state
-    state.traced.append(engine_request_id)
-    tracer = context_of(request).async_llm.tracer
-    path = request.scope["path"][:200]
-    timeline = tracer.open(engine_request_id, state.owner, path, state.model)
-    timeline.marks += [Mark("received", state.received_ns), Mark("parsed", now_ns())]
-
-
 def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Answer with a msgspec struct or plain data."""
+    """A response made of a msgspec struct or plain data."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 async def built_response(request: Request, size: int, build: Callable[[], Any]) -> Response:
-    """Answer with what `build` returns, built and encoded off the event loop if it is large.
+    """A response with the result of `build`, built and encoded off the event loop if large.
 
     Args:
         request: whose body has been read.
-        size: about how many tokens or numbers the answer has.
+        size: approximate number of tokens or numbers in the response.
         build: see `AsyncLLM.offload`.
     """
     content = await offload(request, size, lambda: msgspec.json.encode(build()))

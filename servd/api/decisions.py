@@ -63,7 +63,7 @@ def branches(options: list[list[int]]) -> list[Branch]:
 
 
 class OptionScorer:
-    """Probabilities of options after prompts, for a request that `AsyncLLM.admit` has let in.
+    """Probabilities of options after prompts, for an admitted request.
 
     Attributes:
         num_prompt_tokens: those of all prompts.

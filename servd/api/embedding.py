@@ -1,4 +1,4 @@
-"""Vectors: prompts in, vectors of the engine out, and how similar two of them are."""
+"""Vectors: compute the vectors of prompts, and the similarity of two vectors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from servd.api.admission import until
-from servd.api.context import admit, context_of, offload, owned, start_timeline
+from servd.api.context import admit, context_of, offload
 from servd.api.prompt import Prompt
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.streaming import until_disconnect
@@ -20,19 +20,19 @@ from servd.params import PoolingParams
 
 
 class Vectors(msgspec.Struct):
-    """What became of the prompts, in their order."""
+    """The vectors of the prompts, in order."""
 
     data: list[bytes]  # float32, little-endian
     num_prompt_tokens: int  # of all prompts
 
     @property
     def usage(self) -> EmbeddingUsage:
-        """Tokens, as answers tell them."""
+        """The usage for the response."""
         return EmbeddingUsage(self.num_prompt_tokens, self.num_prompt_tokens)
 
     @property
     def num_numbers(self) -> int:
-        """Numbers of all vectors."""
+        """Total length of all vectors."""
         return sum(map(len, self.data)) // 4
 
 
@@ -65,11 +65,9 @@ async def embed(
         msgspec.structs.replace(prompt, request_id=f"{prefix}-{unique_id}-{number}")
         for number, prompt in enumerate(prompts)
     ]
-    for prompt in named:
-        start_timeline(request, prompt.request_id)
 
     async def compute() -> Vectors:
-        prepared = await async_llm.prepare(named, params, owned(request, options))
+        prepared = await async_llm.prepare(named, params, own)
         num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
         check(num_tokens)
         admitted.add_tokens(num_tokens)
@@ -80,7 +78,7 @@ async def embed(
                 vectors[output.index] = output.pooled
         return Vectors(vectors, num_tokens)
 
-    with admit(request, len(named)) as admitted:
+    with admit(request, options, [prompt.request_id for prompt in named]) as (admitted, own):
         answer = until_disconnect(compute(), request.receive)
         return await until(request.state.deadline, answer)
 

@@ -38,8 +38,7 @@ UNKNOWN = "unknown"
 
 
 class GrammarChecker:
-    """Has each grammar compiled once by a process of its own, within limits of size and time. For
-    any thread.
+    """Compiles each grammar once in a separate process, with limits of size and time. Thread-safe.
 
     The library bounds much of its work but not all of it, and some of what it does not bound ends
     the process. The engine compiles with the same limits, so it meets only grammars that have
@@ -60,7 +59,7 @@ class GrammarChecker:
         self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     def start(self) -> None:
-        """Start the process, so that the first request need not. It comes up by itself."""
+        """Start the process ahead of the first request, without waiting for it."""
         with self._turns.take(), contextlib.suppress(OSError):  # then the first request starts it
             self._connect()
 
@@ -79,11 +78,11 @@ class GrammarChecker:
         return True
 
     def check(self, output: StructuredOutput, client: str = "") -> None:
-        """Block until it is known that an output of this form can be generated.
+        """Block until an output of this form is known to be possible.
 
         Args:
             output: what a request asks for.
-            client: whose request it is, by any name: clients take turns.
+            client: any name for whoever sent the request; clients take turns.
 
         Raises:
             InvalidRequest: it cannot: malformed, not supported, too large or too complex.
@@ -94,7 +93,7 @@ class GrammarChecker:
             raise InvalidRequest(f"{output.param}: {error}", param=output.param)
 
     def close(self) -> None:
-        """End the process, also in the middle of a check. May be called more than once."""
+        """Stop the process, even during a check. May be called more than once."""
         self._is_closed = True
         if (process := self._process) is not None:
             child, _ = process
@@ -103,7 +102,7 @@ class GrammarChecker:
             self._disconnect()
 
     def _try(self, output: StructuredOutput, client: str) -> str | None:
-        """What is wrong with a grammar; None if nothing."""
+        """The problem with a grammar; None if there is none."""
         size = len(output.value.encode())
         if size > MAX_BYTES:
             return f"the {output.kind} has {size} bytes, at most {MAX_BYTES} are accepted"
@@ -120,7 +119,7 @@ class GrammarChecker:
         or of something else.
 
         Raises:
-            Overloaded: there is no process at the moment.
+            Overloaded: there is no process at the moment, or it gets no CPU time.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -134,7 +133,8 @@ class GrammarChecker:
                     "structured outputs cannot be checked at the moment: retry later"
                 ) from None
             assert self._process is not None
-            _, channel = self._process
+            child, channel = self._process
+            before = child.cpu_seconds()
             try:
                 channel.settimeout(TIME_LIMIT)
                 channel.sendall(msgspec.json.encode(output) + b"\n")
@@ -143,7 +143,14 @@ class GrammarChecker:
                 log.warning(
                     "no answer to a %s of %d bytes: %r", output.kind, len(output.value), error
                 )
+                used = child.cpu_seconds() - before
                 self._disconnect()
+                if isinstance(error, TimeoutError) and used < TIME_LIMIT / 2:
+                    # That says nothing of the grammar, so it may not become a verdict.
+                    raise Overloaded(
+                        f"the check of the {output.kind} got {used:.1f} s of CPU time in "
+                        f"{TIME_LIMIT:g} s: the machine is busy, retry later"
+                    ) from None
                 if isinstance(error, TimeoutError):
                     break
         if self._is_closed:  # that is what ended it
@@ -185,7 +192,7 @@ class GrammarChecker:
         return msgspec.json.decode(line, type=GrammarVerdict)
 
     def _connect(self) -> socket.socket:
-        """The channel to the process, which is started if there is none.
+        """The channel to the process; starts one if there is none.
 
         Raises:
             OSError: it cannot be.
@@ -218,7 +225,7 @@ class GrammarChecker:
 
 
 class Turns:
-    """A lock for which clients wait in fair order: first the one that has held it the shortest.
+    """A fair lock: the client that has held it for the shortest time comes first.
 
     So somebody who keeps it busy delays others by one turn, not by all that are queued.
     """

@@ -12,6 +12,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -241,13 +242,15 @@ class Brackets:
         return 0
 
 
+@dataclass(eq=False)
 class Parser(ABC):
     """Splits an output into deltas, whatever the pieces in which it comes."""
 
-    def __init__(self) -> None:
-        self.reader = Reader()
-        self.deltas: list[Delta] = []  # since the last call
-        self._steps: Steps[None] = self.parse()  # begins with the first text
+    reader: Reader = field(default_factory=Reader, init=False)
+    deltas: list[Delta] = field(default_factory=list[Delta], init=False)  # since the last call
+
+    def __post_init__(self) -> None:
+        self._steps = self.parse()  # begins with the first text
 
     @abstractmethod
     def parse(self) -> Steps[None]:

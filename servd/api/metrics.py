@@ -153,7 +153,7 @@ class ChoiceTimes(msgspec.Struct):
     exemplar: dict[str, str] | None = None  # for OpenMetrics: what leads to its trace
 
     def add(self, output: EngineCoreOutput) -> None:
-        """Take what the engine tells of this choice beside its tokens."""
+        """Take what an output says about this choice besides its tokens."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.evicted_at_ns = max(self.evicted_at_ns, output.evicted_at_ns)
         for mark in output.marks:
@@ -235,6 +235,7 @@ class Metrics:
         self.waiting = {
             reason: waiting.labels(**labels, reason=reason) for reason in ("capacity", "deferred")
         }
+        self._unwritten: SchedulerStats | None = None  # the last report, if no gauge shows it yet
         self.cache_config = gauge(
             "vllm:cache_config_info", "The KV cache; always 1.", [*labels, *CACHE_FACTS]
         )
@@ -253,7 +254,7 @@ class Metrics:
         )
 
     def observe_ready(self, ready: EngineReady, config: CacheConfig) -> None:
-        """Tell how the KV cache is set up."""
+        """Record the configuration of the KV cache."""
         self.cache_config.labels(
             **self.labels,
             block_size=ready.block_size,
@@ -273,16 +274,13 @@ class Metrics:
         self.http_requests.labels(handler, method, str(status)).inc()
 
     def observe_lag(self, seconds: float) -> None:
-        """The event loop came to a timer so late."""
+        """The event loop ran a timer this late; called ten times a second."""
+        self._write_gauges()
         self.histograms["servd:event_loop_lag_seconds"].observe(seconds)
 
     def observe_step(self, stats: SchedulerStats) -> None:
-        """Take the engine's state after a step; its counters are since the last report."""
-        self.gauges["vllm:num_requests_running"].set(stats.num_running)
-        self.gauges["vllm:num_requests_waiting"].set(stats.num_waiting + stats.num_deferred)
-        self.waiting["capacity"].set(stats.num_waiting)
-        self.waiting["deferred"].set(stats.num_deferred)
-        self.gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
+        """Record the engine's state after a step; its counters are since the last report."""
+        self._unwritten = stats
         drafts = stats.drafts
         for name, count in (
             ("vllm:prefix_cache_queries", stats.prefix_cache_queries),
@@ -306,6 +304,18 @@ class Metrics:
                 seconds.observe(gap / SECOND)
         if stats.num_scheduled_tokens:
             self.histograms["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
+
+    def _write_gauges(self) -> None:
+        """Publish the engine's latest state: for each scrape, and ten times a second where another
+        API server may be asked for it. At every step that would be a fifth of a token's cost.
+        """
+        stats, self._unwritten = self._unwritten, None
+        if stats is not None:
+            self.gauges["vllm:num_requests_running"].set(stats.num_running)
+            self.gauges["vllm:num_requests_waiting"].set(stats.num_waiting + stats.num_deferred)
+            self.waiting["capacity"].set(stats.num_waiting)
+            self.waiting["deferred"].set(stats.num_deferred)
+            self.gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
 
     def observe_tokens(self, choice: ChoiceTimes, num_tokens: int, now_ns: int) -> None:
         """`num_tokens` new tokens of a choice came together at `now_ns`."""
@@ -361,6 +371,7 @@ class Metrics:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Body and content type of GET /metrics, in the format that an Accept header asks for."""
+        self._write_gauges()
         registry = self.registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()

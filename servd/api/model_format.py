@@ -96,7 +96,10 @@ class ModelFormat:
         """
         tool_parser: type[ToolParser] | None = None
         if tool_options is not None:
-            tool_parser, structured_output = self._calls(tool_options, structured_output)
+            tool_parser = self.tool_parser
+            is_schema = structured_output is not None and structured_output.kind in SCHEMAS
+            if tool_options.forced or is_schema:
+                tool_parser, structured_output = self._hold_calls(tool_options, structured_output)
         reasoning_parser, is_reasoning = None, False
         if self.reasoning_parser is not None:
             reasoning_parser, is_reasoning = self._reasoning(
@@ -121,17 +124,15 @@ class ModelFormat:
             tool_parser,
             tool_options,
             visible_ids,
-            self.tokenizer.byte_table(skip_special_tokens, visible_ids),
+            self.tokenizer.byte_table(skip_special_tokens, visible_ids) if reasoning_parser else {},
         )
 
-    def _calls(
+    def _hold_calls(
         self, tool_options: ToolOptions, structured_output: StructuredOutput | None
     ) -> tuple[type[ToolParser] | None, StructuredOutput | None]:
-        """What finds calls in the output, and the form that the output must have."""
+        """What finds the calls, and the form of an output that is calls or follows a schema."""
         content_schema = None
-        if not tool_options.forced:
-            if structured_output is None or structured_output.kind not in SCHEMAS:
-                return self.tool_parser, structured_output
+        if not tool_options.forced and structured_output is not None:
             content_schema = structured_output.value or SCHEMAS[structured_output.kind]
         try:
             grammar = self._calls_grammar(tool_options, content_schema)

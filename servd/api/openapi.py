@@ -70,9 +70,9 @@ ERRORS = {
     404: "There is no such model or object here.",
     408: "The rest of the body did not come in time.",
     413: f"The body has more than {MAX_BODY} bytes.",
-    429: "There is too much of it now; `Retry-After` tells when to try again.",
+    429: "Too many requests are unfinished, or the API key has reached a limit.",
     500: "The server failed; its log has the details under the id of the request.",
-    503: "The model is loading, too many requests are waiting, or the engine is gone.",
+    503: "The model is loading, the server is shutting down, or the engine is gone.",
     529: "The model is loading, or too many requests are waiting.",
 }
 # Field of SamplingParams -> what else requests call it.
@@ -292,7 +292,7 @@ def _errors(route: APIRoute, operation: Operation, needs_key: bool) -> list[int]
     if operation.form is not None:
         statuses |= {400, 408, 413}
     if operation.body is not None:
-        statuses |= {400, 404, 408, 413, 500, 503}
+        statuses |= {400, 404, 408, 413, 429, 500, 503}
         if route.path.startswith(ANTHROPIC_ROUTES):
             statuses |= {529}
     return sorted(statuses)

@@ -1,4 +1,4 @@
-"""OutputParser: takes text apart into reasoning, content, calls; ExpectedOutput: which of them."""
+"""OutputParser: splits output text into reasoning, content and tool calls, as expected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from servd.params import StructuredOutput
 
 
 class ExpectedOutput(msgspec.Struct, frozen=True):
-    """What one request expects its output to be made of."""
+    """What the output of one request may consist of."""
 
     structured_output: StructuredOutput | None = None
     reasoning_parser: type[ReasoningParser] | None = None
@@ -24,7 +24,8 @@ class ExpectedOutput(msgspec.Struct, frozen=True):
     tool_parser: type[ToolParser] | None = None
     tool_options: ToolOptions | None = None
     visible_ids: frozenset[int] = frozenset()  # added tokens that the parsers need to see as text
-    table: Mapping[int, bytes] = {}  # the bytes of tokens, as the detokenizer sees them
+    # The bytes of tokens, as the detokenizer sees them, for counting those of the reasoning.
+    table: Mapping[int, bytes] = {}
 
 
 class OutputParser:

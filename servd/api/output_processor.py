@@ -24,7 +24,7 @@ class _Choice(msgspec.Struct):
 
 
 class OutputProcessor:
-    """Keeps the text state of every running choice.
+    """Detokenizes the outputs of all running choices.
 
     Args:
         tokenizer: gives the bytes of tokens.
@@ -62,7 +62,7 @@ class OutputProcessor:
         return engine_ids
 
     def outputs(self, request_id: str) -> dict[int, list[int]]:
-        """The tokens so far of the choices of a request that have not ended, by their index."""
+        """Output token ids so far of a request's unfinished choices, by index."""
         choices = [self._choices[engine_id] for engine_id in self._engine_ids.get(request_id, ())]
         return {choice.index: choice.token_ids.tolist() for choice in choices}
 
@@ -78,7 +78,7 @@ class OutputProcessor:
     def process(
         self, outputs: list[EngineCoreOutput]
     ) -> tuple[list[tuple[str, CompletionOutput]], list[str]]:
-        """Make one delta of every output; outputs of requests that are gone are dropped.
+        """One delta per output; outputs of requests that are gone are dropped.
 
         Returns:
             Deltas with the ids of their requests, and the engine ids of choices that a stop string

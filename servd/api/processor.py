@@ -1,4 +1,4 @@
-"""Turn what a client asks into engine requests: template, tokenise, validate everything."""
+"""Processor: turns client requests into engine requests: template, tokenise, validate."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ NO_OPTIONS = RequestOptions()
 # Characters of a text that is tokenised though it need not fit: the tokenizer needs about 140 bytes
 # of memory for each.
 MAX_CHARS = 2 << 20
+# What replaces the parameters of the text, which the engine does not need.
+NO_TEXT: dict[str, Any] = {
+    "stop": [], "include_stop_str_in_output": False, "skip_special_tokens": True, "bad_words": [],
+}  # fmt: skip
 PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
 
 class Prepared(msgspec.Struct, kw_only=True):
-    """A validated prompt, and the message that asks the engine for its choices."""
+    """A validated prompt and its engine request."""
 
     prompt: str | None  # None if given as token ids
     # as asked, with seed and max_tokens filled in; without output for PoolingParams
@@ -53,8 +57,7 @@ class Prepared(msgspec.Struct, kw_only=True):
 
 
 class Processor:
-    """Everything that can be wrong with a request is found here; after this the engine only
-    asserts.
+    """Finds everything that can be wrong with a request; the engine behind it only asserts.
 
     Args:
         config: resolved.
@@ -101,13 +104,13 @@ class Processor:
         params: SamplingParams | PoolingParams,
         options: RequestOptions = NO_OPTIONS,
     ) -> Prepared:
-        """Render, tokenise and validate; only `check_structured_output` is left to the caller,
-        since it may take seconds.
+        """Render, tokenise and validate. Only `check_structured_output`, which may take seconds, is
+        left to the caller.
 
         Args:
-            prompt: what the client gave.
-            params: what is asked; `max_tokens` None means up to the end of the context.
-            options: how it is served.
+            prompt: as the client sent it.
+            params: `max_tokens` None means up to the end of the context.
+            options: how the request is served.
 
         Raises:
             InvalidRequest: a parameter is out of bounds, the template refuses the chat, the form of
@@ -127,12 +130,10 @@ class Processor:
         if isinstance(prompt.content, Chat):
             marks.append(Mark("templated", now_ns()))
             if asked is params:
+                chat, form = prompt.content, asked.structured_output
+                skips, continued = asked.skip_special_tokens, chat.continued
                 expected = self.model_format.expect(
-                    str(text),
-                    prompt.content.tool_options,
-                    asked.structured_output,
-                    asked.skip_special_tokens,
-                    prompt.content.continued,
+                    str(text), chat.tool_options, form, skips, continued
                 )
         least = 1 if asked.max_tokens is None else asked.max_tokens  # tokens kept free for output
         token_ids, was_cut = self._encode(prompt, marked, options.truncate_prompt_tokens, least)
@@ -140,10 +141,12 @@ class Processor:
         marks.append(Mark("tokenised", now_ns()))
         if options.truncate_prompt_tokens is not None:  # done; it may be too large for a message
             options = msgspec.structs.replace(options, truncate_prompt_tokens=None)
+        if not isinstance(params, PoolingParams):
+            params = msgspec.structs.replace(asked, **NO_TEXT)
         request = EngineCoreRequest(
             prompt.request_id,
             token_ids,
-            params if isinstance(params, PoolingParams) else _for_engine(asked),
+            params,
             client=self.client,
             eos_token_ids=[] if asked.ignore_eos else self._eos_token_ids,
             options=options,
@@ -157,17 +160,17 @@ class Processor:
         )
 
     def check_structured_output(self, prepared: Prepared) -> None:
-        """Block until it is known that an output of the asked form can be generated.
+        """Block until the requested form of output is known to be possible.
 
         Raises:
-            InvalidRequest: it cannot.
+            InvalidRequest: it is not.
             Overloaded: see `GrammarChecker.check`.
         """
         if prepared.params.structured_output is not None:
             self.grammars.check(prepared.params.structured_output, prepared.request.options.owner)
 
     def render(self, prompt: Prompt) -> str | list[int]:
-        """The text of a prompt, as the tokenizer gets it, or its token ids.
+        """The text to tokenise, or the token ids of a prompt given as such.
 
         Raises:
             InvalidRequest: see `ChatTemplate.render`, or the model has no way to write a suffix.
@@ -240,7 +243,7 @@ class Processor:
     def _encode(
         self, prompt: Prompt, text: str | list[int], keep: int | None, least: int
     ) -> tuple[list[int], bool]:
-        """Checked token ids, and whether some were cut off."""
+        """Validated token ids, and whether the prompt was truncated."""
         if keep is not None and (keep < -1 or keep == 0):
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1 or at least 1, got {keep}",
@@ -292,7 +295,7 @@ class Processor:
         return token_ids
 
     def _beginning(self, token_ids: list[int], limit: int) -> list[int]:
-        """The first tokens, with the special ones that the tokenizer puts at the end."""
+        """The first tokens, and the special tokens that the tokenizer appends."""
         if len(token_ids) <= limit:
             return token_ids
         num_last = 0
@@ -308,8 +311,8 @@ class Processor:
         token_ids: list[int],
         least: int,
     ) -> SamplingParams:
-        """`params` with all that follows from the prompt and the model, after checking that the
-        request fits into the context.
+        """`params` with what follows from the prompt and the model; checks that the request fits
+        into the context.
         """
         if (params.logprobs or 0) > MAX_LOGPROBS:  # the engine could give more
             raise InvalidRequest(
@@ -367,10 +370,3 @@ class Processor:
         return list(
             map(list, dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants))
         )
-
-
-def _for_engine(params: SamplingParams) -> SamplingParams:
-    """What the engine needs: nothing that concerns text."""
-    return msgspec.structs.replace(
-        params, stop=[], include_stop_str_in_output=False, skip_special_tokens=True, bad_words=[]
-    )

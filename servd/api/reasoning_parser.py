@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from servd.api.incremental import Content, Parser, Reasoning, Steps
 
 
+@dataclass(eq=False)
 class ReasoningParser(Parser):
     """Splits an output into reasoning and the rest. White space around the reasoning is dropped.
 
@@ -24,12 +26,10 @@ class ReasoningParser(Parser):
     always: ClassVar[bool] = False
     """Outputs begin with reasoning even if nobody opens the tag."""
 
-    def __init__(self, is_reasoning: bool) -> None:
-        self.is_reasoning = is_reasoning
-        self.begin: int | None = None
-        self.end: int | None = None
-        self.is_over = False
-        super().__init__()
+    is_reasoning: bool
+    begin: int | None = field(default=None, init=False)
+    end: int | None = field(default=None, init=False)
+    is_over: bool = field(default=False, init=False)
 
     @classmethod
     def matches(cls, template: str) -> bool:

@@ -1,4 +1,4 @@
-"""ResponseStore: one key's responses that may be asked for again, in one API server's memory."""
+"""ResponseStore: the stored responses of one API key, in the memory of one API server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_BYTES = 32 * 2**20  # of one key
 
 
 class Stored(msgspec.Struct):
-    """A response and the conversation that it answers."""
+    """A response and the conversation it belongs to."""
 
     response: Response
     items: list[dict[str, Any]]  # input and output of earlier turns, and this one's input
@@ -28,17 +28,17 @@ class Stored(msgspec.Struct):
 
     @property
     def is_running(self) -> bool:
-        """Whether it is made in the background at this moment."""
+        """Whether it is being generated in the background."""
         return self.task is not None and not self.task.done()
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """Input and output of all turns."""
+        """Input and output items of all turns."""
         return [*self.items, *msgspec.to_builtins(self.response.output)]
 
 
 class ResponseStore:
-    """Keeps the responses that were used last, within bounds of count and size, and all that run.
+    """Keeps the most recently used responses, limited in number and size, and all running ones.
 
     Every API key has a store of its own: what is in another is as if it did not exist.
 
@@ -58,7 +58,7 @@ class ResponseStore:
 
     @property
     def running(self) -> list[Stored]:
-        """Those that are made in the background at this moment."""
+        """Responses being generated in the background."""
         return [stored for stored in self._stored.values() if stored.is_running]
 
     def check_room(self) -> None:
@@ -115,7 +115,7 @@ class ResponseStore:
 
 
 class ResponseStores(dict[str, ResponseStore]):
-    """The stores by owner, each made when its owner first needs it."""
+    """Stores by owner, created on first use."""
 
     def __init__(self, max_responses: int, keys: Keys) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ class ResponseStores(dict[str, ResponseStore]):
         self.api_keys = keys
 
     def __missing__(self, owner: str) -> ResponseStore:
-        max_bytes = max(MAX_BYTES // max(len(self.api_keys.known), 1), MIN_BYTES)
+        max_bytes = max(MAX_BYTES // max(len(self.api_keys.current), 1), MIN_BYTES)
         self[owner] = ResponseStore(self.max_responses, max_bytes)
         return self[owner]
 
-    def forget_strangers(self) -> None:
-        """Drop what belongs to keys that are gone, unless it still runs."""
-        known = {key.name for key in self.api_keys.known}
+    def drop_revoked(self) -> None:
+        """Drop the responses of keys that were removed, unless one still runs."""
+        known = {key.name for key in self.api_keys.current}
         for owner in [owner for owner, store in self.items() if not store.running]:
             if owner not in known and self.api_keys.are_needed:
                 del self[owner]

@@ -38,7 +38,7 @@ from servd.api.tokenizer import Tokenizer
 from servd.child import SHOW_STACKS, read_start
 from servd.config import Config, ObservabilityConfig, ServerConfig
 from servd.core.client import EngineCoreClient, identity
-from servd.errors import ConfigError
+from servd.errors import ConfigError, ShuttingDown
 from servd.messages import EngineDead, EngineStatus
 from servd.pulse import Pulse
 
@@ -104,7 +104,7 @@ class Server(uvicorn.Server):
         self.pulse = Pulse(start.pulse)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: finish open requests, and let nobody else in. Second: end now."""
+        """First signal: finish open requests and refuse new ones. Second: exit now."""
         if self.admission.drained_at is not None:
             self.force_exit = self.should_exit = True
         timeout = self.start_message.config.server.shutdown_timeout
@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or is_over
 
     def has_drained(self) -> bool:
-        """Whether the server is to end, and nothing is open or the time is up. Until then it
+        """Whether the server is to exit and nothing is open, or time is up. Until then it
         answers newcomers with 503; what remains is logged each second.
         """
         if (end := self.admission.drained_at) is None:
@@ -160,10 +160,10 @@ class Server(uvicorn.Server):
             self.server_state.default_headers.append(CLOSE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, and cut what is still open with an error."""
+        """Stop accepting connections, and fail what is still open."""
         if not isinstance(self.async_llm.status, EngineDead):  # else they know already
             reason = "was told to stop at once" if self.force_exit else "is shutting down"
-            self.async_llm.fail(f"the server {reason}")
+            self.async_llm.fail(ShuttingDown(f"the server {reason}"))
         await super().shutdown(sockets)
         if remaining := self.server_state.tasks | self.background_tasks():
             await asyncio.wait(remaining, timeout=LAST_FRAMES)
@@ -172,7 +172,7 @@ class Server(uvicorn.Server):
             await asyncio.wait([task])
 
     def background_tasks(self) -> set[asyncio.Task[None]]:
-        """What makes responses that nobody may be waiting for."""
+        """Tasks of background responses."""
         return {
             stored.task
             for store in self.context.responses.values()
@@ -181,11 +181,11 @@ class Server(uvicorn.Server):
         }
 
     def reload(self, config: Config) -> None:
-        """Take over what may change while the server runs."""
+        """Apply the options that may change at run time."""
         log.set_level(config.observability)
         try:
             self.context.keys.load(config.access)
-            self.context.responses.forget_strangers()
+            self.context.responses.drop_revoked()
             if self.config.ssl is not None:
                 load_certificates(self.config.ssl, config.access)
         except ConfigError as error:
@@ -213,7 +213,7 @@ def within_file_limit(config: ServerConfig) -> ServerConfig:
 
 
 def spans_of(options: ObservabilityConfig) -> Spans | None:
-    """What exports OpenTelemetry's spans, if that is asked for."""
+    """The exporter of OpenTelemetry spans, if one is configured."""
     if options.otlp_traces_endpoint is None:
         return None
     from servd.api.otel import Spans

@@ -6,12 +6,14 @@ import json
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from servd.api.incremental import Content, Parser, Steps, ToolCallArguments, ToolCallStart
 from servd.api.tool_parsers._grammar import CallSyntax, json_rule, parameters_of
 
 
+@dataclass(eq=False)
 class ToolParser(Parser):
     """Finds tool calls in an output; everything else is content.
 
@@ -30,12 +32,11 @@ class ToolParser(Parser):
     markers: ClassVar[tuple[str, ...]] = ()
     syntaxes: ClassVar[tuple[CallSyntax, ...]] = ()
 
-    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
-        self.functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.num_calls = 0
-        self._space = ""  # at the end of the content; dropped if a call follows
-        self._is_after_call = False
-        super().__init__()
+    tools: Sequence[dict[str, Any]]
+    num_calls: int = field(default=0, init=False)
+    # At the end of the content; dropped if a call follows.
+    _space: str = field(default="", init=False)
+    _is_after_call: bool = field(default=False, init=False)
 
     @classmethod
     @abstractmethod

@@ -57,7 +57,7 @@ def enter(
 def serve_some(admission: Admission, clock: Clock, count: int, seconds: float) -> None:
     """Requests one after another, each taking so long."""
     for _ in range(count):
-        with admission.enter(ANYONE, "x", 1, 0, 0, math.inf):
+        with admission.enter(ANYONE, "x", 1):
             clock.now += seconds
 
 
@@ -176,8 +176,14 @@ def make_key(**limits) -> Key:
 def test_a_key_has_its_limit_of_unfinished_requests(clock, entered):
     admission, key = make(clock), make_key(max_concurrency=2)
     enter(admission, entered, "k", 2, key=key)
-    with pytest.raises(RateLimited, match="2 unfinished requests, at most 2"):
+    with pytest.raises(RateLimited, match="2 unfinished requests, at most 2") as error:
         enter(admission, entered, "k", key=key)
+    assert error.value.headers == {
+        "Retry-After": "1",
+        "x-ratelimit-limit-requests": "2",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "1.000s",
+    }
     entered.close()
     enter(admission, entered, "k", key=key)
 
@@ -258,6 +264,22 @@ async def test_weight_users_and_tier_reach_the_engine(tmp_path):
     async with serve() as served:  # without a key that says so, a name is no share
         _, options = await sent_options(served, {}, user="u", service_tier="auto")
         assert options.owner != "u" and options.lane == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/pooling", {"input": "a"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+async def test_requests_for_vectors_can_run_in_the_background(served: Served, path, body):
+    answer = await served.http.post(path, json={**body, "service_tier": "flex"})
+    assert answer.status_code == 200 and "x-servd-ignored" not in answer.headers
+    requests = [each for each in served.engine.sent if isinstance(each, EngineCoreRequest)]
+    assert {request.options.lane for request in requests} == {1}
 
 
 # ---- draining ----

@@ -300,7 +300,7 @@ async def test_keys_that_are_read_again_count_from_then_on(key_file: Path):
         assert answer.status_code == 200
         key_file.write_text(entry("root", "admin"))
         context.keys.load(context.config.access)
-        context.responses.forget_strangers()
+        context.responses.drop_revoked()
         assert not context.responses
 
 
@@ -309,5 +309,5 @@ async def test_keys_need_a_restart_where_there_were_none():
         keys = served.app.state.context.keys
         with pytest.raises(ConfigError, match="restart"):
             keys.load(AccessConfig(api_key=["k"]))
-        assert not keys.known
+        assert not keys.current
         assert (await served.http.get("/v1/models")).status_code == 200

@@ -9,6 +9,7 @@ import math
 
 import pytest
 
+from servd.errors import EngineDead
 from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import MAX_BEAMS, MAX_STOP
 from tests.api.harness import events, output_text, serve, until, user
@@ -174,6 +175,6 @@ async def test_an_error_in_one_step_ends_the_search(served):
     body = {"prompt": "a", "n": 3, "max_tokens": 50, "use_beam_search": True}
     asking = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
     await until(lambda: served.async_llm.num_unfinished)
-    served.async_llm.fail("gone")
+    served.async_llm.fail(EngineDead("gone"))
     assert (await asking).status_code == 503
     assert served.async_llm.num_unfinished == 0

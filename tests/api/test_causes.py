@@ -115,7 +115,7 @@ async def test_an_engine_that_dies(slow_steps):
         await has_token(served)
         served.async_llm.loading_since -= 1000
         served.engine.die()
-        await until(lambda: served.async_llm.is_restarting)
+        await until(lambda: served.async_llm.recovery.is_restarting)
         late = asyncio.create_task(post(served, "b", 5))
         await asyncio.sleep(0.5)
         health = (await served.http.get("/health")).json()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import socket
@@ -60,8 +61,9 @@ class FakeProcess:
                     file.write(verdict)
             if life >= 0:
                 file.readline()  # the grammar of which it dies
-            while life == -2 and file.readline():
-                pass
+            with contextlib.suppress(ConnectionResetError):  # nobody took the last answer
+                while life == -2 and file.readline():
+                    pass
 
     def terminate(self) -> None:
         with contextlib.suppress(OSError):  # it has ended by itself
@@ -69,6 +71,9 @@ class FakeProcess:
 
     def stop(self, timeout: float) -> None:
         pass
+
+    def cpu_seconds(self) -> float:
+        return 0.0
 
 
 @pytest.fixture
@@ -103,6 +108,19 @@ def test_a_grammar_that_kills_every_checker_is_refused_and_remembered(make):
             checker.check(FORMS[0])
     checker.check(FORMS[1])
     assert FakeProcess.num_started == 3
+
+
+@pytest.mark.parametrize("had_cpu", [True, False])
+def test_only_a_check_that_had_the_cpu_gives_a_verdict_of_too_slow(make, monkeypatch, had_cpu):
+    seconds = itertools.count(0, 5 if had_cpu else 0)
+    monkeypatch.setattr(FakeProcess, "cpu_seconds", lambda self: next(seconds))
+    monkeypatch.setattr(grammar_checker, "TIME_LIMIT", 0.2)
+    checker = make(-2, 9)
+    with pytest.raises(InvalidRequest if had_cpu else Overloaded, match="CPU|too complex"):
+        checker.check(FORMS[0])
+    monkeypatch.setattr(grammar_checker, "TIME_LIMIT", 60.0)
+    with pytest.raises(InvalidRequest) if had_cpu else contextlib.nullcontext():
+        checker.check(FORMS[0])
 
 
 @pytest.mark.parametrize("life", [None, -1])

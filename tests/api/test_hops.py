@@ -18,9 +18,8 @@ from servd.api.protocol.validation import parse
 from tests.api.harness import MODEL, Served, serve, user
 
 ROOT = str(Path(servd.__file__).parent)
-# Eleven of them are the bounds, deadlines and rates of admission, five the limits of templates and
-# the escaping of special tokens.
-MOST = 69
+# Ten of them are admission and the limits of templates, with the escaping of special tokens.
+MOST = 55
 TOOL = {
     "type": "function",
     "function": {

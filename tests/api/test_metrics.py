@@ -67,6 +67,7 @@ HISTOGRAMS = [
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    metrics.render()  # the gauges are written for each scrape
     return metrics.registry.get_sample_value(f"vllm:{name}", LABELS | labels)
 
 

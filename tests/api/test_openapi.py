@@ -294,6 +294,13 @@ async def test_every_route_is_described(served: Served):
     assert len(ids) == len(set(ids))
 
 
+async def test_refusals_say_when_to_retry(http):
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    responses = paths["/v1/chat/completions"]["post"]["responses"]
+    told = [status for status, each in responses.items() if "Retry-After" in each["headers"]]
+    assert told == ["429", "503"]
+
+
 async def test_keys_are_described_where_they_are_needed():
     async with serve(api_key=["k"]) as served:
         assert (await served.http.get("/openapi.json")).status_code == 401

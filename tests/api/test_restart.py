@@ -36,7 +36,7 @@ async def die_after(served: Served, num_steps: int, task: asyncio.Task) -> None:
     begin = engine.core.scheduler._num_steps
     await until(lambda: engine.core.scheduler._num_steps >= begin + num_steps or task.done())
     engine.die()
-    await until(lambda: served.async_llm.is_restarting)
+    await until(lambda: served.async_llm.recovery.is_restarting)
     engine.revive()
 
 
@@ -90,7 +90,7 @@ async def test_what_a_dead_engine_still_says_is_void():
         task = asyncio.create_task(ask(served, max_tokens=40, request_id="r"))
         await until(lambda: served.engine.core.scheduler._num_steps > 45)
         served.engine.die()
-        await until(lambda: served.async_llm.is_restarting)
+        await until(lambda: served.async_llm.recovery.is_restarting)
         (request_id,) = served.async_llm._running
         late = EngineCoreOutput(request_id, [120, 121], FinishReason.STOP)
         served.engine.tell(EngineCoreOutputs([late], incarnation=0))
@@ -101,7 +101,7 @@ async def test_what_a_dead_engine_still_says_is_void():
 async def test_new_requests_wait_for_the_next_engine_within_bounds():
     async with serve(max_waiting_requests=2) as served:
         served.engine.die()
-        await until(lambda: served.async_llm.is_restarting)
+        await until(lambda: served.async_llm.recovery.is_restarting)
         health = await served.http.get("/health")
         assert health.status_code == 503 and health.json()["status"] == "restarting"
         tasks = [asyncio.create_task(ask(served, max_tokens=5)) for _ in range(2)]
@@ -135,9 +135,9 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
                 break
             if poison in served.engine.core.scheduler.requests:
                 served.engine.die()
-                await until(lambda: served.async_llm.is_restarting)
+                await until(lambda: served.async_llm.recovery.is_restarting)
                 served.engine.revive()
-                await until(lambda: not served.async_llm.is_restarting)
+                await until(lambda: not served.async_llm.recovery.is_restarting)
             else:  # this one gets on, and the next suspect follows
                 for outputs in served.engine.core.step().values():
                     outputs.incarnation = served.engine.incarnation
@@ -149,7 +149,7 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
         assert "(report " in answers[place].json()["error"]["message"]
         for i in {0, 1, 2} - {place}:
             assert without_ids(answers[i].json()) == without_ids(expected[i])
-        assert not served.async_llm.suspects.is_active
+        assert not served.async_llm.recovery.is_trying
 
 
 async def test_deaths_while_an_engine_loads_make_nobody_a_suspect():
@@ -162,7 +162,7 @@ async def test_deaths_while_an_engine_loads_make_nobody_a_suspect():
             served.engine.die()
             await until(lambda i=incarnation: served.engine.incarnation == i)
         served.engine.revive()
-        await until(lambda: not served.async_llm.is_restarting)
+        await until(lambda: not served.async_llm.recovery.is_restarting)
         served.engine.may_step.set()
         assert without_ids(await task) == without_ids(expected)
 
@@ -172,7 +172,7 @@ async def test_gauges_are_zero_while_there_is_no_engine():
         task = asyncio.create_task(ask(served, max_tokens=2000))
         await until(lambda: served.async_llm.stats.num_running)
         served.engine.die()
-        await until(lambda: served.async_llm.is_restarting)
+        await until(lambda: served.async_llm.recovery.is_restarting)
         text = (await served.http.get("/metrics")).text
         labels = '{engine="0",model_name="org/fake-model"}'
         assert f"vllm:num_requests_running{labels} 0.0" in text

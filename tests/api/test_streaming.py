@@ -12,6 +12,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from servd.api.streaming import until_disconnect
+from servd.errors import ShuttingDown
 from servd.messages import AbortRequests, EngineDead
 from tests.api.harness import MODEL, Served, events, output_text, serve, until, user
 
@@ -90,6 +91,17 @@ async def test_an_engine_that_dies_in_mid_stream(keep_alive):
         chunks = events(text)
         assert chunks[0]["choices"] and chunks[-1]["error"]["code"] == "engine_dead"
         assert "out of memory" in chunks[-1]["error"]["message"]
+
+
+async def test_a_stream_that_a_shutdown_cuts_says_so(listening_server: Served):
+    listening_server.engine.step_seconds = 0.02
+    body = {"prompt": "a", "stream": True, "max_tokens": 1000}
+    text = ""
+    async with listening_server.http.stream("POST", COMPLETIONS, json=body) as answer:
+        async for part in answer.aiter_text():
+            text += part
+            listening_server.async_llm.fail(ShuttingDown("the server is shutting down"))
+    assert events(text)[-1]["error"]["code"] == "shutting_down"
 
 
 async def test_the_openai_client_raises_an_error_in_mid_stream(listening_server: Served):

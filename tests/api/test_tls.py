@@ -141,6 +141,8 @@ async def test_an_allowed_origin_may_ask_without_a_key_and_read_errors():
         refused = await served.http.get("/v1/models", headers={"origin": PREFLIGHT["origin"]})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == PREFLIGHT["origin"]
+        readable = refused.headers["access-control-expose-headers"].split(", ")
+        assert "x-ratelimit-remaining-requests" in readable and "retry-after" in readable
         other = PREFLIGHT | {"origin": "https://evil.example.com"}
         asked = await served.http.options("/v1/chat/completions", headers=other)
         assert asked.status_code == 400

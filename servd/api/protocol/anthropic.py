@@ -211,14 +211,14 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = None
     top_k: int | None = None
 
-    # For the client's own records; they never change an answer.
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
+    metadata: dict[str, Any] | None = None  # for the client's own records
+    service_tier: str | None = None  # as in a chat
 
     def chat_fields(self) -> dict[str, Any]:
         """Fields of a chat request."""
         fields = {
             "max_completion_tokens": self.max_tokens,
+            "service_tier": self.service_tier,
             "stop": self.stop_sequences,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -23,7 +23,7 @@ from servd.api.protocol.validation import OpenObject, RequestBody
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
-from servd.params import MAX_LOGPROBS, SamplingParams
+from servd.params import MAX_LOGPROBS
 
 # ---- request ----
 
@@ -215,6 +215,7 @@ class ChatPrompt(RequestBody):
         forced = tools if self.tool_choice == "required" else []
         return ToolOptions(tools, forced, self.parallel_tool_calls is not False)
 
+    @property
     def chat(self) -> Chat:
         """The conversation for the template; there must be `messages`."""
         variables: dict[str, Any] = {"documents": self.documents} if self.documents else {}
@@ -288,17 +289,16 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     def prompt(self, request_id: str) -> Prompt:
         """The conversation as the one prompt of a request."""
-        return Prompt(content=self.chat(), request_id=request_id, param="messages")
+        return Prompt(content=self.chat, request_id=request_id, param="messages")
 
-    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """Sampling parameters over the model's `defaults`; no limit is the context's end."""
-        max_tokens = (
-            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        )
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return SamplingParams(
-            **{**defaults, **self.shared_params(), "max_tokens": max_tokens, "logprobs": logprobs}
-        )
+    @property
+    def own_params(self) -> dict[str, Any]:
+        """Without a limit, up to the end of the context."""
+        max_tokens = self.max_completion_tokens
+        return {
+            "max_tokens": self.max_tokens if max_tokens is None else max_tokens,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+        }
 
 
 # ---- response ----

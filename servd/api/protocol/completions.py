@@ -19,7 +19,7 @@ from servd.api.protocol.generation import (
 )
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
-from servd.params import MAX_LOGPROBS, SamplingParams
+from servd.params import MAX_LOGPROBS
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024  # over all prompts: each is a request to the engine
@@ -100,13 +100,14 @@ class CompletionRequest(GenerationRequest):
             for number, content in enumerate(self.prompt)
         ]
 
-    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """The request's sampling parameters over the model's `defaults`."""
+    @property
+    def own_params(self) -> dict[str, Any]:
+        """Without a limit, a few tokens; echoed log-probabilities are those of the prompt."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        own: dict[str, int | None] = {"max_tokens": max_tokens, "logprobs": self.logprobs}
+        own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
             own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return SamplingParams(**{**defaults, **self.shared_params(), **own})
+        return own
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -21,7 +21,27 @@ Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
 
 
-class VectorRequest(RequestBody):
+class PooledRequest(RequestBody):
+    """What requests for vectors, and for what is made of vectors, share."""
+
+    truncate_prompt_tokens: KeptTokens | None = None
+    priority: Priority | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    """`flex`: in the background, with what other requests leave. Any other is without effect."""
+
+    @property
+    def request_options(self) -> RequestOptions:
+        """How the texts are computed."""
+        return RequestOptions(
+            self.priority or 0,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            owner=self.user or "",
+            lane=int(self.service_tier == "flex"),
+        )
+
+
+class VectorRequest(PooledRequest):
     """What requests for vectors share: texts, ids or one chat, and the form of the vectors."""
 
     # read as list[str] | list[list[int]] | None
@@ -33,9 +53,6 @@ class VectorRequest(RequestBody):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     normalize: bool | None = None
-    truncate_prompt_tokens: KeptTokens | None = None
-    priority: Priority | None = None
-    user: str | None = None
 
     @model_validator(mode="after")
     def _check_input(self) -> VectorRequest:
@@ -65,12 +82,6 @@ class VectorRequest(RequestBody):
             chat_template_kwargs=self.chat_template_kwargs or {},
         )
         return [Prompt(content=chat, param="messages")]
-
-    @property
-    def request_options(self) -> RequestOptions:
-        """How the inputs are computed."""
-        keep = self.truncate_prompt_tokens
-        return RequestOptions(self.priority or 0, truncate_prompt_tokens=keep)
 
     def params(self, pooling: str | None) -> PoolingParams:
         """How the hidden states of each input become its vector, or its vectors."""

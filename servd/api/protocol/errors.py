@@ -8,7 +8,14 @@ import re
 import msgspec
 from starlette.exceptions import HTTPException
 
-from servd.errors import EngineDead, EngineError, Overloaded, RequestError, Unauthorized
+from servd.errors import (
+    EngineDead,
+    EngineError,
+    Overloaded,
+    RequestError,
+    ShuttingDown,
+    Unauthorized,
+)
 
 log = logging.getLogger("servd.api")
 
@@ -72,9 +79,10 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
             headers.update(error.headers)
             if isinstance(error, Unauthorized):
                 headers["WWW-Authenticate"] = "Bearer"
-        case EngineDead():
+        case EngineDead() | ShuttingDown():
             message = without_paths(str(error))
-            status, detail = 503, ErrorDetail(message, "server_error", code="engine_dead")
+            code = "engine_dead" if isinstance(error, EngineDead) else "shutting_down"
+            status, detail = 503, ErrorDetail(message, "server_error", code=code)
         case EngineError():
             log.error("request %s failed: %s", request_id, error)
             message = without_paths(str(error))

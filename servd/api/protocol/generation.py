@@ -265,13 +265,22 @@ class GenerationRequest(StructuredRequest):
             lane=int(self.service_tier == "flex"),
         )
 
-    def shared_params(self) -> dict[str, Any]:
-        """The given fields that have the name and meaning of a SamplingParams field."""
-        names = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)
-        params = {name: value for name in names if (value := getattr(self, name)) is not None}
+    @property
+    def own_params(self) -> dict[str, Any]:
+        """Sampling parameters whose fields differ between chats and completions."""
+        return {}
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """The request's sampling parameters over the model's `defaults`."""
+        given = {name: v for name in SHARED_PARAMS if (v := getattr(self, name)) is not None}
         if self.repetition_detection is not None:
-            params["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
-        return {**params, "structured_output": self.structured_output()}
+            given["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
+        given["structured_output"] = self.structured_output()
+        return SamplingParams(**{**defaults, **given, **self.own_params})
+
+
+# Fields with the name and meaning of one in SamplingParams.
+SHARED_PARAMS = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)
 
 
 class PromptLogprob(msgspec.Struct):

@@ -11,10 +11,8 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.completions import MAX_PROMPTS
-from servd.api.protocol.embeddings import EmbeddingUsage, Priority
-from servd.api.protocol.validation import KeptTokens, RequestBody
+from servd.api.protocol.embeddings import EmbeddingUsage, PooledRequest
 from servd.errors import InvalidRequest
-from servd.messages import RequestOptions
 from servd.params import PoolingParams
 
 
@@ -45,19 +43,10 @@ OneOrMoreTexts = (
 Texts = Annotated[Any, BeforeValidator(list_of_texts, OneOrMoreTexts)]  # read as list[str]
 
 
-class SimilarityRequest(RequestBody):
+class SimilarityRequest(PooledRequest):
     """What requests that compare texts share."""
 
     pooling: Literal["last", "mean"] | None = None
-    truncate_prompt_tokens: KeptTokens | None = None
-    priority: Priority | None = None
-    user: str | None = None
-
-    @property
-    def request_options(self) -> RequestOptions:
-        """How the texts are computed."""
-        keep = self.truncate_prompt_tokens
-        return RequestOptions(self.priority or 0, truncate_prompt_tokens=keep)
 
     def params(self) -> PoolingParams:
         """How texts become the vectors whose cosine is the score."""

@@ -13,20 +13,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.admission import until
-from servd.api.context import admit, context_of, owned, start_timeline
+from servd.api.context import admit, context_of
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
-from servd.api.protocol.translation import TranslatedRequest
 from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, until_disconnect
 from servd.api.timeline import Timeline
 from servd.errors import EngineDead, InvalidRequest
-from servd.messages import EngineReady, RequestOptions
+from servd.messages import EngineReady
 from servd.outputs import CompletionOutput
-from servd.params import SamplingParams
 from servd.receipt import Receipt, RepeatablePrompt
 from servd.tracing import now_ns
 
@@ -34,7 +32,7 @@ from servd.tracing import now_ns
 class ResponseBuilder(ABC):
     """One request from its admission to the last byte of its response. Subclasses know the shapes.
 
-    Both ways to answer consume the same outputs, so a stream joined is the whole response.
+    Streams and whole responses are made of the same outputs, so a stream joined is the response.
 
     Attributes:
         pulse: what a stream sends while there is no frame.
@@ -43,14 +41,9 @@ class ResponseBuilder(ABC):
 
     Args:
         request: whose body has been read.
-        body: as the client sent it.
+        asked: what is generated and how, for all prompts.
         response_id: the `id` of the body and of all frames.
-        prompts: each with the same number of choices.
-        params: for all prompts.
-        options: for all prompts.
-
-    Raises:
-        UnknownModel: the body names a model that is not served.
+        prompts: each gets the same number of choices.
     """
 
     pulse: ClassVar[bytes] = KEEP_ALIVE
@@ -60,42 +53,41 @@ class ResponseBuilder(ABC):
     def __init__(
         self,
         request: Request,
-        body: GenerationRequest | TranslatedRequest,
+        asked: GenerationRequest,
         response_id: str,
         prompts: Sequence[Prompt],
-        params: SamplingParams,
-        options: RequestOptions,
     ) -> None:
         self.request = request
         self.context = context_of(request)
         self.async_llm = self.context.async_llm
         self.tokenizer = self.async_llm.processor.tokenizer
-        self.stream = bool(body.stream)
+        self.asked = asked
+        self.stream = bool(asked.stream)
         self.id = response_id
         self.model = request.state.model
         self.prompts = prompts
-        self.params = params
-        self.options = owned(request, options)
-        self.n = params.n
+        self.params = asked.sampling_params(self.async_llm.processor.default_params)
+        self.options = asked.request_options  # once admitted, with what the API key decides
+        self.n = self.params.n
         self.prepared: list[Prepared] = []
         self.parsers: list[OutputParser] = []  # of the choices
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prompts)
         self.wants_receipt = request.headers.get("x-servd-receipt") == "1"
         self.token_ids: list[list[int]] = [[] for _ in prompts for _ in range(self.n)]
-        if self.wants_receipt and getattr(body, "use_beam_search", False):
+        if self.wants_receipt and asked.use_beam_search:
             raise InvalidRequest("there is no receipt of a beam search: leave out X-Servd-Receipt")
 
     def start(self) -> None:  # noqa: B027
-        """The request is valid: make what its choices need besides their parsers."""
+        """Set up per-choice state once the request has been validated."""
 
     @abstractmethod
     def frames_of(self, output: CompletionOutput) -> bytes:
-        """What a stream says about an output; may be nothing."""
+        """The stream's frames for an output; may be empty."""
 
     @abstractmethod
     def add(self, output: CompletionOutput) -> None:
-        """Keep an output for the body."""
+        """Add an output to the body."""
 
     @abstractmethod
     def whole(self) -> msgspec.Struct:
@@ -103,27 +95,20 @@ class ResponseBuilder(ABC):
 
     @property
     def size(self) -> int:
-        """About how many tokens the body shows."""
+        """Approximate number of tokens in the body."""
         return self.num_output_tokens
 
     def last_frame(self) -> bytes:
-        """What a stream says after the last output; may be nothing."""
+        """The stream's frame after the last output; may be empty."""
         return b""
 
     def error_frame(self, reply: ErrorReply) -> bytes:
-        """How a stream that cannot go on ends; `reply` is what else the response would be."""
+        """The last frame of a stream that fails; `reply` is the error as an HTTP response."""
         return event(reply.body)
-
-    async def outputs(self) -> AsyncGenerator[CompletionOutput, None]:
-        """What is generated, to the deadline."""
-        deadline = self.request.state.deadline
-        async with aclosing(self.generate()) as outputs:
-            while (output := await until(deadline, anext(outputs, None))) is not None:
-                yield output
 
     def generate(self) -> AsyncGenerator[CompletionOutput, None]:
         """The outputs of all choices, while `admitted`; index = prompt number * n + i."""
-        return self.async_llm.generate(self.prepared)
+        return self.async_llm.generate(self.prepared, self.request.state.deadline)
 
     async def respond(self, headers: Mapping[str, str] | None = None) -> Response:
         """Stream, or wait for all of it; the engine stops when the client leaves.
@@ -147,16 +132,15 @@ class ResponseBuilder(ABC):
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
-        """Let the whole request in, then prepare it; it counts until the end of the block.
+        """Admit the whole request for the duration of the block, and prepare it.
 
         Raises:
             Overloaded: see `AsyncLLM.admit`; nothing has been done.
             EngineDead: the engine is gone.
             InvalidRequest: see `AsyncLLM.prepare`.
         """
-        for prompt in self.prompts:
-            start_timeline(self.request, prompt.request_id)
-        with admit(self.request, len(self.prompts), self.options.lane) as admitted:
+        prompt_ids = [prompt.request_id for prompt in self.prompts]
+        with admit(self.request, self.options, prompt_ids) as (admitted, self.options):
             preparing = self.async_llm.prepare(self.prompts, self.params, self.options)
             self.prepared = await until(self.request.state.deadline, preparing)
             admitted.add_tokens(self.num_prompt_tokens)
@@ -176,8 +160,8 @@ class ResponseBuilder(ABC):
                 self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], num_cached)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """All that a stream says."""
-        async with self.admitted(), aclosing(self.outputs()) as outputs:
+        """All frames of a stream."""
+        async with self.admitted(), aclosing(self.generate()) as outputs:
             async for output in outputs:
                 self.count(output)
                 if frames := self.frames_of(output):
@@ -188,7 +172,7 @@ class ResponseBuilder(ABC):
                 yield b": receipt " + msgspec.json.encode(await self.receipt()) + b"\n\n"
 
     async def _collect(self) -> bytes:
-        async with self.admitted(), aclosing(self.outputs()) as outputs:
+        async with self.admitted(), aclosing(self.generate()) as outputs:
             async for output in outputs:
                 self.count(output)
                 self.add(output)
@@ -203,7 +187,7 @@ class ResponseBuilder(ABC):
         return await self.async_llm.offload(self.options.owner, self.size, encode)
 
     async def receipt(self) -> Receipt:
-        """What is needed to repeat the answer, once it is whole."""
+        """What is needed to replay the finished response."""
         n = self.n
         prompts = [
             RepeatablePrompt(
@@ -222,7 +206,7 @@ class ResponseBuilder(ABC):
 
     @property
     def timelines(self) -> list[Timeline]:
-        """Of the prompts, until the client leaves; an answer may be put together even then."""
+        """Timelines of the prompts, as long as the client is connected."""
         running = self.async_llm.tracer.running
         return [running[p.request_id] for p in self.prompts if p.request_id in running]
 
@@ -232,7 +216,7 @@ class ResponseBuilder(ABC):
         return sum(len(one.prompt_token_ids) for one in self.prepared)
 
     def deltas_of(self, output: CompletionOutput) -> list[Delta]:
-        """What is certain now of an output's text, and of what was held back before it."""
+        """Parsed deltas of an output, and of text held back before it."""
         parser = self.parsers[output.index]
         began = now_ns()
         deltas = parser.feed(output.text, output.token_ids)
@@ -248,7 +232,7 @@ class ResponseBuilder(ABC):
         return deltas
 
     def _time_parsing(self, index: int, began: int) -> None:
-        """A piece of a tool call was parsed, from `began` to now."""
+        """Account for parsing a piece of a tool call, from `began` to now."""
         timeline = self.async_llm.tracer.running.get(self.prompts[index // self.n].request_id)
         if timeline is not None:
             timeline.parsed_from_ns = timeline.parsed_from_ns or began

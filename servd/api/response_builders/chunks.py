@@ -1,4 +1,4 @@
-"""ChunkBuilder: what both kinds of completions share; a stream is made of chunks."""
+"""ChunkBuilder: what chat and text completions share; a stream is made of chunks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 
 from servd.api import beam_search
 from servd.api.explanation import stage_times
 from servd.api.processor import Prepared
-from servd.api.prompt import Prompt
 from servd.api.protocol.chat import ChatCompletionChunk
 from servd.api.protocol.completions import Completion
 from servd.api.protocol.generation import (
-    GenerationRequest,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
@@ -31,7 +28,6 @@ from servd.api.response_builders.logprobs import MIN_LOGPROB
 from servd.api.streaming import event
 from servd.errors import InvalidRequest
 from servd.outputs import CompletionOutput
-from servd.params import SamplingParams
 
 MAX_LOGPROBS_SHOWN = 1_000_000  # of prompts, in one body: about 60 MB of JSON
 
@@ -39,28 +35,11 @@ MAX_LOGPROBS_SHOWN = 1_000_000  # of prompts, in one body: about 60 MB of JSON
 class ChunkBuilder(ResponseBuilder):
     """Several choices of one or more prompts, each in pieces or whole."""
 
-    def __init__(
-        self,
-        request: Request,
-        body: GenerationRequest,
-        response_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-    ) -> None:
-        super().__init__(request, body, response_id, prompts, params, body.request_options)
-        self.asked = body
-        self.include_usage, self.continuous_usage = body.include_usage, body.continuous_usage
-        self.created = int(time.time())
-        self.choices: list[CompletionOutput] = []
-        self.has_begun: list[bool] = []  # by choice
-        self.drafts: list[tuple[int, int]] = []  # see CompletionOutput; of all choices
-        self.encode = msgspec.json.Encoder().encode
-
     def start(self) -> None:
-        """Make what its choices need.
+        """Set up the choices.
 
         Raises:
-            InvalidRequest: the body would show too many log-probabilities.
+            InvalidRequest: the body would have too many log-probabilities.
         """
         if self.size > MAX_LOGPROBS_SHOWN:
             raise InvalidRequest(
@@ -69,23 +48,28 @@ class ChunkBuilder(ResponseBuilder):
                 "log-probabilities at once",
                 param="n" if self.n > 1 else "prompt_logprobs",
             )
+        self.created = int(time.time())
+        self.encode = msgspec.json.Encoder().encode
+        self.include_usage = self.asked.include_usage
+        self.continuous_usage = self.asked.continuous_usage
         self.choices = [CompletionOutput(index=i) for i in range(self.n * len(self.prompts))]
-        self.has_begun = [False] * len(self.choices)
+        self.has_begun = [False] * len(self.choices)  # by choice
+        self.drafts: list[tuple[int, int]] = []  # see CompletionOutput; of all choices
 
     @property
     def size(self) -> int:
-        """About how many tokens and log-probabilities the body shows."""
+        """Approximate number of tokens and log-probabilities in the body."""
         k = self.params.prompt_logprobs
         num_shown = 0 if k is None else self.n * self.num_prompt_tokens * (k + 1)
         return num_shown + self.num_output_tokens * (1 + (self.params.logprobs or 0))
 
     @abstractmethod
     def chunks(self, output: CompletionOutput) -> Sequence[msgspec.Struct]:
-        """What a stream says about an output; may be nothing."""
+        """The stream's chunks for an output; may be empty."""
 
     @abstractmethod
     def usage_chunk(self) -> ChatCompletionChunk | Completion:
-        """A chunk without choices that tells the usage."""
+        """A chunk with the usage and no choices."""
 
     def count(self, output: CompletionOutput) -> None:
         """Count the tokens and the drafts of an output."""
@@ -100,7 +84,7 @@ class ChunkBuilder(ResponseBuilder):
         return frames
 
     def last_frame(self) -> bytes:
-        """The usage and the timings, as far as the client asked for them."""
+        """Usage and timings, if the client asked for them."""
         if not (self.include_usage or self.asked.timings_per_token):
             return b""
         chunk = self.usage_chunk()
@@ -114,13 +98,14 @@ class ChunkBuilder(ResponseBuilder):
         self.choices[output.index].add(output)
 
     def generate(self) -> AsyncGenerator[CompletionOutput, None]:
-        """By sampling, or by beam search."""
-        body = self.asked
+        """Sample, or run beam search."""
+        body, deadline = self.asked, self.request.state.deadline
         if not body.use_beam_search:
-            return self.async_llm.generate(self.prepared)
+            return self.async_llm.generate(self.prepared, deadline)
         length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        early_stopping = body.early_stopping or False
         return beam_search.search(
-            self.async_llm, self.prepared, length_penalty, body.early_stopping or False
+            self.async_llm, self.prepared, length_penalty, early_stopping, deadline
         )
 
     def usage(self) -> Usage:
@@ -134,7 +119,7 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def timings(self) -> Timings | UnsetType:
-        """How long it took so far, if the client asked for that."""
+        """Timings so far, if the client asked for them."""
         if not self.asked.timings_per_token:
             return UNSET
         num_cached = sum(self.num_cached_tokens)
@@ -148,7 +133,7 @@ class ChunkBuilder(ResponseBuilder):
         )  # fmt: skip
 
     def metrics(self) -> ResponseMetrics | UnsetType:
-        """What became of the drafts, if the server tells it and there is one choice."""
+        """Speculative decoding metrics, if enabled and there is one choice."""
         config = self.context.config
         level, speculative = (
             config.observability.per_request_spec_decode_metrics,
@@ -162,18 +147,18 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def chunk_usage(self) -> Usage | None | UnsetType:
-        """The `usage` of an ordinary chunk: there only if the client asked for usage."""
+        """The `usage` of an ordinary chunk, if the client asked for it."""
         if self.continuous_usage:
             return self.usage()
         return None if self.include_usage else UNSET
 
     def has_news(self, output: CompletionOutput) -> bool:
-        """Whether a stream says something about an output; its text may be held back."""
+        """Whether an output has anything to stream; its text may be held back."""
         asked_for_tokens = output.logprobs or self.asked.return_token_ids or self.continuous_usage
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
     def token_name(self, token_id: int) -> str:
-        """How log-probabilities name a token."""
+        """The name of a token in log-probabilities."""
         return (
             f"token_id:{token_id}"
             if self.asked.return_tokens_as_token_ids
@@ -181,7 +166,7 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def prompt_text(self, prepared: Prepared) -> str:
-        """The prompt, written out where only its tokens are known."""
+        """The prompt as text, decoded if it was given as token ids."""
         if prepared.prompt is not None:
             return prepared.prompt
         return self.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)

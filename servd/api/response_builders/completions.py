@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 
 from servd.api.processor import Prepared
-from servd.api.prompt import Prompt
 from servd.api.protocol.completions import (
     Completion,
     CompletionChoice,
@@ -19,34 +15,23 @@ from servd.api.protocol.generation import Usage
 from servd.api.response_builders.chunks import ChunkBuilder
 from servd.api.response_builders.logprobs import TextOffsets
 from servd.outputs import CompletionOutput
-from servd.params import SamplingParams
 
 
 class CompletionBuilder(ChunkBuilder):
     """Shapes of a text completion."""
 
-    def __init__(
-        self,
-        request: Request,
-        body: CompletionRequest,
-        response_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-    ) -> None:
-        super().__init__(request, body, response_id, prompts, params)
-        self.num_logprobs = body.logprobs
-        self.echo = bool(body.echo)
-        self.offsets: list[TextOffsets] = []  # by choice
+    asked: CompletionRequest
 
     def start(self) -> None:
-        """Make what its choices need."""
+        """Set up the choices."""
         super().start()
+        self.num_logprobs, self.echo = self.asked.logprobs, bool(self.asked.echo)
         skips = self.params.skip_special_tokens
         skipped = self.tokenizer.special_ids if skips else frozenset[int]()
         self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in self.choices]
 
     def chunks(self, output: CompletionOutput) -> list[Completion]:
-        """One chunk; a choice's first one also brings what is said once."""
+        """One chunk; the first of a choice also has what is sent once."""
         is_first = not self.has_begun[output.index]
         if not self.has_news(output) and not (is_first and self.echo):
             return []

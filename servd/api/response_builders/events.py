@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import msgspec
 from starlette.requests import Request
 
-from servd.api.context import context_of
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest
@@ -36,7 +35,7 @@ class EventBuilder(ResponseBuilder):
     """Chat field -> the field of this API that it was made of, for errors."""
     end = b""  # the last event says that it is the last
     response: Any
-    """The body, which grows."""
+    """The body so far."""
     has_begun = False
 
     def __init__(
@@ -46,20 +45,19 @@ class EventBuilder(ResponseBuilder):
         response_id: str,
         chat: ChatCompletionRequest,
     ) -> None:
-        params = chat.sampling_params(context_of(request).async_llm.processor.default_params)
-        prompts = [chat.prompt(response_id)]
-        super().__init__(request, body, response_id, prompts, params, chat.request_options)
+        super().__init__(request, chat, response_id, [chat.prompt(response_id)])
+        self.stream = bool(body.stream)
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
-        """As for a chat; errors name the fields as the client wrote them."""
+        """As for a chat, but errors have this API's field names."""
         with renamed(self.names):
             async with super().admitted():
                 yield
 
     @abstractmethod
     def begin(self) -> Iterator[Event]:
-        """The first output has come."""
+        """Events before the first output."""
 
     @abstractmethod
     def change(self, delta: Delta) -> Iterator[Event]:
@@ -71,7 +69,7 @@ class EventBuilder(ResponseBuilder):
 
     @abstractmethod
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
-        """End the stream with an error; `reply` is what else would have been the response."""
+        """End the stream with an error; `reply` is the error as an HTTP response."""
 
     @property
     def parser(self) -> OutputParser:

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, read_body
+from servd.api.context import read_body
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.response_builders.chat import ChatBuilder
@@ -20,6 +20,4 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_body(request, ChatCompletionRequest)
     response_id = f"chatcmpl-{request.state.unique_id}"
-    params = body.sampling_params(context_of(request).async_llm.processor.default_params)
-    builder = ChatBuilder(request, body, response_id, [body.prompt(response_id)], params)
-    return await builder.respond()
+    return await ChatBuilder(request, body, response_id, [body.prompt(response_id)]).respond()

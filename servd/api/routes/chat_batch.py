@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, offload, read_body
+from servd.api.context import offload, read_body
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletion
 from servd.api.protocol.chat_batch import ChatBatchRequest
@@ -25,5 +25,4 @@ async def create_chat_completions(request: Request) -> Response:
     response_id = f"chatcmpl-{request.state.unique_id}"
     chats = await offload(request, request.state.num_bytes, body.chats)
     prompts = [chat.prompt(f"{response_id}-{number}") for number, chat in enumerate(chats)]
-    params = chats[0].sampling_params(context_of(request).async_llm.processor.default_params)
-    return await ChatBuilder(request, chats[0], response_id, prompts, params).respond()
+    return await ChatBuilder(request, chats[0], response_id, prompts).respond()

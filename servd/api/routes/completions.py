@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, read_body
+from servd.api.context import read_body
 from servd.api.openapi import describes
 from servd.api.protocol.completions import Completion, CompletionRequest
 from servd.api.response_builders.completions import CompletionBuilder
@@ -20,6 +20,5 @@ async def create_completion(request: Request) -> Response:
     """Continue one or more prompts."""
     body = await read_body(request, CompletionRequest)
     response_id = f"cmpl-{request.state.unique_id}"
-    params = body.sampling_params(context_of(request).async_llm.processor.default_params)
     prompts = body.prompts(response_id)
-    return await CompletionBuilder(request, body, response_id, prompts, params).respond()
+    return await CompletionBuilder(request, body, response_id, prompts).respond()

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.admission import until
-from servd.api.context import admit, context_of, json_response, owned, read_body, start_timeline
+from servd.api.context import admit, context_of, json_response, read_body
 from servd.api.decisions import OptionScorer, gather
 from servd.api.openapi import describes
 from servd.api.prompt import Chat, Prompt
@@ -50,10 +50,9 @@ async def create_decision(request: Request) -> Response:
     async_llm = context.async_llm
     body = await read_body(request, DecisionsRequest)
     request_id = f"decision-{request.state.unique_id}"
-    start_timeline(request, request_id)
-    own = owned(request, RequestOptions(cache_salt=body.prompt_cache_key))
-    scorer = OptionScorer(async_llm, request_id, own)
-    with admit(request):
+    asked = RequestOptions(cache_salt=body.prompt_cache_key)
+    with admit(request, asked, [request_id]) as (_, options):
+        scorer = OptionScorer(async_llm, request_id, options)
         answering = until_disconnect(_answers(scorer, body), request.receive)
         answers = await until(request.state.deadline, answering)
     usage = ResponseUsage(

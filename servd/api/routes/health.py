@@ -51,7 +51,7 @@ async def health(request: Request) -> Response:
                 "progress": status.progress,
                 "elapsed_seconds": elapsed,
             }
-            what = "restarting" if context.async_llm.is_restarting else "loading"
+            what = "restarting" if context.async_llm.recovery.is_restarting else "loading"
             return json_response({"status": what, **progress}, 503, {"retry-after": "1"})
         case EngineDead() as status:
             return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import admit, context_of, json_response, owned, read_body
+from servd.api.context import admit, context_of, json_response, read_body
 from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
 
@@ -21,10 +21,10 @@ async def render_chat_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, ChatCompletionRequest)
     params = body.sampling_params(context.async_llm.processor.default_params)
-    prompts = [body.prompt(f"render-{request.state.unique_id}")]
-    options = owned(request, body.request_options)
-    with admit(request):
-        (prepared,) = await context.async_llm.prepare(prompts, params, options)
+    prompt = body.prompt(f"render-{request.state.unique_id}")
+    admission = admit(request, body.request_options, [prompt.request_id], is_traced=False)
+    with admission as (_, options):
+        (prepared,) = await context.async_llm.prepare([prompt], params, options)
     params = msgspec.structs.asdict(prepared.params)
     answer = RenderedChat(request.state.model, prepared.prompt, prepared.prompt_token_ids, params)
     return json_response(answer, headers=request.state.ignored)

@@ -219,7 +219,7 @@ async def _run_detached(
     """Make a response in the background, to its end or until it is cancelled."""
     request_id = builder.request.state.request_id
     try:
-        async with admission, aclosing(builder.outputs()) as outputs:
+        async with admission, aclosing(builder.generate()) as outputs:
             async for output in outputs:
                 builder.count(output)
                 for event in builder.events_of(output):

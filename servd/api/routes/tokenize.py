@@ -23,7 +23,7 @@ async def tokenize(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, TokenizeRequest)
     tokenizer = context.async_llm.processor.tokenizer
-    content = body.chat() if body.prompt is None else body.prompt
+    content = body.chat if body.prompt is None else body.prompt
     prompt = Prompt(content=content, add_special_tokens=body.add_special_tokens)
     token_ids = await context.async_llm.tokenize(prompt, request.state.client)
 

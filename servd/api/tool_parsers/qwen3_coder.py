@@ -80,7 +80,8 @@ class Parser(ToolParser):
             return False
         self.begin_call(name)
         self.arguments("{")
-        parameters = (self.functions.get(name) or {}).get("parameters")
+        functions = [tool["function"] for tool in self.tools if tool["function"]["name"] == name]
+        parameters = functions[0].get("parameters") if functions else None
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         properties = properties if isinstance(properties, dict) else {}
         separator = ""

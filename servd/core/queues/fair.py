@@ -24,7 +24,7 @@ by_order = attrgetter("order")
 SLOT_COST = 2.0  # prompt tokens that a slot costs in each step
 MAX_IDLE_OWNERS = 1024  # whose counters are kept
 MAX_FLOOR_CLASSES = 8  # there may be as many as priorities
-MAX_OVERTAKING = 64  # short prompts that begin while a long one waits for slot or blocks
+MAX_BYPASSES = 64  # short prompts that begin while a long one waits for slot or blocks
 
 Order = tuple[int, int, int]  # (lane, priority, arrival)
 Class = tuple[int, int, bool]  # (lane, priority, whether its prompt is long): lower goes first
@@ -61,7 +61,7 @@ class Backlog:
     # account): counters only grow, so the first is the least unless its own has grown.
     heap: list[tuple[float, float, bool, int, Account]] = field(default_factory=list)
     pushed: set[Account] = field(default_factory=set)
-    num_overtaken: int = 0  # by shorter ones, since one of these began
+    num_bypasses: int = 0  # by shorter ones, since one of these began
 
 
 class WaitingQueue:
@@ -148,7 +148,7 @@ class WaitingQueue:
         lane, priority, is_long = self._class_of[request]
         self.remove(request)
         if (longer := self._backlogs.get((lane, priority, True))) is not None:
-            longer.num_overtaken = 0 if is_long else longer.num_overtaken + 1
+            longer.num_bypasses = 0 if is_long else longer.num_bypasses + 1
         account = self._account(request)
         self._latest[request.order[0]] = account
         account.counter(self._step)
@@ -187,7 +187,7 @@ class WaitingQueue:
         longer = self._head_of(long_class)
         if self._counter(longer) < self._counter(head):
             return longer
-        is_due = self._backlogs[long_class].num_overtaken >= MAX_OVERTAKING
+        is_due = self._backlogs[long_class].num_bypasses >= MAX_BYPASSES
         return longer if is_due and not any(map(self.is_long, partial)) else head
 
     def next(

@@ -1,0 +1,97 @@
+"""Recovery: open requests outlive their engine, except the one that engines die of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from servd.api.output_processor import OutputProcessor
+from servd.api.running import Running
+from servd.core.client import EngineCoreClient
+from servd.tracing import Mark, now_ns
+
+
+class Recovery:
+    """Sends open requests, with their tokens so far, to the engine that replaces a dead one.
+
+    Requests that two engines in a row died with, and that got no token in between, are suspects:
+    they are sent after all others, newest first and one at a time, so that the one being tried
+    when an engine dies is at fault.
+
+    Attributes:
+        is_restarting: the engine has died and there is none to send to yet.
+        is_trying: a suspect runs or is still to be sent.
+
+    Args:
+        client: the channel to the engine.
+        outputs: has the tokens so far.
+        running: open requests by id, in order of arrival.
+    """
+
+    def __init__(
+        self, client: EngineCoreClient, outputs: OutputProcessor, running: Mapping[str, Running]
+    ) -> None:
+        self.client = client
+        self.outputs = outputs
+        self.running = running
+        self.is_restarting = False
+        self.is_trying = False
+        self._at_death: dict[str, int] = {}  # tokens of open requests when the last engine died
+        self._untried: list[str] = []
+        self._tried: str | None = None  # sent, but without a token since
+
+    def engine_died(self, incarnation: int) -> str | None:
+        """Attach to the next engine. Returns the request at fault, if that is known."""
+        had_all, self.is_restarting = not self.is_restarting, True
+        self.client.follow(incarnation)
+        if not had_all:  # it died before it got the requests
+            return None
+        num_tokens = self.num_tokens()
+        stuck = [each for each, count in num_tokens.items() if self._at_death.get(each) == count]
+        guilty = self._tried if self._tried in stuck else None
+        self._at_death = num_tokens
+        self._untried = [request_id for request_id in stuck if request_id != guilty]
+        self._tried = None
+        self.is_trying = bool(self._untried)
+        return guilty
+
+    def engine_ready(self) -> None:
+        """Send what is open, if the engine replaces a dead one."""
+        if not self.is_restarting:
+            return
+        self.is_restarting = False
+        self._send(
+            request_id for request_id in self.num_tokens() if request_id not in self._untried
+        )
+        self.try_next()
+
+    def try_next(self) -> None:
+        """Send the next suspect if the last one has got a token, or has ended."""
+        if not self.is_trying or self.is_restarting:
+            return
+        num_tokens = self.num_tokens()
+        if self._tried is not None and num_tokens.get(self._tried) == self._at_death[self._tried]:
+            return
+        self._tried = None
+        while self._untried and self._tried is None:
+            request_id = self._untried.pop()
+            self._tried = request_id if request_id in num_tokens else None
+        self.is_trying = self._tried is not None
+        self._send([self._tried] if self._tried is not None else [])
+
+    def num_tokens(self) -> dict[str, int]:
+        """Output tokens so far of each open request."""
+        return {
+            request_id: sum(map(len, outputs.values()))
+            for request_id in self.running
+            if (outputs := self.outputs.outputs(request_id))
+        }
+
+    def _send(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            running, outputs = self.running[request_id], self.outputs.outputs(request_id)
+            running.sent_ns = now_ns()
+            running.timeline.marks.append(Mark("sent", running.sent_ns))
+            request = running.prepared.request
+            self.client.send(msgspec.structs.replace(request, output_token_ids=outputs))

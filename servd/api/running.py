@@ -1,0 +1,78 @@
+"""Running: a prompt in the engine, and the stream on which the deltas of its choices go out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from servd.api.metrics import ChoiceTimes
+from servd.api.processor import Prepared
+from servd.api.progress import Unfinished
+from servd.api.timeline import Timeline
+from servd.errors import ServdError
+from servd.outputs import CompletionOutput
+
+
+@dataclass(slots=True)
+class DeltaStream:
+    """Deltas between the engine's channel and one consumer.
+
+    What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in
+    one step.
+    """
+
+    _waiting: dict[int, CompletionOutput] = field(default_factory=dict)  # by choice, merged
+    _failure: ServdError | None = None
+    _woken: asyncio.Future[None] | None = None  # while the consumer waits
+
+    def put(self, delta: CompletionOutput) -> None:
+        """Add a delta; one that comes after a failure is dropped."""
+        if self._failure is not None:  # an engine that goes on would hold the failure back
+            return
+        earlier = self._waiting.get(delta.index)
+        if earlier is None:
+            self._waiting[delta.index] = delta
+        else:
+            earlier.add(delta)
+        self._wake()
+
+    def fail(self, error: ServdError) -> None:
+        """End the stream with an error; the first one counts."""
+        self._failure = self._failure or error
+        self._wake()
+
+    async def take(self) -> Iterable[CompletionOutput]:
+        """Wait for deltas; a failure is raised once all deltas that came before it are taken."""
+        if not self._waiting and self._failure is None:
+            self._woken = asyncio.get_running_loop().create_future()
+            await self._woken
+        if not self._waiting and self._failure is not None:
+            raise self._failure
+        deltas, self._waiting = self._waiting, {}
+        return deltas.values()
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+
+class Running(msgspec.Struct):
+    """A prompt in the engine."""
+
+    prepared: Prepared
+    timeline: Timeline
+    stream: DeltaStream
+    first: int  # index in the stream of its first choice
+    choices: list[ChoiceTimes]
+    is_counted: bool  # in the metrics
+    sent_ns: int
+
+    def unfinished(self) -> Unfinished:
+        """What tells whether the engine gets on with it."""
+        has_begun = bool(self.choices[0].marks)
+        # A new grammar is compiled before there is a step.
+        is_due = has_begun or self.prepared.params.structured_output is None
+        return Unfinished(self.sent_ns, self.choices[0].num_prompt_tokens, has_begun, is_due)
