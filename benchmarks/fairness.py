@@ -27,7 +27,7 @@ class Reply(NamedTuple):
     """One answer to B."""
 
     seconds: float
-    request_id: str
+    causes: Counter[str]  # milliseconds, by where they went
 
 
 class Row(NamedTuple):
@@ -111,7 +111,8 @@ def measure(arguments: argparse.Namespace, name: str, rounds: int) -> Row:
         asked = time.monotonic()
         answer = mine.ask("POST", "/v1/completions", body(arguments, f"B {number}"))
         assert answer.status == 200, answer.body
-        replies.append(Reply(time.monotonic() - asked, answer.request_id or ""))
+        seconds = time.monotonic() - asked
+        replies.append(Reply(seconds, causes_of(mine, answer.request_id)))
     if not rounds:
         time.sleep(20)
     return Row(name, replies, (generated(mine) - before) / (time.monotonic() - begin))
@@ -130,16 +131,20 @@ def generated(mine: _client.Client) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-def explain(arguments: argparse.Namespace, row: Row) -> None:
+def causes_of(mine: _client.Client, request_id: str | None) -> Counter[str]:
+    """Asked at once: timelines of others soon push out this one."""
+    timeline = mine.ask("GET", f"/v1/requests/{request_id}/timeline").body
+    causes: Counter[str] = Counter()
+    for span in timeline.get("spans", []):
+        causes[span["cause"]] += span["end_ms"] - span["begin_ms"]
+    return causes
+
+
+def explain(row: Row) -> None:
     """Where the time of the slowest went."""
-    for reply in sorted(row.replies, reverse=True)[:NUM_WORST]:
-        path = f"/v1/requests/{reply.request_id}/timeline"
-        timeline = client(arguments, "B").ask("GET", path).body
-        causes: Counter[str] = Counter()
-        for span in timeline.get("spans", []):
-            causes[span["cause"]] += span["end_ms"] - span["begin_ms"]
-        parts = ", ".join(f"{cause} {ms:.0f}" for cause, ms in causes.most_common(5))
-        print(f"  {reply.seconds * 1000:.0f} ms at the client: {parts or timeline}")
+    for reply in sorted(row.replies, key=lambda reply: -reply.seconds)[:NUM_WORST]:
+        parts = ", ".join(f"{cause} {ms:.0f}" for cause, ms in reply.causes.most_common(5))
+        print(f"  {reply.seconds * 1000:.0f} ms at the client: {parts}")
 
 
 def main() -> None:
@@ -159,7 +164,7 @@ def main() -> None:
         with loaded(arguments):
             crowd = run("A alone", 0)
             both = run("B beside A")
-            explain(arguments, both)
+            explain(both)
     print("| run | B p50 ms | B p99 ms | tok/s |\n|---|---|---|---|")
     for row in (half, alone, crowd, both):
         times = [f"{1000 * row.quantile(p):.0f}" if row.replies else "" for p in (0.5, 0.99)]
