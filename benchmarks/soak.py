@@ -282,7 +282,8 @@ class Soak:
                 return
             kind = "api.server" if fault.startswith("API") else "engine_core_proc"
             victims = self.processes(f"servd.{'' if kind[0] == 'a' else 'core.'}{kind}")
-            if not victims:
+            # One that loads may stand still for ten minutes before it is given up.
+            if not victims or ("stopped" in fault and await self.audit() is None):
                 continue
             if kind == "api.server":
                 self.api_died_at = time.monotonic()
