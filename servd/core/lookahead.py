@@ -32,8 +32,8 @@ PAUSE_INTERVAL, PAUSE_STEPS = 96, 4
 # seldom the longer nothing has paid, as a try takes as long as two other steps. With one draft it
 # would look too dear: some of what drafting costs is the same for one and for several.
 TRY_INTERVAL, MAX_TRY_INTERVAL, TRY_MEMORY, TRY_DRAFTS = 32, 256, 0.5, 4
-# While nothing is drafted, one step in so many is counted: all this takes 15 us, and a small model
-# a millisecond.
+# While nothing is drafted, requests are asked in one step of so many, and its time counts: all this
+# takes 5 us for each of them, and a step of a small model a millisecond.
 IDLE_INTERVAL = 8
 
 
@@ -146,9 +146,9 @@ class Lookahead:
         # Of a draft in the step that is put together, in tokens: what verifying and making it cost.
         self.least_gain = self.least_gain_asked = 0.0
         self.num_requests = 0  # for which they were last weighed
-        self.num_steps = 0  # measured
-        self.num_idle = 0  # of them, the last ones that had and made no drafts
-        self.is_paused = True
+        self.num_steps = 0
+        self.num_idle = 0  # steps since a request was to be drafted for
+        self.is_open = False  # whether any may be drafted for in this step
         self.try_interval = self.next_try = TRY_INTERVAL
         self.num_tries = 0  # left in this step
 
@@ -162,18 +162,23 @@ class Lookahead:
             self.least_gain, self.least_gain_asked = (MARGIN * num_requests * x for x in shares)
             self.guess, self.guess_found = self.overall.chance(), self.overall.hit_rate()
         self.num_tries = 0
-        self.is_paused = self.num_steps % PAUSE_INTERVAL < PAUSE_STEPS
-        if self.num_steps >= self.next_try and not self.is_paused:
+        if self.num_steps % PAUSE_INTERVAL < PAUSE_STEPS:
+            self.is_open = False
+            return
+        if self.num_steps >= self.next_try:
             self.try_interval = min(2 * self.try_interval, MAX_TRY_INTERVAL)
             self.next_try = self.num_steps + self.try_interval
             self.num_tries = 1 + num_requests // 16
+        self.is_open = self._counts or self.num_tries > 0
 
     def num_drafts(self, acceptance: Acceptance | None) -> int:
-        """How many drafts of a request are worth their time in this step; None: of one that wants
-        none.
-        """
-        if acceptance is None or self.is_paused or not self.max_drafts:
-            return 0
+        """How many drafts of a request are worth their time in this step, if it wants any."""
+        num_drafts = self._num_drafts(acceptance) if acceptance and self.is_open else 0
+        if num_drafts:
+            self.num_idle = 0
+        return num_drafts
+
+    def _num_drafts(self, acceptance: Acceptance) -> int:
         chance, least_gain = acceptance.chance(self.guess), self.least_gain
         if least_gain < chance and self.least_gain_asked:
             least_gain += self.least_gain_asked / acceptance.hit_rate(self.guess_found)
@@ -196,8 +201,13 @@ class Lookahead:
             self.overall.count(*counts)
 
     def time(self, scheduled: Sequence[ScheduledRequest], nanoseconds: int) -> None:
-        """A step is over, so long after the one before. Those with prompts say nothing here."""
-        if not self.max_drafts:
+        """A step is over, so long after the one before. What one with prompts takes says nothing of
+        drafts.
+        """
+        counts = self._counts
+        self.num_steps += 1
+        self.num_idle += 1
+        if not counts:
             return
         num_tokens = num_asked = 0
         for item in scheduled:
@@ -205,13 +215,9 @@ class Lookahead:
                 return
             num_tokens += item.num_tokens
             num_asked += item.max_new_drafts
-        self.num_steps += 1
-        is_idle = num_tokens == len(scheduled) and not num_asked
-        self.num_idle = self.num_idle + 1 if is_idle else 0
-        if self._counts:
-            self.cost.count(num_tokens, num_asked, nanoseconds * 1e-9)
+        self.cost.count(num_tokens, num_asked, nanoseconds * 1e-9)
 
     @property
     def _counts(self) -> bool:
-        """Whether the last step does."""
-        return self.num_idle <= PAUSE_STEPS or self.num_idle % IDLE_INTERVAL == 0
+        """Whether a step is looked at that begins, or ends, now."""
+        return self.num_idle < IDLE_INTERVAL or self.num_idle % IDLE_INTERVAL == 0

@@ -333,7 +333,8 @@ class Scheduler:
         request.num_computed_tokens += scheduled.num_tokens
         if samples:
             request.num_tokens += num_drafts + 1
-            if self.lookahead.max_drafts:
+            request.num_drafts = 0
+            if self.lookahead.is_open:
                 self._ask_for_drafts(request, scheduled)
         if num_tokens > 1 or not samples:
             step.record.prefills[request.request_id] = num_tokens
@@ -401,7 +402,7 @@ class Scheduler:
             if not token_ids:
                 continue
             output = request.harvest(result, i, ends.get(i), now, record.step)
-            if scheduled.num_drafts or self.lookahead.max_drafts:
+            if scheduled.num_drafts or scheduled.max_new_drafts:
                 num_found = len(result.draft_token_ids.get(i, ()))
                 record.num_drafts += scheduled.num_drafts
                 record.num_accepted += request.settle(scheduled, output, len(token_ids), num_found)

@@ -21,10 +21,12 @@ def throughput(
     num_requests: int,
     overhead: float = 0.0,
     first_step: int = 0,
+    lifetime: int = NUM_STEPS,
 ) -> float:
     """Tokens per second at the depths that Lookahead chooses, where a step takes `base` and 1 for
     each of its tokens, and `overhead` if it verifies any drafts or makes some, with noise; each
-    draft is kept with `chance`. Steps before `first_step` do not count.
+    draft is kept with `chance`. Steps before `first_step` do not count. A request ends after
+    `lifetime` steps, and another one follows it.
     """
     noise, lookahead = random.Random(3), Lookahead(MAX_DRAFTS)
     requests = [Acceptance() for _ in range(num_requests)]
@@ -33,8 +35,10 @@ def throughput(
     for step in range(NUM_STEPS):
         lookahead.begin_step(num_requests)
         scheduled, num_kept = [], 0
-        for row, acceptance in enumerate(requests):
-            num_drafts = depths[row]
+        for row in range(num_requests):
+            if (step + row * lifetime // num_requests) % lifetime == 0:
+                requests[row], depths[row] = Acceptance(), 0
+            acceptance, num_drafts = requests[row], depths[row]
             depths[row] = lookahead.num_drafts(acceptance)
             kept = 0
             while kept < num_drafts and noise.random() < chance:
@@ -83,6 +87,14 @@ def test_drafts_that_cost_more_than_they_yield_are_left_within_a_hundred_steps(
     assert got >= 0.97 * plain
 
 
+@pytest.mark.parametrize("num_requests", [1, 8, 64])
+def test_new_requests_do_not_all_try_what_pays_for_nobody(num_requests):
+    """Nor does a method that costs something whenever any of them drafts."""
+    base = 20.0 + num_requests
+    got = throughput(base, 0.05, num_requests, 0.5 * base, first_step=200, lifetime=150)
+    assert got >= 0.97 * expected_throughput(base, 0.05, num_requests, 0)
+
+
 def test_the_cost_of_a_token_is_the_slope_of_the_steps():
     cost, noise = StepCost(), random.Random(1)
     for _ in range(300):
@@ -111,6 +123,17 @@ def test_who_wants_none_gets_none():
     lookahead.begin_step(1)
     assert lookahead.num_drafts(Acceptance()) > 0
     assert lookahead.num_drafts(None) == 0
+
+
+def test_drafts_are_made_while_every_step_holds_a_prompt():
+    lookahead, asked = Lookahead(MAX_DRAFTS), []
+    prompt = ScheduledRequest(1, 64, [], False, 0, 0, 0)
+    for _ in range(4 * PAUSE_STEPS):
+        lookahead.begin_step(2)
+        asked.append(lookahead.num_drafts(Acceptance()))
+        answer = ScheduledRequest(0, 1, [], True, 0, 0, asked[-1])
+        lookahead.time([answer, prompt], 10**6)
+    assert not any(asked[:PAUSE_STEPS]) and max(asked) > 0
 
 
 def test_what_became_of_others_drafts_does_not_keep_a_request_from_trying():
