@@ -73,8 +73,9 @@ class ModelConfig(Section, frozen=True):
     quantization: Annotated[
         str | None,
         about(
-            "Round the weights as they are loaded. int8: 8 bits and a scale per output. fp8: "
-            "8-bit floats, activations too, which Hopper multiplies twice as fast as 16 bits.",
+            "Round the weights as they are loaded. int8: 8 bits and a scale per output. int4: 4 "
+            "bits, a scale and an offset per group of 32. fp8: 8-bit floats, activations too, "
+            "which Hopper multiplies twice as fast as 16 bits.",
             extra={"plugins": "servd.worker.quantization"},
         ),
     ] = None

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from servd import gguf
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
 
 log = logging.getLogger("servd.hf")
@@ -138,12 +139,28 @@ def read_spec(folder: Path | str) -> ModelSpec:
     )
 
 
+def quantization_of(folder: Path | str) -> dict[str, Any] | None:
+    """How the checkpoint in `folder` says that it is quantized, `quant_method` and the method's own
+    keys; None: it is not.
+    """
+    folder = Path(folder)
+    if (file := folder / "config.json").exists():
+        config = read_json(file)
+        if found := config.get("quantization_config") or config.get("compression_config"):
+            return found
+    for name, method in (("quant_config.json", "awq"), ("quantize_config.json", "gptq")):
+        if (file := folder / name).exists():
+            return {"quant_method": method, **read_json(file)}
+    return None
+
+
 def local_folder(model: str) -> Path | None:
-    """The folder that `model` names, or that of the demo model inside the package; None: it is on
-    the hub.
+    """The folder that `model` names, that of a GGUF file, or that of the demo model inside the
+    package; None: it is on the hub.
 
     Raises:
-        ModelNotFound: this installation lacks the demo model.
+        ModelNotFound: this installation lacks the demo model, or see `gguf.as_folder`.
+        UnsupportedModel: see `gguf.as_folder`.
     """
     if model == DEMO_MODEL:  # a folder of this name is ./demo
         if not DEMO_FOLDER.exists():
@@ -151,6 +168,8 @@ def local_folder(model: str) -> Path | None:
                 "this installation has no demo model: name another, e.g. `servd serve gpt2`"
             )
         return DEMO_FOLDER
+    if (file := gguf.find_file(model)) is not None:
+        return gguf.as_folder(file)
     return Path(model).resolve() if os.path.isdir(model) else None
 
 
@@ -245,7 +264,8 @@ def _download(
 
 
 def weight_files(folder: Path | str) -> list[Path]:
-    """The safetensors files of a checkpoint, in the order of their names.
+    """The safetensors files of a checkpoint, in the order of their names, or the GGUF file of one
+    that `gguf.as_folder` made.
 
     Raises:
         ModelNotFound: there is none, or one that the index names is missing.
@@ -261,11 +281,14 @@ def weight_files(folder: Path | str) -> list[Path]:
                 f"{folder} lacks {len(missing)} of {len(files)} weight files, first {missing[0]}"
             )
         return files
+    if (folder / gguf.WEIGHTS).is_symlink():
+        return [folder / gguf.WEIGHTS]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        patterns = ("*.bin", "*.pt", "*.gguf")
-        other = sorted(f.name for pattern in patterns for f in folder.glob(pattern))
+        other = sorted(f.name for pattern in ("*.bin", "*.pt") for f in folder.glob(pattern))
         hint = f"; it has {other[0]}: convert it to safetensors" if other else ""
+        if found := sorted(folder.glob("*.gguf")):
+            hint = f"; it has {found[0].name}: name that file"
         raise ModelNotFound(f"{folder} has no .safetensors file{hint}")
     return files
 
@@ -293,14 +316,18 @@ def read_generation_defaults(spec: ModelSpec, source: str) -> dict[str, Any]:
 
 
 def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
-    """The tokenizer.json of a model folder; without one, made of the slow tokenizer that is there,
-    once.
+    """The tokenizer.json of a model folder; without one, made of the slow tokenizer or the GGUF
+    file that is there, once.
 
     Raises:
         ModelNotFound: there is no tokenizer, or it cannot be converted.
     """
     file = Path(folder) / "tokenizer.json"
-    return file if file.exists() else _convert_tokenizer(Path(folder), trust_remote_code)
+    if file.exists():
+        return file
+    if file.with_name(gguf.WEIGHTS).is_symlink():
+        return gguf.write_tokenizer(Path(folder))
+    return _convert_tokenizer(Path(folder), trust_remote_code)
 
 
 def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:

@@ -166,8 +166,8 @@ def _check_otlp(endpoint: str) -> None:
 
 
 def _model_names(model: str) -> list[str]:
-    """MODEL; for a folder its own name first, which clients can know."""
-    folder_name = [Path(model).resolve().name] if os.path.isdir(model) else []
+    """MODEL; for a folder or a file its own name first, which clients can know."""
+    folder_name = [Path(model).resolve().name] if os.path.exists(model) else []
     return list(dict.fromkeys([*folder_name, model]))
 
 

@@ -80,7 +80,7 @@ PLUGINS = {
     "servd/core/executor": "Executor",
     "servd/worker/attention": "Backend",
     "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel)",
-    "servd/worker/quantization": "quantize",
+    "servd/worker/quantization": "quantize|read",
     "servd/worker/readers": "Reader",
     "servd/worker/sample/logits_processors": "Processor",
 }

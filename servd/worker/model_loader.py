@@ -16,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from servd import plugins
-from servd.errors import ModelNotFound, UnsupportedModel
-from servd.hf import ModelSpec, weight_files
+from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.hf import ModelSpec, quantization_of, weight_files
 from servd.worker.layers._matrix import Form, Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
+from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Weight
 from servd.worker.ops import native
 from servd.worker.parallel import Parallel
@@ -30,6 +31,7 @@ log = logging.getLogger("servd.worker")
 MODELS = "servd.worker.models"
 QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
+MakeForm = Callable[[Tensor], Form | None]
 # Found in a calibrated checkpoint, beside the projections or below one of them.
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
@@ -108,26 +110,30 @@ def tensor_shapes(folder: str) -> dict[str, torch.Size]:
     Raises:
         ModelNotFound: a file is missing or broken.
     """
-    return {name: tensor.shape for name, tensor in _tensors(weight_files(folder))}
+    return {name: tensor.shape for name, tensor in read_tensors(weight_files(folder))}
 
 
 def load_weights(
     model: Loadable,
     folder: str,
     progress: Callable[[float], None],
+    make: MakeForm,
     rename: Callable[[str], str] = str,
 ) -> None:
-    """Fill the model from the checkpoint in `folder`, tensor by tensor from the mapped file.
+    """Fill the model from the checkpoint in `folder`, tensor by tensor from the mapped file. A
+    matrix that is complete takes its form at once, so that only parts of one are there twice.
 
     Args:
         model: to fill.
         folder: with the safetensors files.
         progress: called with how far it is, 0 to 1.
+        make: see `form_maker`.
         rename: from a checkpoint's name for a tensor to one that the model has.
 
     Raises:
         ModelNotFound: a file or tensor is missing or broken.
-        UnsupportedModel: a tensor that the model does not know, or one of another shape.
+        UnsupportedModel: a tensor that the model does not know, or one of another shape; a
+            quantization that servd does not read.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
@@ -135,13 +141,17 @@ def load_weights(
     copy = Staging() if is_on_cuda else Tensor.copy_
     files = weight_files(folder)
     done, total = 0, sum(file.stat().st_size for file in files)
-    for name, tensor in _tensors(files):
+    for name, tensor in _checkpoint(files, next(iter(weights.values()))):
         try:
             renamed = rename(name)
-            if not _load_kv_scale(model, attentions, renamed, tensor):
+            if isinstance(tensor, Quantized) or not _load_kv_scale(
+                model, attentions, renamed, tensor
+            ):
                 target, part = _target(model, weights, renamed)
                 if target is not None:
                     target.load(tensor, part, copy)
+                    if isinstance(target, Matrix) and not target.missing:
+                        target.reform(make)
         except ValueError as error:
             raise UnsupportedModel(f"{folder}: tensor {name} has {error}") from None
         done += tensor.nbytes
@@ -153,7 +163,29 @@ def load_weights(
         )
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """Tensors as the format of the checkpoint gives them; `weight` is on the model's device."""
+    stated = quantization_of(files[0].parent)
+    if stated is None:
+        return read_tensors(files)
+    try:
+        read = plugins.load(QUANTIZATIONS, str(stated.get("quant_method")), "read")
+    except (AttributeError, ConfigError):
+        raise UnsupportedModel(
+            f"{files[0].parent}: checkpoints of quant_method {stated.get('quant_method')!r} are "
+            "not supported: docs/quantization.md says which are"
+        ) from None
+    # In a dry run, sizes are all that is wanted.
+    device = torch.device("meta") if weight.is_meta else weight.device
+    return read(files, stated, device)
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of safetensors files as they are, by name, mapped.
+
+    Raises:
+        ModelNotFound: a file is broken.
+    """
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
@@ -211,7 +243,7 @@ def _target(
     )
 
 
-def init_dummy_weights(model: Loadable, seed: int) -> None:
+def init_dummy_weights(model: Loadable, seed: int, make: MakeForm) -> None:
     """Fill the model with small random numbers, equal for a seed on every rank; vectors are 1."""
     for index, (_, weight) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=weight.device).manual_seed(seed + index)
@@ -219,25 +251,37 @@ def init_dummy_weights(model: Loadable, seed: int) -> None:
             weight.data.fill_(1.0)
         else:
             weight.data.normal_(std=DUMMY_STD, generator=generator)
-
-
-def reform(model: Loadable, dtype: torch.dtype, quantization: str | None) -> None:
-    """Bring the matrices, one after the other, into the form in which the device multiplies
-    fastest.
-
-    Args:
-        model: loaded.
-        dtype: the type of matrices that are not quantized; narrower ones stay as they are.
-        quantization: a file of servd/worker/quantization, or None.
-    """
-    make = (
-        plugins.load(QUANTIZATIONS, quantization, "quantize")
-        if quantization
-        else partial(_pack, dtype)
-    )
-    for _, weight in model.named_parameters():
         if isinstance(weight, Matrix):
             weight.reform(make)
+
+
+def form_maker(dtype: torch.dtype, quantization: str | None, folder: str) -> MakeForm:
+    """What brings a matrix into the form in which the device multiplies fastest.
+
+    Args:
+        dtype: the type of matrices that are not quantized; narrower ones stay as they are.
+        quantization: a file of servd/worker/quantization, or None.
+        folder: with the checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint is quantized already, or was to be.
+    """
+    stated = quantization_of(folder) if folder else None
+    method = stated and str(stated.get("quant_method")).replace("-", "_")
+    if not quantization or quantization.replace("-", "_") == method:
+        return partial(_pack, dtype)
+    if method:
+        raise ConfigError(
+            f"--quantization {quantization}: the checkpoint is quantized already, by {method}: "
+            "leave the option out"
+        )
+    try:
+        return plugins.load(QUANTIZATIONS, quantization, "quantize")
+    except AttributeError:
+        raise ConfigError(
+            f"--quantization {quantization}: that is read from checkpoints that have it, which "
+            "this one has not: int4, int8 and fp8 are made while loading"
+        ) from None
 
 
 def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:

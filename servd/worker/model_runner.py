@@ -159,11 +159,11 @@ class ModelRunner(ABC):
         self.model = model_loader.build_model(
             self.spec, self.compute_dtype, self.device, self.parallel
         )
+        make = model_loader.form_maker(self.dtype, self.config.model.quantization, self.spec.folder)
         if self.config.model.load_format == "dummy":
-            model_loader.init_dummy_weights(self.model, self.config.model.seed)
+            model_loader.init_dummy_weights(self.model, self.config.model.seed, make)
         else:
-            model_loader.load_weights(self.model, self.spec.folder, progress)
-        model_loader.reform(self.model, self.dtype, self.config.model.quantization)
+            model_loader.load_weights(self.model, self.spec.folder, progress, make)
         self.weights_bytes = model_loader.count_bytes(self.model)
         attention = AttentionSpec(
             num_heads=self.parallel.share(self.spec.num_heads),

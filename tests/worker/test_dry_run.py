@@ -25,7 +25,7 @@ FAMILIES = [(family, variant, {}) for family, variants in CASES.items() for vari
 FAMILIES += [
     (family, next(iter(CASES[family])), options)
     for family in CASES
-    for options in ({"quantization": "int8"}, {"dtype": "bfloat16"})
+    for options in ({"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"})
 ]
 METHODS = plugins.names("servd.worker.spec_decode")
 CPU = torch.device("cpu")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.layers.weight import Copy, Weight
 from servd.worker.ops import native
 
@@ -29,22 +31,68 @@ class Form(Protocol):
         ...
 
 
+class Dense:
+    """A tensor as it is."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.nbytes = weight, weight.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Form`."""
+        return F.linear(x, self.weight, bias)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """See `Form`."""
+        return F.embedding(index, self.weight)
+
+
+class Stacked:
+    """Matrices of several forms, one below the other: q, k and v of a checkpoint that gives them
+    different types.
+    """
+
+    def __init__(self, forms: Sequence[Form], num_rows: Sequence[int]) -> None:
+        self.forms, self.num_rows = forms, num_rows
+        self.nbytes = sum(form.nbytes for form in forms)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Form`."""
+        biases = [None] * len(self.forms) if bias is None else bias.split(self.num_rows)
+        parts = zip(self.forms, biases, strict=True)
+        return torch.cat([form.multiply(x, b) for form, b in parts], dim=1)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Tables are one tensor."""
+        raise NotImplementedError
+
+
 class Matrix(Weight):
-    """As loaded, an ordinary tensor; `reform` exchanges it for a form that is faster or smaller."""
+    """As loaded, an ordinary tensor; `reform` exchanges it for a form that is faster or smaller.
+
+    Parts that are quantized in the checkpoint stay so.
+    """
 
     form: Form | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.quantized: dict[int, Quantized] = {}  # by part; until they are in a form
 
     @property
     def num_bytes(self) -> int:
         """In memory, on this rank."""
         return self.nbytes if self.form is None else self.form.nbytes
 
-    def load(self, tensor: Tensor, part: int | None = None, copy: Copy = Tensor.copy_) -> None:
+    def load(
+        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
+    ) -> None:
         """See `Weight.load`. 16 bits of the checkpoint stay if products can be made of them, and a
         whole matrix is only looked at where it lies, mapped, until `reform` packs it.
         """
-        if native.library() and self.device.type == "cpu":
-            is_first = len(self.missing) == len(self.part_shapes)
+        if self.form is not None:
+            raise ValueError("come twice")
+        if isinstance(tensor, Tensor) and native.library() and self.device.type == "cpu":
+            is_first = len(self.missing) + len(self.quantized) == len(self.part_shapes)
             if is_first and self.data.dtype == torch.float32 and tensor.dtype in PACKABLE:
                 whole = tensor.t() if self.transposed else tensor
                 if whole.shape == self.shape and self.parallel.size == 1 and not self.is_meta:
@@ -56,13 +104,45 @@ class Matrix(Weight):
                 self.data = self.data.float()  # parts of several types: the widest
         super().load(tensor, part, copy)
 
+    def _load_share(self, share: Tensor | Quantized, part: int, copy: Copy) -> None:
+        if isinstance(share, Tensor):
+            return super()._load_share(share, part, copy)
+        rows = self.rows_of(part)
+        self.quantized[part] = share.padded(rows.stop - rows.start)
+        self.missing.discard(part)
+
     def reform(self, make: Callable[[Tensor], Form | None]) -> None:
-        """Keep the matrix in the form that `make` gives it; None leaves it."""
-        form = make(self.data)
+        """Keep the matrix in the form that `make` gives to what is not quantized; None leaves
+        it.
+        """
+        form = self._stack(make) if self.quantized else make(self.data)
         if form is not None:
             self.form, self.data = form, torch.empty(0)
+            self.quantized = {}
         elif self.device.type == "cpu":
             self.data = self.data.clone()  # no longer the file's
+
+    def _stack(self, make: Callable[[Tensor], Form | None]) -> Form:
+        def kind(part: int) -> tuple[object, ...]:
+            return self.quantized[part].kind if part in self.quantized else ()
+
+        forms: list[Form] = []
+        rows: list[int] = []
+        for _, together in groupby(range(len(self.part_shapes)), kind):
+            parts = list(together)
+            first, last = self.rows_of(parts[0]), self.rows_of(parts[-1])
+            rows.append(last.stop - first.start)
+            if parts[0] in self.quantized:
+                # What is stacked is not needed twice.
+                quantized = stack([self.quantized.pop(part) for part in parts])
+                forms.append(form_of(quantized, self.data.dtype))
+            else:
+                dense = self.data[first.start : last.stop]
+                forms.append(make(dense) or Dense(dense.clone()))
+        if len(forms) == 1:
+            return forms[0]
+        packed = [form for form in forms if isinstance(form, native.Packed)]
+        return native.Stacked(packed) if len(packed) == len(forms) else Stacked(forms, rows)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[n, in] -> x @ self.T + bias, [n, out]."""
@@ -71,3 +151,12 @@ class Matrix(Weight):
     def rows(self, index: Tensor) -> Tensor:
         """int64 [n] -> [n, in]."""
         return F.embedding(index, self) if self.form is None else self.form.rows(index)
+
+
+def form_of(quantized: Quantized, dtype: torch.dtype) -> Form:
+    """The fastest form on the device where the weights are; `dtype` is what the model computes
+    in.
+    """
+    if quantized.codes.device.type == "cpu" and native.library() is not None:
+        return native.GroupedMatrix(quantized)
+    return QuantizedMatrix(quantized, dtype)

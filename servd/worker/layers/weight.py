@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from servd.worker.layers.quantized import Quantized
 from servd.worker.parallel import Parallel
 
 Copy = Callable[[Tensor, Tensor], object]
@@ -60,13 +61,17 @@ class Weight(nn.Parameter):
         self.transposed = transposed
         self.missing = set(range(len(self.part_shapes)))  # parts not loaded yet
 
-    def load(self, tensor: Tensor, part: int | None = None, copy: Copy = Tensor.copy_) -> None:
+    def load(
+        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
+    ) -> None:
         """Copy this rank's share of `tensor`, which is part number `part`, or all parts at once.
+
+        A quantized tensor is [out, in] whatever `transposed` says.
 
         Raises:
             ValueError: the shape is not the one in the checkpoint.
         """
-        if self.transposed and tensor.dim() == 2:
+        if self.transposed and isinstance(tensor, Tensor) and tensor.dim() == 2:
             tensor = tensor.t()
         rows = [shape[0] for shape in self.part_shapes]
         expected = (sum(rows), *self.part_shapes[0][1:]) if part is None else self.part_shapes[part]
@@ -74,23 +79,34 @@ class Weight(nn.Parameter):
             raise ValueError(f"shape {list(tensor.shape)}, expected {list(expected)}")
         if part is None:
             for index, piece in enumerate(tensor.split(rows)):
-                self._load_part(piece, index, copy)
+                self._load_share(self._share(piece), index, copy)
         else:
-            self._load_part(tensor, part, copy)
+            self._load_share(self._share(tensor), part, copy)
 
-    def _load_part(self, tensor: Tensor, part: int, copy: Copy) -> None:
+    def _share(self, tensor: Tensor | Quantized) -> Tensor | Quantized:
+        """This rank's slice of a part; less than the others' at the end of it."""
+        if self.shard_dim is None:
+            return tensor
+        total = tensor.shape[self.shard_dim]
+        share = self.parallel.share(total)
+        start = min(self.parallel.rank * share, total)
+        return tensor.narrow(self.shard_dim, start, min(share, total - start))
+
+    def rows_of(self, part: int) -> slice:
+        """Where this rank's share of a part is."""
         rows = [
             self.parallel.share(shape[0]) if self.shard_dim == 0 else shape[0]
-            for shape in self.part_shapes
+            for shape in self.part_shapes[: part + 1]
         ]
-        target = self.data.narrow(0, sum(rows[:part]), rows[part])
-        if self.shard_dim is not None:
-            share, total = target.shape[self.shard_dim], tensor.shape[self.shard_dim]
-            start = min(self.parallel.rank * share, total)
-            tensor = tensor.narrow(self.shard_dim, start, min(share, total - start))
-            target.narrow(
-                self.shard_dim, tensor.shape[self.shard_dim], share - tensor.shape[self.shard_dim]
-            ).zero_()
-            target = target.narrow(self.shard_dim, 0, tensor.shape[self.shard_dim])
-        copy(target, tensor)
+        return slice(sum(rows[:part]), sum(rows))
+
+    def _load_share(self, share: Tensor | Quantized, part: int, copy: Copy) -> None:
+        if isinstance(share, Quantized):
+            share = share.dequantize()
+        target = self.data[self.rows_of(part)]
+        if (dim := self.shard_dim) is not None:
+            size, there = target.shape[dim], share.shape[dim]
+            target.narrow(dim, there, size - there).zero_()
+            target = target.narrow(dim, 0, there)
+        copy(target, share)
         self.missing.discard(part)

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Sequence
 from ctypes import c_char, c_char_p, c_int, c_int64
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from servd.errors import ConfigError
+from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import reference
 
 log = logging.getLogger("servd.worker")
@@ -27,7 +29,11 @@ STAMP = re.compile(rb"servd_state_(\w{16})")  # what a library was compiled from
 SWITCH = "SERVD_CPU_KERNELS"  # avx512, avx2, generic, or off; default: the best that this CPU has
 # The capabilities of torch.backends.cpu that run a library.
 CAPABILITIES = {"avx512": ("AVX512",), "avx2": ("AVX2", "AVX512"), "generic": ()}
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+TYPES = {
+    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3,
+    torch.uint8: 4,  # numbers of 4 bits
+    torch.float8_e4m3fn: 5,
+}  # fmt: skip
 FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
 WORDS = {"i": "i4x", "q": "q", "f": "f4x", "P": "q"}  # a parameter of cpu/program.cpp, in 8 bytes
 
@@ -256,37 +262,115 @@ def gate(x: Tensor, name: str) -> Tensor:
 # ---- matrices ----
 
 
-class PackedMatrix:
-    """A weight matrix in the order in which products read it. Rows are padded to whole panels.
+class Packed:
+    """A weight matrix [out, in] in the order in which products read it. Rows are padded to whole
+    panels.
+    """
 
+    nbytes: int
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """float32 [n, in] -> [n, out]."""
+        out = torch.empty(x.shape[0], self.shape[0])
+        self.multiply_into(out, x, bias)
+        return out
+
+    def multiply_into(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        """float32 [n, in] -> out [n, out], which may be columns of a wider tensor."""
+        fits = x.dtype == torch.float32 and x.shape[1] == self.shape[1]
+        assert fits, (x.dtype, x.shape, self.shape)
+        self._multiply(out, x.contiguous(), bias)
+
+    def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        raise NotImplementedError
+
+    def rows(self, index: Tensor) -> Tensor:
+        """int64 [n] -> float32 [n, in]."""
+        raise NotImplementedError
+
+
+class PackedMatrix(Packed):
+    """
     Args:
         weight: [out, in] of any strides, float32, bfloat16, float16 or int8.
         scale: float32 [out]: factor on each row, for int8.
     """
 
     def __init__(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        self.shape = weight.shape
+        super().__init__(weight.shape)
         self.type = TYPES[weight.dtype]
         self.scale = scale
-        num_rows, size = weight.shape
-        panel_size = loaded_library().panel_size
-        num_panels = -(-num_rows // panel_size)
-        self.packed = torch.empty(num_panels * panel_size * size, dtype=weight.dtype)
-        call("pack", self.type, weight, *weight.stride(), num_rows, size, self.packed)
+        self.packed = _pack(weight)
         self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """float32 [n, in] -> [n, out]."""
-        fits = x.dtype == torch.float32 and x.shape[1] == self.shape[1]
-        assert fits, (x.dtype, x.shape, self.shape)
-        x = x.contiguous()
-        out = torch.empty(x.shape[0], self.shape[0])
-        call("matmul", self.type, x, *x.shape, self.packed, self.scale, bias, out, out.shape[1])
-        return out
+    def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        size = out.stride(0), out.shape[1]
+        call("matmul", self.type, x, *x.shape, self.packed, self.scale, bias, out, *size)
 
     def rows(self, index: Tensor) -> Tensor:
-        """int64 [n] -> float32 [n, in]."""
+        """See `Packed`."""
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])
         call("gather_rows", self.type, self.packed, self.scale, *self.shape, index, len(index), out)
         return out
+
+
+class GroupedMatrix(Packed):
+    """With a scale, and perhaps an offset, for each group of a row's numbers."""
+
+    def __init__(self, quantized: Quantized) -> None:
+        super().__init__(quantized.shape)
+        table, scale, offset = quantized.table, quantized.scale, quantized.offset
+        self.type, self.scale_type = TYPES[quantized.codes.dtype], TYPES[scale.dtype]
+        self.group_size = quantized.group_size
+        self.table = None if table is None else torch.tensor(table)
+        self.packed, self.scale = _pack(quantized.codes), _pack(scale)
+        self.offset = None if offset is None else _pack(offset)
+        kept = (self.packed, self.scale, self.offset, self.table)
+        self.nbytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+    def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        call(
+            "matmul_grouped", self.type, x, *x.shape, self.packed, self.table, self.scale_type,
+            self.scale, self.offset, self.group_size, bias, out, out.stride(0), out.shape[1],
+        )  # fmt: skip
+
+    def rows(self, index: Tensor) -> Tensor:
+        """See `Packed`."""
+        index = index.contiguous()
+        out = torch.empty(len(index), self.shape[1])
+        call(
+            "gather_grouped", self.type, self.packed, self.table, self.scale_type, self.scale,
+            self.offset, self.group_size, *self.shape, index, len(index), out,
+        )  # fmt: skip
+        return out
+
+
+class Stacked(Packed):
+    """Matrices of several types, one below the other. It has no `rows`: tables are of one type."""
+
+    def __init__(self, matrices: Sequence[Packed]) -> None:
+        super().__init__(torch.Size((sum(m.shape[0] for m in matrices), matrices[0].shape[1])))
+        self.matrices = matrices
+        self.nbytes = sum(matrix.nbytes for matrix in matrices)
+
+    def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        start = 0
+        for matrix in self.matrices:
+            part = slice(start, start := start + matrix.shape[0])
+            matrix.multiply_into(out[:, part], x, None if bias is None else bias[part])
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """[out, in] in panels of rows; two codes of 4 bits in a byte."""
+    num_rows, size = weight.shape
+    panel_size = loaded_library().panel_size
+    num_values = -(-num_rows // panel_size) * panel_size * size
+    if weight.dtype == torch.uint8:
+        num_values, weight = num_values // 2, weight.contiguous()
+    packed = torch.empty(num_values, dtype=weight.dtype)
+    call("pack", TYPES[weight.dtype], weight, *weight.stride(), num_rows, size, packed)
+    return packed

@@ -76,9 +76,9 @@ class Target:
         assert speculative is not None
         with model_loader.defaults(spec.dtype, spec.device):
             draft = make()
-        model_loader.load_weights(draft, folder, lambda _: None, rename)
         dtype = getattr(torch, self.config.model.dtype)
-        model_loader.reform(draft, dtype, speculative.quantization)
+        make_form = model_loader.form_maker(dtype, speculative.quantization, folder)
+        model_loader.load_weights(draft, folder, lambda _: None, make_form, rename)
         return draft
 
 

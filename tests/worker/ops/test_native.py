@@ -270,7 +270,7 @@ def test_a_program_ends_at_a_bad_index():
 @pytest.mark.parametrize(
     ("kernel", "arguments"),
     [
-        ("matmul", lambda x: (0, x, 2**40, 1, x, None, None, x, 1)),  # before its loop
+        ("matmul", lambda x: (0, x, 2**40, 1, x, None, None, x, 1, 1)),  # before its loop
     ],
 )
 def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(

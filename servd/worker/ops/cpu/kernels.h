@@ -15,9 +15,15 @@ void set_threads(int number);
 void pack(int type, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
           int64_t k, void* packed);
 void matmul(int type, const float* x, int64_t rows, int64_t k, const void* packed,
-            const float* scale, const float* bias, float* y, int64_t n);
+            const float* scale, const float* bias, float* y, int64_t y_stride, int64_t n);
+void matmul_grouped(int type, const float* x, int64_t rows, int64_t k, const void* packed,
+                    const float* table, int scale_type, const void* scale, const void* offset,
+                    int64_t group_size, const float* bias, float* y, int64_t y_stride, int64_t n);
 void gather_rows(int type, const void* packed, const float* scale, int64_t n, int64_t k,
                  const int64_t* index, int64_t count, float* out);
+void gather_grouped(int type, const void* packed, const float* table, int scale_type,
+                    const void* scale, const void* offset, int64_t group_size, int64_t n,
+                    int64_t k, const int64_t* index, int64_t count, float* out);
 
 // Attention: attention.cpp
 void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride,

@@ -6,13 +6,17 @@
 // own distance, they fall on the same lines of the cache where k is a multiple of 1024. Weights of
 // 16 and 8 bits are widened whenever they are read: turning a panel's kc rows into float32 once,
 // for all tiles, was slower by up to a quarter, because they are larger then.
+//
+// Weights of 4 and 8 bits may be in groups along k, with a scale and an offset for each group of an
+// output: those are packed as weights are, [n / NR][k / group][NR], and the weights that products
+// see are exactly those that the format states.
 
 #include <memory>
 
 #include "checks.h"
+#include "groups.h"
 #include "kernels.h"
 #include "threads.h"
-#include "vectors.h"
 
 namespace {
 
@@ -59,8 +63,64 @@ __attribute__((noinline)) void epilogue(const OutputTile& out, int rows) {
     }
 }
 
-template <int ROWS, typename W>
-void microkernel(const float* x, const W* panel, int64_t kc, const OutputTile& out,
+// Weights as they are. A cursor reads a panel from a row on; one row of it are NR weights.
+template <typename W>
+struct Plain {
+    static constexpr int64_t ROW_BYTES = NR * sizeof(W);
+    const W* packed;
+    int64_t k;
+
+    struct Cursor {
+        const W* row;
+        int64_t enter_group(int64_t, int64_t end) { return end; }
+        void read(Vec& w0, Vec& w1) {
+            w0 = load(row), w1 = load(row + WIDTH);
+            row += NR;
+        }
+    };
+    Cursor at(int64_t panel, int64_t start) const { return {packed + (panel * k + start) * NR}; }
+};
+
+// value * scale + offset, where the value is of a table for 4 bits.
+template <typename W>
+struct Grouped {
+    static constexpr int64_t ROW_BYTES = NR * BITS<W> / 8;
+    const uint8_t* packed;
+    int64_t k;
+    Groups groups;
+
+    struct Cursor {
+        const uint8_t* row;
+        const Groups& groups;
+        int64_t panel_groups, start;  // where the panel's scales begin; the first row
+        Table table;
+        Vec scale[2], offset[2];
+
+        // The scales for row i; returns the end of their group.
+        int64_t enter_group(int64_t i, int64_t end) {
+            const int64_t group = (start + i) / groups.size;
+            for (int half = 0; half < 2; half++) {
+                const int64_t column = (panel_groups + group) * NR + half * WIDTH;
+                scale[half] = load_as(groups.type, groups.scale, column) * UNIT<W>;
+                offset[half] = groups.offset ? load_as(groups.type, groups.offset, column) : Vec{};
+            }
+            return std::min(end, (group + 1) * groups.size - start);
+        }
+        void read(Vec& w0, Vec& w1) {
+            if constexpr (std::is_same_v<W, Int4>) load_pairs(row, table, w0, w1);
+            else w0 = load((const W*)row), w1 = load((const W*)row + WIDTH);
+            w0 = w0 * scale[0] + offset[0], w1 = w1 * scale[1] + offset[1];
+            row += ROW_BYTES;
+        }
+    };
+    Cursor at(int64_t panel, int64_t start) const {
+        return {packed + (panel * k + start) * ROW_BYTES, groups, panel * groups.number(k), start,
+                load_table(groups.table), {}, {}};
+    }
+};
+
+template <int ROWS, typename Cursor>
+void microkernel(const float* x, Cursor weights, int64_t kc, const OutputTile& out,
                  Prefetch ahead) {
     Vec acc[ROWS][2];
     const auto count = [&](int half) { return std::min(WIDTH, out.columns - half * WIDTH); };
@@ -68,17 +128,20 @@ void microkernel(const float* x, const W* panel, int64_t kc, const OutputTile& o
     for (int row = 0; row < ROWS; row++)
         for (int half = 0; half < 2; half++)
             acc[row][half] = out.is_first_k ? Vec{} : load_up_to(at(row, half), count(half));
-    for (int64_t i = 0; i < kc; i++, panel += NR, ahead.line += ahead.step) {
-        __builtin_prefetch(ahead.line, 0, 2);
-        if (ahead.step > LINE) __builtin_prefetch(ahead.line + LINE, 0, 2);
-        const Vec w0 = load(panel), w1 = load(panel + WIDTH);
+    for (int64_t i = 0; i < kc;)
+        for (const int64_t end = weights.enter_group(i, kc); i < end; i++) {
+            __builtin_prefetch(ahead.line, 0, 2);
+            if (ahead.step > LINE) __builtin_prefetch(ahead.line + LINE, 0, 2);
+            ahead.line += ahead.step;
+            Vec w0, w1;
+            weights.read(w0, w1);
 #pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++) {
-            const Vec a = splat(x[row * X_STRIDE + i]);
-            acc[row][0] += a * w0;
-            acc[row][1] += a * w1;
+            for (int row = 0; row < ROWS; row++) {
+                const Vec a = splat(x[row * X_STRIDE + i]);
+                acc[row][0] += a * w0;
+                acc[row][1] += a * w1;
+            }
         }
-    }
     for (int row = 0; row < ROWS; row++)
         for (int half = 0; half < 2; half++)
             store_up_to(at(row, half), acc[row][half], count(half));
@@ -86,18 +149,19 @@ void microkernel(const float* x, const W* panel, int64_t kc, const OutputTile& o
 }
 
 // The microkernel for a number of rows up to ROWS.
-template <int ROWS, typename W>
-void microkernel_for(int rows, const float* x, const W* panel, int64_t kc, const OutputTile& out,
-                     Prefetch ahead) {
+template <int ROWS, typename Cursor>
+void microkernel_for(int rows, const float* x, const Cursor& weights, int64_t kc,
+                     const OutputTile& out, Prefetch ahead) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) microkernel<ROWS>(x, panel, kc, out, ahead);
-        else microkernel_for<ROWS - 1>(rows, x, panel, kc, out, ahead);
+        if (rows == ROWS) microkernel<ROWS>(x, weights, kc, out, ahead);
+        else microkernel_for<ROWS - 1>(rows, x, weights, kc, out, ahead);
     }
 }
 
-template <typename W>
-void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const float* scale,
-              const float* bias, float* y, int64_t n) {
+template <typename Matrix>
+void multiply(const float* x, int64_t rows, const Matrix& matrix, const float* scale,
+              const float* bias, float* y, int64_t y_stride, int64_t n) {
+    const int64_t k = matrix.k;
     const int64_t num_panels = (n + NR - 1) / NR, num_tiles = (rows + MR - 1) / MR;
     const auto first_row = [=](int64_t tile) { return rows * tile / num_tiles; };  // nearly equal
     const int64_t num_k_blocks = std::max<int64_t>(1, (k + MAX_KC - 1) / MAX_KC);  // k = 0: bias
@@ -123,24 +187,25 @@ void multiply(const float* x, int64_t rows, int64_t k, const W* packed, const fl
             for (int64_t block = first; block < first + together; block++) {
                 const int64_t start = block * max_kc, kc = std::min(max_kc, k - start);
                 const float* from = rows > 1 ? &copy[block * rows * X_STRIDE] : x + start;
-                const W* weights = packed + (panel * k + start) * NR;
+                const auto weights = matrix.at(panel, start);
+                constexpr int64_t ROW = Matrix::ROW_BYTES;
+                const char* here = (const char*)weights.row;
                 const bool is_last_here = block == first + together - 1;
-                const W* next = is_last_here ? packed + ((panel + 1) * k + first * max_kc) * NR
-                                             : weights + kc * NR;
+                const char* next = is_last_here ? here + (k - start + first * max_kc) * ROW
+                                                : here + kc * ROW;
                 const bool has_next = !is_last_here || panel + 1 < num_panels;
                 // A tile alone prefetches what it will need itself; several share what comes after.
                 const auto ahead = [&](int64_t tile) -> Prefetch {
-                    constexpr int64_t ROW = NR * int64_t(sizeof(W));
-                    if (num_tiles == 1) return {(const char*)weights + PREFETCH_DISTANCE, ROW};
+                    if (num_tiles == 1) return {here + PREFETCH_DISTANCE, ROW};
                     if (!has_next) return {(const char*)from, 0};
                     const int64_t tiles = last_tile - first_tile, step = (ROW + tiles - 1) / tiles;
-                    return {(const char*)next + (tile - first_tile) * kc * step, step};
+                    return {next + (tile - first_tile) * kc * step, step};
                 };
                 for (int64_t tile = first_tile; tile < last_tile; tile++) {
                     const int64_t row = first_row(tile);
                     const int height = int(first_row(tile + 1) - row);
-                    const OutputTile out{y + row * n + column,
-                                         n,
+                    const OutputTile out{y + row * y_stride + column,
+                                         y_stride,
                                          int(std::min<int64_t>(NR, n - column)),
                                          scale ? scale + column : nullptr,
                                          bias ? bias + column : nullptr,
@@ -168,6 +233,32 @@ void pack_panels(const W* weight, int64_t row_stride, int64_t column_stride, int
     });
 }
 
+// Codes [n, k] of a byte each to pairs: a byte has those of columns i and i + WIDTH of a panel.
+void pack_pairs(const uint8_t* codes, int64_t n, int64_t k, uint8_t* packed) {
+    parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
+        uint8_t* to = packed + panel * k * WIDTH;
+        const auto code = [&](int64_t row, int64_t i) { return row < n ? codes[row * k + i] : 0; };
+        for (int64_t i = 0; i < k; i++)
+            for (int64_t row = panel * NR; row < panel * NR + WIDTH; row++)
+                *to++ = uint8_t(code(row, i) | code(row + WIDTH, i) << 4);
+    });
+}
+
+template <typename W>
+void gather(const Grouped<W>& matrix, const int64_t* index, int64_t count, float* out) {
+    const int64_t k = matrix.k;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t panel = index[i] / NR, column = index[i] % NR;
+        auto weights = matrix.at(panel, 0);
+        for (int64_t j = 0; j < k;)
+            for (const int64_t end = weights.enter_group(j, k); j < end; j++) {
+                Vec w[2];
+                weights.read(w[0], w[1]);
+                out[i * k + j] = w[column / WIDTH][column % WIDTH];
+            }
+    }
+}
+
 template <typename W>
 void gather(const W* packed, const float* scale, int64_t k, const int64_t* index, int64_t count,
             float* out) {
@@ -186,9 +277,11 @@ extern const int servd_panel_size = NR;  // rows of packed weights are padded to
 
 namespace kernels {
 
-// weight [n, k] of any strides to packed [ceil(n / NR)][k][NR].
+// weight [n, k] of any strides to packed [ceil(n / NR)][k][NR]. Codes of 4 bits have a byte each,
+// and no strides.
 void pack(int type, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
           int64_t k, void* packed) {
+    if (type == INT4) return pack_pairs((const uint8_t*)weight, n, k, (uint8_t*)packed);
     with_type(type, [&](auto* p) {
         using W = std::remove_pointer_t<decltype(p)>;
         pack_panels((const W*)weight, row_stride, column_stride, n, k, (W*)packed);
@@ -197,9 +290,24 @@ void pack(int type, const void* weight, int64_t row_stride, int64_t column_strid
 
 // y [rows, n] = x [rows, k] @ weight.T * scale + bias; scale and bias [n] may be null.
 void matmul(int type, const float* x, int64_t rows, int64_t k, const void* packed,
-            const float* scale, const float* bias, float* y, int64_t n) {
-    with_type(type,
-              [&](auto* p) { multiply(x, rows, k, (decltype(p))packed, scale, bias, y, n); });
+            const float* scale, const float* bias, float* y, int64_t y_stride, int64_t n) {
+    with_type(type, [&](auto* p) {
+        using W = std::remove_pointer_t<decltype(p)>;
+        multiply(x, rows, Plain<W>{(const W*)packed, k}, scale, bias, y, y_stride, n);
+    });
+}
+
+// The same of weights in groups: value * scale + offset. Scales, and offsets if not null, are of
+// `scale_type` and packed; `table` [16] has the values of 4 bits.
+void matmul_grouped(int type, const float* x, int64_t rows, int64_t k, const void* packed,
+                    const float* table, int scale_type, const void* scale, const void* offset,
+                    int64_t group_size, const float* bias, float* y, int64_t y_stride, int64_t n) {
+    with_group_type(type, [&](auto* p) {
+        using W = std::remove_pointer_t<decltype(p)>;
+        const Groups groups{table, scale_type, scale, offset, group_size};
+        multiply(x, rows, Grouped<W>{(const uint8_t*)packed, k, groups}, nullptr, bias, y,
+                 y_stride, n);
+    });
 }
 
 // Rows `index` [count] of weight [n, k] * scale.
@@ -207,6 +315,18 @@ void gather_rows(int type, const void* packed, const float* scale, int64_t n, in
                  const int64_t* index, int64_t count, float* out) {
     check_ids("index", index, 0, count, n);
     with_type(type, [&](auto* p) { gather((decltype(p))packed, scale, k, index, count, out); });
+}
+
+// The same of weights in groups.
+void gather_grouped(int type, const void* packed, const float* table, int scale_type,
+                    const void* scale, const void* offset, int64_t group_size, int64_t n,
+                    int64_t k, const int64_t* index, int64_t count, float* out) {
+    check_ids("index", index, 0, count, n);
+    with_group_type(type, [&](auto* p) {
+        using W = std::remove_pointer_t<decltype(p)>;
+        const Groups groups{table, scale_type, scale, offset, group_size};
+        gather(Grouped<W>{(const uint8_t*)packed, k, groups}, index, count, out);
+    });
 }
 
 }  // namespace kernels

@@ -70,7 +70,8 @@ extern const Kernel servd_kernels[] = {
     KERNEL(set_threads), KERNEL(pack),       KERNEL(matmul),     KERNEL(gather_rows),
     KERNEL(write_kv),    KERNEL(attend),     KERNEL(embed),      KERNEL(rotation),
     KERNEL(norm),        KERNEL(activate),   KERNEL(shift),      KERNEL(to_weights),
-    KERNEL(narrow),      KERNEL(draw),       KERNEL(score),
+    KERNEL(narrow),      KERNEL(draw),       KERNEL(score),      KERNEL(matmul_grouped),
+    KERNEL(gather_grouped),
 };
 extern const int servd_num_kernels = std::size(servd_kernels);
 

@@ -1,0 +1,130 @@
+"""Matrices of few bits: what the formats of servd/worker/quantization are turned into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix [out, in]. Each number is `value * scale + offset` in float32, with the scale and
+    offset of its group: `group_size` numbers of a row; a row's last group may have less.
+
+    Args:
+        codes: [out, in]; the values, int8 or float8_e4m3fn; or uint8, indices into `table`.
+        scale: [out, groups], float32, bfloat16 or float16.
+        offset: as scale; None: zero. With one, value * scale must be exact in float32, as it may be
+            fused with the sum.
+        group_size: numbers of a row that share a scale.
+        table: 16 values, of 4 bits.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    group_size: int
+    table: tuple[float, ...] | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the matrix."""
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        offset = 0 if self.offset is None else self.offset.nbytes
+        return self.codes.nbytes + self.scale.nbytes + offset
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What matrices have in common that can be one."""
+        has_offset = self.offset is not None
+        return self.codes.dtype, self.scale.dtype, has_offset, self.group_size, self.table
+
+    def dequantize(self) -> Tensor:
+        """Float32 [out, in]: what the format says that the weights are."""
+        codes, table = self.codes, self.table
+        values = (
+            codes.float()
+            if table is None
+            else torch.tensor(table, device=codes.device)[codes.int()]
+        )
+        weights = values * self._spread(self.scale)
+        return weights if self.offset is None else weights + self._spread(self.offset)
+
+    def _spread(self, of_groups: Tensor) -> Tensor:
+        return of_groups.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
+
+    def split(self, rows: Sequence[int]) -> list[Quantized]:
+        """Parts of so many rows each."""
+        starts = [sum(rows[:index]) for index in range(len(rows))]
+        return [self.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]
+
+    def narrow(self, dim: int, start: int, length: int) -> Quantized:
+        """Rows or columns. Groups that would be cut become smaller ones."""
+        codes = self.codes.narrow(dim, start, length)
+        if dim == 0:
+            return self.map(lambda x: x.narrow(0, start, length), codes)
+        end = start + length
+        size = math.gcd(self.group_size, start, 0 if end == self.shape[1] else end)
+        times, groups = self.group_size // size, slice(start // size, -(-end // size))
+        narrowed = self.map(lambda x: x.repeat_interleave(times, dim=1)[:, groups], codes)
+        return replace(narrowed, group_size=size)
+
+    def padded(self, num_rows: int) -> Quantized:
+        """With rows of zeros below, up to this number of them."""
+        missing = num_rows - self.shape[0]
+        return self.map(lambda x: F.pad(x, (0, 0, 0, missing))) if missing else self
+
+    def map(self, change: Callable[[Tensor], Tensor], codes: Tensor | None = None) -> Quantized:
+        """With each tensor changed, and `codes` in place of the codes if given."""
+        return replace(
+            self,
+            codes=change(self.codes) if codes is None else codes,
+            scale=change(self.scale),
+            offset=None if self.offset is None else change(self.offset),
+        )
+
+
+def stack(parts: Sequence[Quantized]) -> Quantized:
+    """Matrices of one kind, one below the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+        offset=None
+        if first.offset is None
+        else torch.cat([part.offset for part in parts if part.offset is not None]),
+    )
+
+
+class QuantizedMatrix:
+    """With the products that torch has: the reference, and slow.
+
+    Args:
+        quantized: the weights.
+        dtype: that the model computes in.
+    """
+
+    def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:
+        self.quantized, self.dtype = quantized, dtype
+        self.nbytes = quantized.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Form`."""
+        return F.linear(x, self.quantized.dequantize().to(x.dtype), bias)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """See `Form`."""
+        chosen = self.quantized.map(lambda x: x[index])
+        return chosen.dequantize().to(self.dtype)

@@ -1,0 +1,209 @@
+"""GGUF: weights in blocks along a row, under llama.cpp's names; see servd/gguf.py.
+
+The layouts of blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h;
+each becomes exactly the numbers that ggml's `dequantize_row_*` makes of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from servd.errors import UnsupportedModel
+from servd.gguf import Header, TensorInfo
+from servd.worker.layers.quantized import Quantized, stack
+
+ROWS = 4096  # at once: their numbers take a byte or more each on the way
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+UNSIGNED = tuple(map(float, range(16)))
+SIGNED = tuple(map(float, range(-8, 8)))
+SMALL = tuple(map(float, range(-4, 12)))
+IQ4_NL = (-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4 = (0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers
+
+
+def read(
+    files: list[Path], config: dict[str, Any], device: torch.device
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """Every tensor of the file, mapped, under the name that Hugging Face gives it.
+
+    Raises:
+        UnsupportedModel: a tensor of a type that is not known.
+    """
+    header = Header(files[0])
+    data = np.memmap(files[0], np.uint8, "c")  # torch warns of memory that it could not write to
+    arch = header.metadata["general.architecture"]
+    for name, info in header.tensors.items():
+        tensor = _decode(name, info, data, device)
+        if arch == "llama" and (found := re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", name)):
+            key = f"{arch}.attention.head_count"
+            num_heads = header.metadata[key]
+            if found[1] == "k":
+                num_heads = header.metadata.get(f"{key}_kv", num_heads)
+            tensor = _by_halves(tensor, num_heads)
+        yield _rename(name), tensor
+
+
+def _rename(name: str) -> str:
+    stem, _, leaf = name.rpartition(".")
+    layer = re.match(r"blk\.(\d+)\.", stem)
+    prefix = f"model.layers.{layer[1]}." if layer else ""
+    return f"{prefix}{NAMES.get(stem.rpartition('.')[2], stem)}.{leaf}"
+
+
+def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized:
+    """Rows of each head in the order of Hugging Face: GGUF has those next to each other that are
+    rotated together, which are half a head apart there.
+    """
+    rows = torch.arange(tensor.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
+    return tensor[rows] if isinstance(tensor, Tensor) else tensor.map(lambda x: x[rows])
+
+
+def _decode(
+    name: str, info: TensorInfo, data: np.ndarray, device: torch.device
+) -> Tensor | Quantized:
+    *rows, size = info.shape
+    if dtype := FLOATS.get(info.type):
+        num_bytes = int(np.prod(info.shape)) * dtype.itemsize
+        flat = torch.from_numpy(data[info.offset : info.offset + num_bytes])
+        return flat.view(dtype).view(info.shape)
+    if info.type not in BLOCKS:
+        raise UnsupportedModel(
+            f"tensor {name} has GGUF type {info.type}; supported are F32, F16, BF16, Q4_0, Q4_1, "
+            "Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL and MXFP4: take a file of one of them"
+        )
+    block_size, block_bytes, decode = BLOCKS[info.type]
+    shape = (int(np.prod(rows)), size // block_size, block_bytes)
+    flat = torch.from_numpy(data[info.offset : info.offset + int(np.prod(shape))])
+    return stack([decode(part.to(device)) for part in flat.view(shape).split(ROWS)])
+
+
+# ---- blocks: bytes [rows, blocks, bytes of a block] to numbers ----
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """[rows, blocks] float16 of the bytes from `at` on."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _bits(data: Tensor, width: int, run: int) -> Tensor:
+    """Numbers of `width` bits: each `run` bytes have the lowest bits of `run` numbers, then the
+    next bits of the `run` numbers after those, and so on.
+    """
+    runs = data.unflatten(-1, (-1, 1, run))
+    fields = [runs >> shift & (1 << width) - 1 for shift in range(0, 8, width)]
+    return torch.cat(fields, dim=-2).flatten(-3)
+
+
+def _joined(
+    codes: Tensor, scale: Tensor, offset: Tensor | None, table: tuple[float, ...] | None
+) -> Quantized:
+    """Of codes [rows, blocks, size] and scales [rows, blocks] or [rows, blocks, groups]."""
+    scale = scale.unsqueeze(-1) if scale.dim() == 2 else scale
+    size = codes.shape[-1] // scale.shape[-1]
+    offset = None if offset is None else offset.reshape(len(codes), -1)
+    return Quantized(codes.flatten(1), scale.flatten(1), offset, size, table)
+
+
+def _q4_0(x: Tensor) -> Quantized:
+    return _joined(_bits(x[..., 2:], 4, 16), _half(x, 0), None, SIGNED)
+
+
+def _q4_1(x: Tensor) -> Quantized:
+    return _joined(_bits(x[..., 4:], 4, 16), _half(x, 0), _half(x, 2), UNSIGNED)
+
+
+def _fifth(x: Tensor) -> Tensor:
+    """Bit i of 4 bytes, as the fifth bit of number i."""
+    return torch.stack([x >> shift & 1 for shift in range(8)], dim=-1).flatten(-2) << 4
+
+
+def _q5_0(x: Tensor) -> Quantized:
+    codes = (_bits(x[..., 6:], 4, 16) | _fifth(x[..., 2:6])).to(torch.int8) - 16
+    return _joined(codes, _half(x, 0), None, None)
+
+
+def _q5_1(x: Tensor) -> Quantized:
+    codes = (_bits(x[..., 8:], 4, 16) | _fifth(x[..., 4:8])).to(torch.int8)
+    return _joined(codes, _half(x, 0), _half(x, 2), None)
+
+
+def _q8_0(x: Tensor) -> Quantized:
+    return _joined(x[..., 2:].view(torch.int8), _half(x, 0), None, None)
+
+
+def _q2_k(x: Tensor) -> Quantized:
+    scales, d, d_min = x[..., :16], _half(x, 80).float(), _half(x, 82).float()
+    scale, offset = (scales & 15) * d.unsqueeze(-1), (scales >> 4) * -d_min.unsqueeze(-1)
+    return _joined(_bits(x[..., 16:80], 2, 32), scale, offset, UNSIGNED)
+
+
+def _q3_k(x: Tensor) -> Quantized:
+    low, high = _bits(x[..., 96:104], 4, 8), _bits(x[..., 104:108], 2, 4)
+    scale = (low | high << 4).to(torch.int8) - 32
+    codes = _bits(x[..., 32:96], 2, 32) | _bits(x[..., :32], 1, 32) << 2
+    return _joined(codes, scale * _half(x, 108).float().unsqueeze(-1), None, SMALL)
+
+
+def _scales_of_8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and offset [rows, blocks, 8] of a block of Q4_K or Q5_K: 6 bits each in 12 bytes."""
+    first, second, rest = x[..., 4:8], x[..., 8:12], x[..., 12:16]
+    scale = torch.cat([first & 63, rest & 15 | first >> 2 & 48], dim=-1)
+    least = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], dim=-1)
+    d, d_min = _half(x, 0).float(), _half(x, 2).float()
+    return scale * d.unsqueeze(-1), least * -d_min.unsqueeze(-1)
+
+
+def _q4_k(x: Tensor) -> Quantized:
+    return _joined(_bits(x[..., 16:], 4, 32), *_scales_of_8(x), UNSIGNED)
+
+
+def _q5_k(x: Tensor) -> Quantized:
+    codes = _bits(x[..., 48:], 4, 32) | _bits(x[..., 16:48], 1, 32) << 4
+    return _joined(codes.to(torch.int8), *_scales_of_8(x), None)
+
+
+def _q6_k(x: Tensor) -> Quantized:
+    codes = _bits(x[..., :128], 4, 64) | _bits(x[..., 128:192], 2, 32) << 4
+    scale = x[..., 192:208].view(torch.int8) * _half(x, 208).float().unsqueeze(-1)
+    return _joined(codes.to(torch.int8) - 32, scale, None, None)
+
+
+def _iq4_nl(x: Tensor) -> Quantized:
+    return _joined(_bits(x[..., 2:], 4, 16), _half(x, 0), None, IQ4_NL)
+
+
+def _mxfp4(x: Tensor) -> Quantized:
+    exponent = x[..., 0].int()
+    bits = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=1), exponent - 1 << 23)
+    return _joined(_bits(x[..., 1:], 4, 16), bits.view(torch.float32), None, MXFP4)
+
+
+# By the number of the type: numbers and bytes of a block, and what reads it.
+BLOCKS: dict[int, tuple[int, int, Callable[[Tensor], Quantized]]] = {
+    2: (32, 18, _q4_0), 3: (32, 20, _q4_1), 6: (32, 22, _q5_0), 7: (32, 24, _q5_1),
+    8: (32, 34, _q8_0), 10: (256, 84, _q2_k), 11: (256, 110, _q3_k), 12: (256, 144, _q4_k),
+    13: (256, 176, _q5_k), 14: (256, 210, _q6_k), 20: (32, 18, _iq4_nl), 39: (32, 17, _mxfp4),
+}  # fmt: skip

@@ -1,0 +1,122 @@
+"""Matrices of 4 and 8 bits in groups: exactly the weights that are stated, the same bits whatever
+the batch, by every instruction set that this CPU has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
+from servd.worker.ops import native
+from servd.worker.ops.native import GroupedMatrix
+from tests.worker.cpu_kernels import forced
+
+UNEVEN = (-8.0, 0.5, 1.5, 7.0, -127.0, 3.25, 1e-3, 40.0, 2, 4, 6, 8, 10, 12, 14, 113)
+INTEGERS = tuple(map(float, range(16)))
+# shape, group size, type of codes, of scales, whether there is an offset, values of 4 bits
+CASES = [
+    ((33, 64), 32, torch.uint8, torch.float16, True, INTEGERS),
+    ((70, 1600), 128, torch.uint8, torch.bfloat16, False, UNEVEN),  # blocks of k end inside groups
+    ((5, 100), 64, torch.uint8, torch.float32, True, INTEGERS),  # the last group is short
+    ((64, 96), 16, torch.int8, torch.float32, False, None),
+    ((40, 1000), 1000, torch.int8, torch.bfloat16, True, None),  # a group is a row
+    ((48, 256), 128, torch.float8_e4m3fn, torch.float32, False, None),
+]
+
+
+@pytest.fixture(params=native.CAPABILITIES)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    yield from forced(request.param, monkeypatch)
+
+
+def example(
+    shape: tuple[int, int],
+    group_size: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    has_offset: bool,
+    table: tuple[float, ...] | None,
+) -> Quantized:
+    generator = torch.Generator().manual_seed(sum(shape))
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    if table is not None:
+        codes %= 16
+    elif dtype == torch.float8_e4m3fn:
+        codes[codes & 127 == 127] = 0  # NaN
+    groups = (shape[0], -(-shape[1] // group_size))
+    scale, offset = torch.rand(2, *groups, generator=generator).to(scale_dtype)
+    if has_offset:
+        scale = scale.half().to(scale_dtype)  # products with the values are exact
+    return Quantized(codes.view(dtype), scale, -offset if has_offset else None, group_size, table)
+
+
+def inputs(num_rows: int, size: int) -> torch.Tensor:
+    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_weights_are_exact_and_products_equal_float64(case):
+    quantized = example(*case)
+    packed, exact = GroupedMatrix(quantized), quantized.dequantize()
+    num_rows, size = exact.shape
+    assert torch.equal(packed.rows(torch.arange(num_rows)), exact)
+    bias = torch.randn(num_rows, generator=torch.Generator().manual_seed(0))
+    for count in (1, 15, 131):
+        x = inputs(count, size)
+        error = packed.multiply(x, bias).double() - (x.double() @ exact.double().T + bias)
+        terms = x.double().abs() @ exact.double().abs().T
+        assert bool((error.abs() <= 1e-6 * (terms + 1) * max(1, size**0.5 / 8)).all())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_among_others(case):
+    quantized = example(*case)
+    packed, x = GroupedMatrix(quantized), inputs(131, quantized.shape[1])
+    together = packed.multiply(x, None)
+    for count in (1, 2, 3, 13, 14, 15, 29, 40):
+        assert torch.equal(packed.multiply(x[60 : 60 + count], None), together[60 : 60 + count])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_parts_of_several_types_are_one_matrix():
+    parts = [example((n, 64), 32, *CASES[i][2:]) for n, i in ((33, 0), (7, 3), (40, 5))]
+    forms = [GroupedMatrix(part) for part in parts]
+    x, bias = inputs(20, 64), torch.arange(80.0)
+    expected = torch.cat([form.multiply(x, None) for form in forms], dim=1) + bias
+    torch.testing.assert_close(native.Stacked(forms).multiply(x, bias), expected)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_every_8_bit_float_is_widened_exactly():
+    numbers = torch.tensor([n for n in range(256) if n & 127 != 127], dtype=torch.uint8)
+    codes = numbers.view(torch.float8_e4m3fn).unsqueeze(0)
+    packed = GroupedMatrix(Quantized(codes, torch.ones(1, 1), None, 254))
+    assert torch.equal(packed.rows(torch.tensor([0])), codes.float())
+
+
+def test_torch_multiplies_the_same_weights():
+    quantized = example(*CASES[0])
+    form, x = QuantizedMatrix(quantized, torch.bfloat16), inputs(3, 64)
+    exact = quantized.dequantize()
+    assert torch.equal(form.multiply(x, None), x @ exact.T)
+    assert torch.equal(form.rows(torch.tensor([4, 1])), exact[[4, 1]].bfloat16())
+    assert form.nbytes == 33 * 64 + 2 * 33 * 2 * 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_slices_are_slices_of_the_weights(case):
+    quantized = example(*case)
+    exact, (num_rows, size) = quantized.dequantize(), case[0]
+    assert torch.equal(quantized.narrow(0, 2, 3).dequantize(), exact[2:5])
+    for start, end in ((0, size // 2), (size // 2, size), (size // 4, size // 2)):
+        part = quantized.narrow(1, start, end - start)
+        assert torch.equal(part.dequantize(), exact[:, start:end])
+    padded = quantized.padded(num_rows + 2).dequantize()
+    assert torch.equal(padded[:num_rows], exact) and not padded[num_rows:].any()
+    rows = [2, num_rows - 2]
+    assert torch.equal(stack(quantized.split(rows)).dequantize(), exact)

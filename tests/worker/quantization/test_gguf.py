@@ -1,0 +1,175 @@
+"""GGUF files: what transformers makes of the same file, token by token; tokenizer and template from
+the file; and what is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+gguf = pytest.importorskip("gguf")
+
+from servd import hf  # noqa: E402
+from servd.api.tokenizer import Tokenizer  # noqa: E402
+from servd.errors import ConfigError, ModelNotFound, UnsupportedModel  # noqa: E402
+from servd.worker import dry_run  # noqa: E402
+from servd.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
+from tests.worker.driver import Driver, config_for  # noqa: E402
+
+Quant = gguf.GGMLQuantizationType
+SMOLLM2 = Path.home() / ".cache/servd-tests/smollm2"
+# Different types in one layer, as of Q4_K_M, and one that stays as it is.
+TYPES = {"attn_v": Quant.Q8_0, "attn_k": Quant.Q5_0, "ffn_up": Quant.F16, "token_embd": Quant.Q5_1}
+NAMES = {
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+TOP_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write_gguf(path: Path, folder: Path, **changed: Any) -> Path:
+    """A Llama checkpoint as llama.cpp's converter would write it, quantized."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config, backend = model.config, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    writer = gguf.GGUFWriter(path, changed.pop("architecture", "llama"))
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    vocab = sorted(backend.get_vocab(), key=backend.token_to_id)
+    special = set(backend.get_added_tokens_decoder())
+    writer.add_vocab_size(len(vocab))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(changed.pop("pre", "gpt-2"))
+    writer.add_token_list(vocab)
+    writer.add_token_types([3 if i in special else 1 for i in range(len(vocab))])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(backend.token_to_id("<s>"))
+    writer.add_eos_token_id(backend.token_to_id("<|im_end|>"))
+    writer.add_chat_template("{{ messages[0].content }}")
+    for name, tensor in model.state_dict().items():
+        *_, last, leaf = name.split(".")
+        weight = tensor.numpy()
+        if last in ("q_proj", "k_proj"):
+            heads = config.num_key_value_heads if last == "k_proj" else config.num_attention_heads
+            halves = weight.reshape(heads, 2, -1, weight.shape[1])
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        if last in TOP_NAMES:
+            stem, kind = TOP_NAMES[last], TOP_NAMES[last]
+        else:
+            kind = NAMES[last]
+            stem = f"blk.{name.split('.')[2]}.{kind}"
+        quant = changed.get(kind, TYPES.get(kind, Quant.Q4_1))
+        quant = Quant.F32 if weight.ndim == 1 else quant
+        data = gguf.quants.quantize(np.ascontiguousarray(weight), quant)
+        writer.add_tensor(f"{stem}.{leaf}", data, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    tokens = torch.tensor([prompt])
+    for _ in range(count):
+        logits = model(tokens).logits[:, -1]
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
+    return tokens[0].tolist()
+
+
+def test_tokens_equal_those_of_transformers_on_the_dequantised_weights(
+    tiny_llama: Path, tmp_path: Path
+):
+    file = write_gguf(tmp_path / "tiny.Q4_1.gguf", tiny_llama)
+    folder = hf.find_model(str(tmp_path) + ":q4_1")
+    assert hf.find_model(str(file)) == folder, "made once"
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+    driver = Driver(config_for(folder, block_size=16))
+    for prompt in ([5, 17, 99, 200, 31, 8, 44, 3], [1], list(range(40, 75))):
+        slot = driver.add(prompt)
+        driver.generate([slot], 12)
+        assert driver.free(slot)[: len(prompt) + 12] == greedy(reference, prompt, 12)
+
+
+def test_the_plan_knows_what_it_takes(tiny_llama: Path, tmp_path: Path):
+    folder = hf.find_model(str(write_gguf(tmp_path / "tiny.gguf", tiny_llama)))
+    config, spec = config_for(folder), hf.read_spec(folder)
+    planned = dry_run.load(CPUModelRunner, config, spec, torch.device("cpu"))
+    runner = Driver(config).worker.runner
+    assert planned.weights_bytes == runner.weights_bytes < 300_000
+
+
+def test_tokenizer_and_template_are_those_of_the_file(tiny_llama: Path, tmp_path: Path):
+    folder = hf.find_model(str(write_gguf(tmp_path / "tiny.gguf", tiny_llama)))
+    tokenizer, original = Tokenizer.load(str(folder)), Tokenizer.load(str(tiny_llama))
+    assert tokenizer.encode("<|im_start|>x") == original.encode("<|im_start|>x", False)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "<|im_end|>")
+    assert tokenizer.config["chat_template"] == "{{ messages[0].content }}"
+    assert hf.read_spec(folder).eos_token_ids == [tokenizer.eos_token_id]
+
+
+def test_what_cannot_be_read_is_refused_by_name(tiny_llama: Path, tmp_path: Path):
+    with pytest.raises(UnsupportedModel, match="architecture 'mamba' is not supported, only llama"):
+        hf.find_model(str(write_gguf(tmp_path / "a.gguf", tiny_llama, architecture="mamba")))
+    folder = hf.find_model(str(write_gguf(tmp_path / "b.gguf", tiny_llama, pre="new")))
+    with pytest.raises(ModelNotFound, match=r"pre-tokenizer 'new'.*--tokenizer FOLDER"):
+        Tokenizer.load(str(folder))
+    with pytest.raises(ConfigError, match="quantized already, by gguf: leave the option out"):
+        Driver(config_for(folder, quantization="int8"))
+    (tmp_path / "c.gguf").write_bytes(b"GGUF\x03\0\0\0torn")
+    with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF"):
+        hf.find_model(str(tmp_path / "c.gguf"))
+    with pytest.raises(ModelNotFound, match=r"names 3 files, there must be one: it has a\.gguf"):
+        hf.find_model(f"{tmp_path}:gguf")
+    with pytest.raises(ModelNotFound, match=r"it has a\.gguf: name that file"):
+        hf.weight_files(tmp_path)
+
+
+def chats(count: int) -> list[str]:
+    starts = ["What is", "Tell me about", "Write a line on", "Why is there", "Explain 17 times"]
+    things = ["rain", "Paris", "a cat", "the year 1984", "sorting", "tea", "light", "music"]
+    ends = ["?", ", briefly.", " in one word.", "!", " to a child."]
+    made = [f"{s} {t}{e}" for s in starts for t in things for e in ends]
+    step = len(made) // count
+    return made[:: max(step, 1)][:count]
+
+
+@pytest.mark.skipif(not (SMOLLM2 / "hf").exists(), reason="no SmolLM2: get_smollm2.py")
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.timeout(3000)
+def test_a_published_file_answers_as_its_dequantised_weights_do(count: int):
+    folder = hf.find_model(str(next(SMOLLM2.glob("*.gguf"))))
+    reference = AutoModelForCausalLM.from_pretrained(SMOLLM2 / "hf", dtype=torch.float32).eval()
+    sizes = {"kv_cache_memory": 1 << 27, "max_model_len": 256, "max_num_batched_tokens": 256}
+    driver, tokenizer = (
+        Driver(config_for(folder, block_size=16, **sizes)),
+        Tokenizer.load(str(folder)),
+    )
+    for text in chats(count):
+        turns = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        prompt = tokenizer.encode(turns, add_special_tokens=False)
+        slot = driver.add(prompt)
+        driver.generate([slot], 16)
+        got = driver.free(slot)[: len(prompt) + 16]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([got[:-1]])).logits[0, len(prompt) - 1 :]
+        assert got[len(prompt) :] == logits.argmax(-1).tolist(), text

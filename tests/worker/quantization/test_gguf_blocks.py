@@ -1,0 +1,52 @@
+"""Blocks of GGUF: every type is exactly what ggml's own Python package makes of the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+gguf = pytest.importorskip("gguf")
+
+from servd.worker.layers.quantized import Quantized  # noqa: E402
+from servd.worker.quantization.gguf import BLOCKS, read  # noqa: E402
+
+QUANTS = [gguf.GGMLQuantizationType(number) for number in BLOCKS]
+
+
+def random_blocks(quant: gguf.GGMLQuantizationType, rows: int, blocks: int) -> np.ndarray:
+    """Bytes of any value, but for the 16-bit floats, which are finite."""
+    random = np.random.default_rng(int(quant))
+    _, size = gguf.GGML_QUANT_SIZES[quant]
+    data = random.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}.get(quant.name, (0, 2))
+    if quant.name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"):
+        halves = (0,)
+    for at in halves:
+        numbers = random.normal(size=(rows, blocks, 1)).astype(np.float16)
+        data[..., at : at + 2] = numbers.view(np.uint8)
+    if quant.name == "MXFP4":
+        data[..., 0] = random.integers(0, 140, (rows, blocks))  # tiny ones too
+    return data.reshape(rows, -1)
+
+
+def write(path: Path, tensors: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]) -> None:
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for name, (data, quant) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda q: q.name)
+def test_blocks_are_what_the_format_says(tmp_path: Path, quant: gguf.GGMLQuantizationType):
+    data = random_blocks(quant, rows=5, blocks=3)
+    write(tmp_path / "model.gguf", {"output.weight": (data, quant)})
+    [(name, tensor)] = read([tmp_path / "model.gguf"], {}, torch.device("cpu"))
+    assert name == "lm_head.weight" and isinstance(tensor, Quantized)
+    expected = torch.from_numpy(gguf.quants.dequantize(data, quant))
+    assert torch.equal(tensor.dequantize(), expected)

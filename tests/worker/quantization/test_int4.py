@@ -1,0 +1,82 @@
+"""4 bits made while loading: the nearest of 16 numbers, matrix by matrix, in recorded steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from servd.worker import model_loader
+from servd.worker.cpu_model_runner import CPUModelRunner
+from servd.worker.layers._matrix import Matrix
+from servd.worker.ops import native
+from servd.worker.quantization.int4 import quantize
+from tests.worker.cpu_kernels import forced
+from tests.worker.driver import Driver, config_for
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (1030, 100), (3, 5)], ids=str)
+def test_each_weight_becomes_the_nearest_of_16_numbers(shape: tuple[int, int]):
+    generator = torch.Generator().manual_seed(0)
+    weight = (
+        torch.randn(shape, generator=generator)
+        * 10.0 ** torch.arange(-3, 2).repeat(shape[0])[: shape[0], None].float()
+    )
+    weight[1] = 0.25
+    rounded = quantize(weight).rows(torch.arange(shape[0]))
+    for start in range(0, shape[1], 32):
+        group, got = weight[:, start : start + 32], rounded[:, start : start + 32]
+        size = group.amax(1, keepdim=True) - group.amin(1, keepdim=True)
+        # Half a step, and what scale and offset lose in 16 bits.
+        limit = size / 30 * 1.01 + 2.0**-8 * (size + group.abs().amax(1, keepdim=True))
+        assert bool(((got - group).abs() <= limit).all())
+        assert all(len(set(row.tolist())) <= 16 for row in got)
+
+
+@pytest.mark.parametrize("switch", [*native.CAPABILITIES, "off"])
+def test_outputs_are_close_to_those_without(
+    tiny_llama: Path, switch: str, monkeypatch: pytest.MonkeyPatch
+):
+    for _ in forced(switch, monkeypatch):
+        logits = []
+        for quantization in (None, "int4"):
+            driver = Driver(config_for(tiny_llama, quantization=quantization, block_size=16))
+            slot = driver.add([5, 17, 99, 200, 31, 8, 44, 3])
+            driver.generate([slot], 3)
+            logits.append(torch.stack(driver.logits[slot][:1]).log_softmax(-1))
+            runner = driver.worker.runner
+            if switch != "off":
+                assert isinstance(runner, CPUModelRunner) and runner.programs is not None
+                assert runner.programs.is_recordable and runner.programs.programs
+        divergence = torch.nn.functional.kl_div(*reversed(logits), log_target=True, reduction="sum")
+        assert 0 < divergence < 0.1
+
+
+def test_a_matrix_takes_its_form_before_the_next_is_read(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Or the whole model would be there in the checkpoint's type first."""
+    unformed = []
+    load = Matrix.load
+
+    def spy(self: Matrix, *args: object) -> None:
+        load(self, *args)  # type: ignore[arg-type]
+        model = driver_model[0]
+        unformed.append(
+            sum(
+                isinstance(w, Matrix) and w.form is None and len(w.missing) < len(w.part_shapes)
+                for _, w in model.named_parameters()
+            )
+        )
+
+    driver_model = []
+    build = model_loader.build_model
+    monkeypatch.setattr(
+        model_loader,
+        "build_model",
+        lambda *args: driver_model.append(build(*args)) or driver_model[0],
+    )
+    monkeypatch.setattr(Matrix, "load", spy)
+    Driver(config_for(tiny_llama, quantization="int4"))
+    assert unformed and max(unformed) <= 3  # of one layer: q, k, v and gate, up come in any order
