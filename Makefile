@@ -25,10 +25,10 @@ FAST = --ignore=tests/core/structured_output tests/core tests/cli $(filter-out t
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
-	docs bench bench-cpu bench-gpu soak docker sbom audit clean
+	docs bench bench-cpu bench-observability bench-gpu soak docker sbom audit clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "Variables: MODEL=gpt2 HOST=0.0.0.0 PORT=8000 ARGS='--max-num-seqs 8' PYTHON=python3.12"
 
@@ -110,6 +110,11 @@ bench-cpu: $(VENV)/.dev ## Measure this CPU and servd with MODEL, a folder; writ
 
 soak: $(VENV)/.dev ## Serve MODEL under mixed load and faults for an hour, or with ARGS="--seconds 60"
 	$(BIN)/python -m benchmarks.soak $(MODEL) $(ARGS)
+
+bench-observability: $(VENV)/.dev ## Measure what it costs to watch requests, and whether what is told of them is right
+	for part in cost unaccounted memory; do $(BIN)/python -m benchmarks.observability $$part; done
+	$(BIN)/python -m benchmarks.observability unaccounted --tensor-parallel-size 2
+	RUNS=20 $(BIN)/python -m pytest tests/api/test_causes.py
 
 bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks-gpu.md
 	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m benchmarks.gpu $(ARGS); \

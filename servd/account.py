@@ -1,7 +1,7 @@
 """Account: every nanosecond of a request's life has one cause.
 
-A pure function of the request's marks and of the steps that the engine ran meanwhile: the marks say
-in which phase the request was, the steps what went on in it.
+A pure function of the request's marks and of the steps that the engine ran in the meantime: the
+marks tell which phase the request was in, the steps what happened during it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
 import msgspec
 
 from servd.tracing import Mark, StepRecord
 
-MAX_SPANS = 400  # what is shorter than this part of the whole is drawn as a part of its neighbour
-MAX_STEPS = 512  # the longest ones are kept
+MAX_SPANS = 400  # a span shorter than this fraction of the whole is merged into its neighbor
+MAX_STEPS = 512  # the longest are kept
 STALL_FACTOR, LEAST_STALL = 5, 50_000_000  # times what a step should take, and nanoseconds beyond
 NEVER = 1 << 62  # number of a step
-NUM_FIRST_STEPS = 4  # caches, programs and graphs are made in them
+NUM_FIRST_STEPS = 4  # these fill caches and build programs and graphs
 
 # Cause -> what it means to a person. Those up to `write` are the request's own work.
 CAUSES = {
@@ -42,6 +42,7 @@ CAUSES = {
     "queue_budget": "it waited while others' prompts used up --max-num-batched-tokens",
     "neighbour_prefill": "prompts of other requests were computed in the same steps",
     "preemption": "its KV-cache blocks were taken from it, and its tokens computed again",
+    "engine_loop": "its engine was between two steps, taking in requests and handing on tokens",
     "rejected_drafts": "drafted tokens were rejected",
     "stalled_worker": "a step took far longer than others of its size",
     "start_up": "the engine's first steps took longer than later ones",
@@ -50,7 +51,7 @@ CAUSES = {
     "unaccounted": "nothing was noted that explains it",
 }
 OWN_WORK = frozenset([*CAUSES][:8])
-# Before the engine has a request and after it is done, the next mark says what is going on.
+# Before the engine has a request and after it is done, the next mark tells what is going on.
 CAUSE_BEFORE = {
     "parsed": "parse",
     "templated": "template",
@@ -62,12 +63,12 @@ CAUSE_BEFORE = {
     "written": "write",
     "done": "write",
 }
-# Phase in the engine -> the cause of what of it lies between two steps.
+# Phase in the engine -> the cause of the time between two steps.
 BETWEEN_STEPS = {
     "arriving": "ipc",
     "queued": "",  # as `_lacking` says
-    "prefilling": "unaccounted",
-    "decoding": "unaccounted",
+    "prefilling": "engine_loop",
+    "decoding": "engine_loop",
     "preemption": "preemption",
 }
 COMPUTES = {"prefilling": "prefill", "decoding": "decode"}  # phase -> cause
@@ -76,7 +77,7 @@ BY_START = attrgetter("started_ns")
 
 
 class Span(msgspec.Struct):
-    """A time with one cause."""
+    """A stretch of time with one cause."""
 
     cause: str
     begin_ns: int
@@ -118,12 +119,12 @@ class Account(msgspec.Struct):
 
 
 class Busy(NamedTuple):
-    """The time in which the engine was busy with one step and no earlier one."""
+    """The time in which the engine worked on one step and on no earlier one."""
 
     begin_ns: int
     end_ns: int
     record: StepRecord
-    num_extra: int  # tokens that make it longer than one that decodes
+    num_extra: int  # tokens that make it longer than a step that only decodes
 
     @property
     def duration(self) -> int:
@@ -142,15 +143,15 @@ def account(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: str)
 
     Args:
         marks: of the request, in order of time.
-        steps: of the engine, in order; those before the request help to tell what is normal.
+        steps: of the engine, in order; those before the request show what is normal.
         request_id: tells its own prompts from others'.
     """
     return _Explainer(busy_times(steps), request_id).explain(marks)
 
 
 def busy_times(steps: Sequence[StepRecord]) -> list[Busy]:
-    """When the engine was busy with each step; steps in flight overlap, so each counts from the end
-    of the one before.
+    """When the engine worked on each step. Steps in flight overlap, so each one counts from the end
+    of the one before it.
     """
     end, found = 0, []
     for record in steps:
@@ -164,7 +165,7 @@ def busy_times(steps: Sequence[StepRecord]) -> list[Busy]:
 
 
 def phases(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
-    """What a request was doing between its marks: a phase in the engine, or else a cause."""
+    """What a request was doing between its marks: a phase in the engine, or a cause outside it."""
     seen: Counter[str] = Counter()
     for mark, following in pairwise(marks):
         if mark.stage == "engine_lost":  # the next one gets what is open as if it were new
@@ -217,12 +218,12 @@ class _Explainer:
         self.blamed = -1  # the last step whose prompts were counted
         plain = [b.end_ns - b.begin_ns for b in busy if not b.num_extra]
         # Nanoseconds of a step without prompts and drafts, and of each token that these add.
-        self.plain_ns = median(plain) if plain else None
+        self.plain_ns = median_low(plain) if plain else None
         each = [
             max(b.duration - (self.plain_ns or 0), 0) / b.num_extra for b in busy if b.num_extra
         ]
         self.token_ns = median(each) if each else 0.0
-        # What a plain step may take and be no stall.
+        # The longest that a plain step may take without being a stall.
         self.longest_ns = max(STALL_FACTOR * (self.plain_ns or 0), LEAST_STALL)
 
     def explain(self, marks: Sequence[Mark]) -> Account:
@@ -258,6 +259,8 @@ class _Explainer:
                 if step.end_ns > end:
                     break
                 at += 1
+            if between == "engine_loop" and at == len(busy):
+                between = "unaccounted"  # a step of which nothing is known yet may be running
             add(between or self._lacking(at, arrived), begin, end)
         causes = Counter({"unaccounted": 0})
         for span in self.spans:
@@ -269,8 +272,8 @@ class _Explainer:
         )  # fmt: skip
 
     def _lacking(self, at: int, arrived: int) -> str:
-        """What a request that arrived then, and was not in step `at` of `busy`, waited for. Where
-        that step ran already, the next one tells whether there was more than it to wait for.
+        """What a request that had arrived by then, and was not in step `at` of `busy`, waited for.
+        If that step was already running, the next one tells whether it waited for more than that.
         """
         for step in self.busy[at : at + 2]:
             record = step.record
@@ -279,15 +282,15 @@ class _Explainer:
         return "queue_step"
 
     def _wait(self, cause: str, step: Busy, begin: int, end: int) -> None:
-        """Explain the part of a step from `begin` to `end`, in which the request had none."""
+        """Explain the part from `begin` to `end` of a step without the request."""
         if cause != "preemption":
             self._blame(step.record, (end - begin) / max(step.record.num_tokens, 1))
         self._add(cause, begin, end, step.record.step)
 
     def _compute(self, own: str, step: Busy, begin: int, end: int) -> None:
-        """Explain the part of a step from `begin` to `end`, in which the request took part."""
+        """Explain the part from `begin` to `end` of a step that had the request in it."""
         number, duration = step.record.step, step.end_ns - step.begin_ns
-        # Most steps only decode, and there may be thousands.
+        # There may be thousands of steps, most of which only decode.
         if step.num_extra or duration > self.longest_ns:
             for cause, ns in self._beyond(step, (end - begin) / max(duration, 1)).items():
                 if ns >= 1:
@@ -297,9 +300,7 @@ class _Explainer:
         self._add(own, begin, end, number)
 
     def _beyond(self, step: Busy, share: float) -> dict[str, float]:
-        """Nanoseconds of a share of a step, by cause, that it would not have taken for this request
-        alone.
-        """
+        """Nanoseconds by cause of a share of a step that the request alone would not take."""
         record, duration, num_extra = step.record, step.duration, step.num_extra
         usual = (self.plain_ns or 0) + self.token_ns * num_extra
         stall = duration - usual
@@ -343,7 +344,7 @@ class _Explainer:
             self.spans.append(Span(cause, begin, end, step, step))
 
     def _drawn(self) -> list[Span]:
-        """The spans, without those too short to be seen."""
+        """The spans, without those that are too short to be seen."""
         if len(self.spans) <= MAX_SPANS:
             return self.spans
         least = (self.spans[-1].end_ns - self.spans[0].begin_ns) // MAX_SPANS

@@ -39,7 +39,7 @@ now_ns = time.monotonic_ns
 
 
 class Mark(msgspec.Struct, array_like=True, gc=False):
-    """One border crossed by a request; `step` is the engine's, -1 outside of it."""
+    """One border that a request crossed; `step` is the engine's, -1 outside it."""
 
     stage: str
     at_ns: int
@@ -85,7 +85,7 @@ class Pace(NamedTuple):
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord]) -> Pace:
-        """That of these steps."""
+        """The pace of these steps."""
         took = [(step.harvested_ns - step.started_ns, step) for step in steps]
         return cls(
             max((ns for ns, _ in took), default=0),
@@ -94,8 +94,8 @@ class Pace(NamedTuple):
         )
 
     def expected_seconds(self, num_tokens: int) -> float:
-        """The most that a step of so many tokens should take: as long as any of late or, where it
-        is larger, as its tokens do in the slowest of those with prompts.
+        """The longest that a step of so many tokens should take: as long as any recent one or, if
+        that is longer, as its tokens would in the slowest one with prompts.
         """
         if not self.per_token and num_tokens > self.most_tokens:
             return FIRST_STEP

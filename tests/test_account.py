@@ -175,9 +175,10 @@ def test_steps_in_flight_overlap():
     assert found["prefill"] == 10 and found["decode"] == 10
 
 
-def test_time_between_steps_is_unaccounted():
+def test_time_between_steps_is_the_engines_and_unaccounted_after_the_last_one_that_is_known():
     marks = marks_of(("queued", 4), ("scheduled", 4, 1), ("first_token", 14, 1), end=50)
-    assert explain(marks, [step(1, 4, 14), step(2, 40, 50)])["unaccounted"] == 26
+    assert explain(marks, [step(1, 4, 14), step(2, 40, 50)])["engine_loop"] == 26
+    assert explain(marks, [step(1, 4, 14)])["unaccounted"] == 36
 
 
 def test_choices_are_where_the_foremost_that_runs_is():

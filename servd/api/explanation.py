@@ -1,4 +1,4 @@
-"""A request's account in words, in JSON and as a trace."""
+"""A request's account as text, as JSON and as a trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCKING = ("blocked", "resumed")  # stages
 
 
 def summarize(inquiry: Inquiry) -> RequestSummary:
-    """The line of a list, which is kept once it is final."""
+    """A request's line in a list; cached once it is final."""
     timeline = inquiry.timeline
     if timeline.summary is not None:
         return timeline.summary
@@ -112,7 +112,7 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
 
 
 def _behind(inquiry: Inquiry, account: Account, others: Mapping[str, Ran | None]) -> list[str]:
-    """Ids of those that ran while the request waited for what they held, the longest first."""
+    """Ids of the requests that held what this one waited for, longest overlap first."""
     if not any(account.causes.get(cause) for cause in QUEUES):
         return []
     own, marks = ran(inquiry.marks), inquiry.marks
@@ -146,7 +146,7 @@ def _explanation(timeline: Timeline, account: Account) -> str:
 
 
 def _duration(ns: int) -> str:
-    """For people: with two or three digits that count."""
+    """For people: two or three significant digits."""
     if ns >= SECOND:
         return f"{ns / SECOND:.3g} s" if ns < 1000 * SECOND else f"{ns / SECOND:.0f} s"
     return f"{ns / 1e6:.3g} ms" if ns >= 1e6 else f"{ns / 1e6:.2f} ms"
@@ -176,7 +176,7 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
 
 
 def _phases(record: StepRecord) -> dict[str, float]:
-    """What the worker did or, where it says nothing, the engine's view of it."""
+    """The worker's phases or, if it reports none, the engine's view of them."""
     times = record.worker_ns
     if len(times) != 4:
         times = [record.scheduled_ns, record.scheduled_ns, record.executed_ns, record.harvested_ns]
@@ -187,7 +187,7 @@ def _phases(record: StepRecord) -> dict[str, float]:
 
 
 def stage_times(timelines: Iterable[Timeline]) -> dict[str, float]:
-    """Milliseconds of the stages of a request with these prompts, as far as its marks say."""
+    """Milliseconds of the stages of a request with these prompts, as far as its marks tell."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for timeline in timelines:

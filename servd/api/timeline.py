@@ -1,4 +1,4 @@
-"""Timelines: what an API process knows of its running requests, its recent and its slowest ones."""
+"""Timelines: what an API process knows about its running, its recent and its slowest requests."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_RECENT = 1024  # about 3 KB each
 MAX_SLOWEST = 32  # each with its account, up to 300 KB
+MAX_MARKS = 200_000  # of recent requests, and of the slowest ones; 100 bytes each
 MAX_PROMPT_TOKENS = 2_000_000  # of finished requests, 4 bytes each
 MAX_STEPS = 8192  # about 700 bytes each
 STEPS_BEFORE = 256  # which tell what is normal
@@ -74,7 +75,7 @@ class Timeline(msgspec.Struct):
 
 
 class Inquiry(msgspec.Struct):
-    """What an account is made of; it belongs to no thread."""
+    """Everything that an account is computed from, safe to hand to another thread."""
 
     timeline: Timeline
     marks: list[Mark]
@@ -82,13 +83,13 @@ class Inquiry(msgspec.Struct):
 
     @property
     def known(self) -> list[StepRecord]:
-        """The steps that ran meanwhile, and some before."""
+        """The steps that ran in the meantime, and some before them."""
         first = bisect_left(self.steps, self.marks[0].at_ns, key=attrgetter("harvested_ns"))
         last = bisect_left(self.steps, self.marks[-1].at_ns, key=attrgetter("started_ns"))
         return self.steps[max(first - STEPS_BEFORE, 0) : last]
 
     def account(self) -> Account:
-        """Where the time went; for a thousand steps this takes 20 ms."""
+        """Where the time went; takes 20 ms for a thousand steps."""
         if self.timeline.account is not None:
             return self.timeline.account
         return account(self.marks, self.known, self.timeline.id)
@@ -110,12 +111,13 @@ class Tracer:
         self.recent: OrderedDict[str, Timeline] = OrderedDict()
         self.slowest: dict[str, Timeline] = {}
         self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self._num_marks = 0  # of `recent`
         self._prompts: deque[Timeline] = deque()  # finished, with their prompts
         self._num_prompt_tokens = 0
         self._accountant = ThreadPoolExecutor(1, "account")
 
     def open(self, request_id: str, owner: str = "", route: str = "", model: str = "") -> Timeline:
-        """The timeline of a running request, which may be new."""
+        """The timeline of a running request; a new one if it has none yet."""
         timeline = self.running.get(request_id)
         if timeline is None:
             timeline = Timeline(request_id, owner, route, model, time.time())
@@ -142,17 +144,19 @@ class Tracer:
         timeline = self.running.pop(request_id, None) or Timeline(request_id)
         timeline.marks = sorted(timeline.marks, key=BY_TIME)  # other threads may read them
         timeline.is_finished = True
+        before = self.recent.pop(request_id, None)
         self.recent[request_id] = timeline
-        self.recent.move_to_end(request_id)
-        if len(self.recent) > self.keep:
-            self.recent.popitem(last=False)
-        if timeline.marks:
+        self._num_marks += len(timeline.marks) - (len(before.marks) if before else 0)
+        while len(self.recent) > self.keep or self._num_marks > MAX_MARKS:
+            _, oldest = self.recent.popitem(last=False)
+            self._num_marks -= len(oldest.marks)
+        if 0 < len(timeline.marks) <= MAX_MARKS // MAX_SLOWEST:
             self._rank(timeline)
         self._keep_prompt(timeline)
         return timeline
 
     def _keep_prompt(self, timeline: Timeline) -> None:
-        """Later prompts are compared with it; the oldest are dropped."""
+        """Keep a prompt for comparison with later ones; the oldest are dropped."""
         self._prompts.append(timeline)
         self._num_prompt_tokens += len(timeline.prompt)
         while self._num_prompt_tokens > MAX_PROMPT_TOKENS or len(self._prompts) > self.keep:
@@ -171,7 +175,7 @@ class Tracer:
         self._accountant.submit(self._account, *self.inquiries([timeline]))
 
     def _account(self, inquiry: Inquiry) -> None:
-        """Account for a request, off the event loop, unless slower ones came meanwhile."""
+        """Account for a request, off the event loop, unless slower ones have replaced it."""
         timeline = inquiry.timeline
         if self.slowest.get(timeline.id) is timeline:
             timeline.account = inquiry.account()
@@ -195,7 +199,7 @@ class Tracer:
         return list(islice((t for t in newest_first if t.owner == owner and t.marks), count))
 
     def of_owner(self, owner: str) -> list[Timeline]:
-        """All of an owner that are known."""
+        """All known requests of `owner`."""
         known = {**self.slowest, **self.recent, **self.running}
         return [timeline for timeline in known.values() if timeline.owner == owner]
 
@@ -209,7 +213,7 @@ class Tracer:
         return list(islice(reversed(self.steps), count))[::-1]
 
     def inquiries(self, timelines: Sequence[Timeline]) -> list[Inquiry]:
-        """Collect what accounts of requests' time, up to now, need."""
+        """Collect what it takes to account for these requests up to now."""
         steps, now = list(self.steps), Mark("now", now_ns())
         return [
             Inquiry(t, t.marks if t.is_finished else [*sorted(t.marks, key=BY_TIME), now], steps)

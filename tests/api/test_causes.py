@@ -1,9 +1,12 @@
-"""Slow requests whose cause is known: the account names it as the largest share."""
+"""Slow requests whose cause is known: the account names it as the largest share. `RUNS=20` plants
+each of them so often.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -16,11 +19,17 @@ from servd.core.structured_output.manager import GrammarManager
 from servd.hf import FAKE_SPEC
 from tests.api.harness import Served, listening, serve, until
 
+RUNS = int(os.environ.get("RUNS", "1"))
 # The clock is real, and a pause of the machine in mid-test is a cause of its own, rightly named.
-pytestmark = pytest.mark.flaky(reruns=3)
+pytestmark = pytest.mark.flaky(reruns=3 if RUNS == 1 else 0)
 
 COMPLETIONS = "/v1/completions"
 STEP, TOKEN = 0.001, 0.0003  # seconds of a step, and of each token of it
+
+
+@pytest.fixture(params=range(RUNS), autouse=True)
+def _run() -> None:
+    """Every test runs so often."""
 
 
 @pytest.fixture
@@ -165,12 +174,15 @@ async def test_rejected_drafts(slow_steps, monkeypatch):
     def wrong_drafts(executor: FakeExecutor, state: int, max_drafts: int) -> list[int]:
         return [0] * max_drafts  # it only ever says letters and spaces
 
-    slow_steps(lambda scheduled: 0.01 * scheduled.num_tokens)
+    slow_steps(lambda scheduled: 0.02 * scheduled.num_tokens)
     monkeypatch.setattr(FakeExecutor, "_draft", wrong_drafts)
     async with serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4}) as served:
         lookahead = served.engine.core.scheduler.lookahead
-        monkeypatch.setattr(lookahead, "num_drafts", lambda acceptance: 4)
-        own = await post(served, "a", 10)
+        most = [0]
+        monkeypatch.setattr(lookahead, "num_drafts", lambda acceptance: most[0])
+        await post(served, "a", 5)  # what steps without drafts take
+        most[0] = 4
+        own = await post(served, "b", 16)
         assert (await causes_of(served, own))[0] == "rejected_drafts"
 
 

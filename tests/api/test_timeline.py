@@ -46,6 +46,18 @@ def test_the_most_recent_and_the_slowest_finished_requests_are_kept():
     assert {str(i) for i in range(100) if tracer.get(str(i))} == slowest
 
 
+def test_requests_with_many_marks_are_bounded_by_those(monkeypatch):
+    monkeypatch.setattr(timeline, "MAX_MARKS", 10 * MAX_SLOWEST)
+    tracer = Tracer()
+    for i in range(200):
+        for number in range(11 if i % 2 else 10):
+            tracer.mark(str(i), "sent", number + 1)
+        tracer.finish(str(i))
+        assert sum(len(t.marks) for t in tracer.recent.values()) <= timeline.MAX_MARKS
+    assert len(tracer.recent) >= timeline.MAX_MARKS // 11
+    assert {int(i) % 2 for i in tracer.slowest} == {0}
+
+
 def test_a_timeline_is_shown_to_its_owner_alone():
     tracer = Tracer()
     for i, owner in enumerate("aabb"):

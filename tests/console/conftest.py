@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -34,6 +35,7 @@ class Page:
     def __init__(self, driver: webdriver.Chrome, url: str) -> None:
         self.driver = driver
         self.url = url
+        self.num_clicks = 0
         driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": LISTEN})
 
     def open(self, view: str = "") -> None:
@@ -57,7 +59,15 @@ class Page:
         )
 
     def click(self, selector: str, text: str = "") -> None:
-        self.wait(selector, text).click()
+        """Click the first element that `wait` finds; a list may be drawn anew meanwhile."""
+
+        def try_to(_: object) -> bool:
+            self.wait(selector, text).click()
+            return True
+
+        ignored = [StaleElementReferenceException]
+        WebDriverWait(self.driver, 60, 0.05, ignored_exceptions=ignored).until(try_to)
+        self.num_clicks += 1
 
     def ask(self, text: str) -> WebElement:
         """Send a message; return the answer once it has ended."""
