@@ -112,7 +112,7 @@ def measure(arguments: argparse.Namespace, name: str, rounds: int) -> Row:
         answer = mine.ask("POST", "/v1/completions", body(arguments, f"B {number}"))
         assert answer.status == 200, answer.body
         seconds = time.monotonic() - asked
-        replies.append(Reply(seconds, causes_of(mine, answer.request_id)))
+        replies.append(Reply(seconds, causes_of(mine, answer.body["id"])))
     if not rounds:
         time.sleep(20)
     return Row(name, replies, (generated(mine) - before) / (time.monotonic() - begin))
@@ -131,11 +131,12 @@ def generated(mine: _client.Client) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-def causes_of(mine: _client.Client, request_id: str | None) -> Counter[str]:
+def causes_of(mine: _client.Client, request_id: str) -> Counter[str]:
     """Asked at once: timelines of others soon push out this one."""
     timeline = mine.ask("GET", f"/v1/requests/{request_id}/timeline").body
+    assert "spans" in timeline, timeline
     causes: Counter[str] = Counter()
-    for span in timeline.get("spans", []):
+    for span in timeline["spans"]:
         causes[span["cause"]] += span["end_ms"] - span["begin_ms"]
     return causes
 
