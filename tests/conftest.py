@@ -157,3 +157,10 @@ def _checkpoint(name, model_class, config, torch, tokenizer: Path, tmp_path_fact
     for file in tokenizer.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
+
+
+@pytest.fixture
+def may_always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookahead asks requests in every step: it never pauses, however little drafts paid."""
+    monkeypatch.setattr("servd.core.lookahead.PAUSE_STEPS", 0)
+    monkeypatch.setattr("servd.core.lookahead.IDLE_INTERVAL", 1)

@@ -170,6 +170,7 @@ async def test_a_grammar(monkeypatch):
         assert (await causes_of(served, own))[0] == "grammar_compile"
 
 
+@pytest.mark.usefixtures("may_always_draft")
 async def test_rejected_drafts(slow_steps, monkeypatch):
     def wrong_drafts(executor: FakeExecutor, state: int, max_drafts: int) -> list[int]:
         return [0] * max_drafts  # it only ever says letters and spaces

@@ -187,6 +187,7 @@ async def test_timings_in_the_form_of_llama_server(served: Served, path, body, i
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
 
+@pytest.mark.usefixtures("may_always_draft")
 @pytest.mark.parametrize("level", ["summary", "detailed"])
 @pytest.mark.parametrize(("path", "body"), [BODIES[0], (COMPLETIONS, {"prompt": "abc"})])
 async def test_an_answer_tells_what_became_of_its_drafts(path, body, level, monkeypatch):

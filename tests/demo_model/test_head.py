@@ -1,5 +1,7 @@
 """The head that drafts for the demo model: outputs stay, and steps yield several tokens."""
 
+import pytest
+
 from servd import LLM
 from servd.llm import InProcess
 from servd.messages import DraftStats
@@ -8,6 +10,7 @@ from servd.params import SamplingParams
 QUESTIONS = ("What is servd?", "What is 7 + 5?", "Count from 3 to 9.", "Tell me a story about Tom.")
 
 
+@pytest.mark.usefixtures("may_always_draft")
 def test_most_steps_yield_more_than_one_token(monkeypatch):
     from servd.core.lookahead import Lookahead
 

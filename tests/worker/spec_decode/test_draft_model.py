@@ -122,6 +122,7 @@ class Recorder:
             assert token == int(expected.argmax())
 
 
+@pytest.mark.usefixtures("may_always_draft")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_logits_are_those_of_transformers(
     tiny_llama: Path, draft, depth: int, counts, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +165,7 @@ def test_requests_outlive_the_learned_positions_of_the_draft(
     recorder.check(folder)
 
 
+@pytest.mark.usefixtures("may_always_draft")
 @pytest.mark.parametrize("seed", range(4))
 def test_rejected_drafts_of_short_rows_that_pause(
     tiny_llama: Path, draft, seed: int, counts, monkeypatch: pytest.MonkeyPatch
