@@ -29,6 +29,8 @@ import httpx
 import psutil
 from tqdm import tqdm
 
+from servd.cli.bench._report import new_figure
+
 START_TIMEOUT = 120.0  # seconds
 SETTLE_TIMEOUT = 60.0  # seconds, for everything to end after the load
 FAULTS = ("engine killed", "engine stopped", "API server killed")
@@ -367,14 +369,9 @@ class Soak:
         rows += [(f"**problem**: {problem}", f"{num}") for problem, num in self.problems.items()]
         return "| what | |\n|---|---|\n" + "".join(f"| {name} | {num} |\n" for name, num in rows)
 
-    def plot(self, path: Path) -> None:
+    def plot(self, figure: Any, path: Path) -> None:
         """Latency and memory over time."""
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-
-        _, (upper, lower) = plt.subplots(2, sharex=True, figsize=(8, 5))
+        upper, lower = figure.subplots(2, sharex=True)
         start = self.memory[0][0]
         upper.plot(
             [t - start for t, _ in self.latencies], [s for _, s in self.latencies], ".", ms=2
@@ -382,8 +379,7 @@ class Soak:
         upper.set(ylabel="seconds of a stream", yscale="log")
         lower.plot([t - start for t, _ in self.memory], [m / 2**20 for _, m in self.memory])
         lower.set(xlabel="seconds", ylabel="MiB of all processes", ylim=(0, None))
-        plt.tight_layout()
-        plt.savefig(path)
+        figure.savefig(path)
 
 
 def main() -> int:
@@ -399,11 +395,12 @@ def main() -> int:
     parser.add_argument("--log", default="/dev/null", metavar="FILE", help="the server's")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    figure = new_figure() if arguments.plot else None  # a missing package wastes no hour
     soak = Soak(arguments)
     asyncio.run(soak.run())
     print(soak.report())
-    if arguments.plot is not None:
-        soak.plot(arguments.plot)
+    if figure and arguments.plot:
+        soak.plot(figure, arguments.plot)
     return int(bool(soak.problems))
 
 
