@@ -324,8 +324,8 @@ def origin_of(args: argparse.Namespace) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; its defaults are what the model in the repository was trained with, but for
-    the threads.
+    """The command line; its defaults are those of the first training of the shipped model, but for
+    the threads (README.md has both).
     """
     parser = argparse.ArgumentParser(
         description="Train the demo model and write it as a Hugging Face model folder."
