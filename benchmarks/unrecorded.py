@@ -38,7 +38,7 @@ def engine() -> None:
         def news(self, client: int) -> list[Any]:
             return []
 
-    replace((scheduler, "StepLog", NoLog), (step.Step, "end_scheduling", nothing))
+    replace((scheduler, "StepLog", NoLog))
     engine_core_proc.main()
 
 
