@@ -10,9 +10,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message
@@ -39,6 +40,9 @@ from servd.batch import (
 from servd.errors import NotFound
 
 log = logging.getLogger("servd.batches")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 POLL = 1.0  # seconds between two looks for batches, and at their state
 MAX_BATCHES = 16  # that one process runs at a time; the others wait
@@ -77,13 +81,16 @@ class BatchRunner:
         next_clean_up = 0.0
         try:
             while not self.is_draining:
-                if time.monotonic() >= next_clean_up:
-                    await asyncio.to_thread(self.store.remove_old)
-                    next_clean_up = time.monotonic() + CLEAN_UP_INTERVAL
-                for one in self.store.take(MAX_BATCHES - len(self._batches)):
-                    task = asyncio.create_task(self._keep_running(one))
-                    self._batches.add(task)
-                    task.add_done_callback(self._batches.discard)
+                try:
+                    if time.monotonic() >= next_clean_up:
+                        next_clean_up = time.monotonic() + CLEAN_UP_INTERVAL
+                        await asyncio.to_thread(self.store.remove_old)
+                    for one in self.store.take(MAX_BATCHES - len(self._batches)):
+                        task = asyncio.create_task(self._keep_running(one))
+                        self._batches.add(task)
+                        task.add_done_callback(self._batches.discard)
+                except OSError:  # such as too many open files
+                    log.exception("batches could not be looked for; tried again later")
                 await asyncio.sleep(POLL)
             await asyncio.gather(*self._batches)
         finally:
@@ -132,15 +139,19 @@ class BatchRunner:
 
     async def _answer_all(self, one: OpenBatch, shelf: Shelf, batch: Batch, source: Path) -> bool:
         """Answer the lines that are left; False if the server ends before they are."""
-        results = await asyncio.to_thread(Results, shelf.results(batch))
+        results = await _in_thread(Results, shelf.results(batch))
         counts = batch.request_counts
         counts.completed = sum(status == 200 for status in results.statuses.values())
         counts.failed = len(results.statuses) - counts.completed
-        pending = _pending(source, results.statuses)
+        pending, turn = _pending(source, results.statuses), asyncio.Lock()
         with results.file:
 
+            async def next_line() -> Line | None:
+                async with turn:  # thousands that are done may come before it
+                    return await asyncio.to_thread(next, pending, None)
+
             async def work() -> None:
-                while not self.is_draining and (line := next(pending, None)) is not None:
+                while not self.is_draining and (line := await next_line()) is not None:
                     if (result := await self._answer(one.owner, line)) is not None:
                         results.add(result)
                         counts.completed += result.status == 200
@@ -160,7 +171,7 @@ class BatchRunner:
         elif outcome:
             batch.status, batch.finalizing_at = "finalizing", int(time.time())
             shelf.save(batch)
-            await asyncio.to_thread(_finish, shelf, batch, source, outcome)
+            await _in_thread(_finish, shelf, batch, source, outcome)
         return outcome is not None
 
     async def _outcome(
@@ -203,6 +214,17 @@ class BatchRunner:
         return None
 
 
+async def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Run `work` in a thread. A cancellation waits for its end: the next process that has the batch
+    must find its files at rest.
+    """
+    task = asyncio.create_task(asyncio.to_thread(work, *args, **options))
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await asyncio.wait([task])
+
+
 def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
     """Number of lines of a batch file, and what is wrong with it."""
     num_lines, problems = 0, []
@@ -239,10 +261,11 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
         for result, text in results_of(results):
             statuses[result.custom_id] = result.status
             (output if result.status == 200 else errors).write(text)
-        for line in _pending(source, statuses):
-            problem = Problem(f"batch_{outcome}", f"the batch was {outcome} before this request")
-            errors.write(msgspec.json.encode(Result(line.custom_id, error=problem)) + b"\n")
-            batch.request_counts.failed += 1
+        problem = Problem(f"batch_{outcome}", f"the batch was {outcome} before this request")
+        with suppress(FileNotFoundError):  # deleted meanwhile: the answers are worth no less
+            for line in _pending(source, statuses):
+                errors.write(msgspec.json.encode(Result(line.custom_id, error=problem)) + b"\n")
+                batch.request_counts.failed += 1
     now = int(time.time())
     for name, path in paths.items():
         if not (size := os.path.getsize(path)):

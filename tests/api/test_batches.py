@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -13,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from servd import batch as batch_files
 from servd.access import hash_key
 from servd.api import batch_runner, batch_store
 from servd.api.protocol.batches import Batch
@@ -250,6 +253,67 @@ async def test_a_drain_begins_no_more_lines_and_finishes_those_it_has(tmp_path):
         assert batch.status == "in_progress" and num_sent < 200
     [results] = tmp_path.glob(f"*/{batch.id}.results")
     assert len(results.read_text().splitlines()) == num_sent  # each that was begun is whole
+
+
+async def test_a_file_that_vanishes_while_old_ones_are_removed_does_not_matter(client, served):
+    store = served.app.state.context.batches.store
+    (store.open / "gone").symlink_to("nowhere")  # its stat fails like that of a file just removed
+    store.remove_old()
+
+
+async def test_a_failure_of_the_folder_does_not_end_the_runner(client, served, monkeypatch):
+    store, failures = served.app.state.context.batches.store, []
+    take = store.take
+
+    def fail_first(most: int) -> Any:
+        if len(failures) < 3:
+            failures.append(most)
+            raise OSError("too many open files")
+        return take(most)
+
+    monkeypatch.setattr(store, "take", fail_first)
+    batch = await finished(client, await create(client, *lines(2)))
+    assert batch.status == "completed" and len(failures) == 3
+
+
+async def test_the_input_may_be_deleted_while_a_batch_reads_it(client, served):
+    served.engine.may_step.clear()
+    batch = await create(client, *lines(5))
+    await until(lambda: served.async_llm.num_unfinished)
+    await client.files.delete(batch.input_file_id)
+    served.engine.may_step.set()
+    batch = await finished(client, batch)
+    assert batch.status == "completed", batch.errors
+    assert len(await answers(client, batch.output_file_id)) == 5
+
+
+async def test_lines_are_never_read_on_the_event_loop(client, served, monkeypatch):
+    threads = []
+
+    def read_line(text: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return batch_files.read_line(text)
+
+    monkeypatch.setattr(batch_runner, "read_line", read_line)
+    await finished(client, await create(client, *lines(5)))
+    assert threads and threading.main_thread() not in threads
+
+
+async def test_a_server_that_ends_gives_up_a_batch_with_its_files_at_rest(tmp_path, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+    finish = batch_runner._finish
+
+    def slow(*args: Any) -> None:
+        begun.set()
+        time.sleep(0.3)
+        finish(*args)
+        ended.set()
+
+    monkeypatch.setattr(batch_runner, "_finish", slow)
+    async with running(tmp_path) as served:
+        await create(client_of(served), *lines(1))
+        await until(begun.is_set)
+    assert ended.is_set()
 
 
 async def test_a_full_server_makes_a_batch_wait_and_not_fail(tmp_path):
