@@ -157,14 +157,19 @@ class ProcessTree:
             self.reload_is_due = True
         self.events.put(signal.Signals(signum))
 
+    def ends(self, event: Child | signal.Signals) -> bool:
+        """Whether it is a signal to end; the hang-up of a terminal ends what was started in it."""
+        if event is signal.SIGHUP:
+            return self.had_terminal and not has_terminal()
+        return isinstance(event, signal.Signals)
+
     def watch(self) -> int:
         """Keep the children alive until a signal, or until that is given up; return the exit
         code.
         """
         while True:
             event = self.next_event()
-            # The hang-up of a terminal ends what was started in it.
-            if event is signal.SIGHUP and not (self.had_terminal and not has_terminal()):
+            if event is signal.SIGHUP and not self.ends(event):
                 self.reload()
                 continue
             if isinstance(event, signal.Signals):
@@ -268,14 +273,14 @@ class ProcessTree:
         self.wait_for_api_servers(self.config.server.shutdown_timeout + 1)
 
     def wait_for_api_servers(self, timeout: float) -> None:
-        """Until all have ended, `timeout` seconds are over, or a signal arrives."""
+        """Until all have ended, `timeout` seconds are over, or a signal to end arrives."""
         deadline = time.monotonic() + timeout
         while any(child.exit_code is None for child in self.api_servers):
             try:
                 event = self.events.get(timeout=max(deadline - time.monotonic(), 0))
             except queue.Empty:
                 return
-            if isinstance(event, signal.Signals) or event is self.engine:
+            if self.ends(event) or event is self.engine:
                 return
 
     def stop(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,31 @@ def test_a_signal_to_end_is_heard_behind_hang_ups(tree):
     tree.on_signal(signal.SIGHUP, None)
     tree.on_signal(signal.SIGINT, None)
     assert [tree.events.get() for _ in range(2)] == [signal.SIGHUP, signal.SIGINT]
+
+
+def test_a_hang_up_does_not_cut_a_drain_short(tree):
+    class Open:
+        """An API server whose requests end after a while."""
+
+        exit_code = None
+
+    tree.had_terminal = False
+    server = Open()
+    tree.api_servers = [server]
+
+    def finish() -> None:
+        server.exit_code = 0
+        tree.events.put(server)
+
+    tree.on_signal(signal.SIGHUP, None)
+    timer = threading.Timer(0.2, finish)
+    timer.start()
+    tree.wait_for_api_servers(10)
+    assert server.exit_code == 0
+    server.exit_code = None
+    tree.on_signal(signal.SIGTERM, None)
+    tree.wait_for_api_servers(10)
+    assert server.exit_code is None
 
 
 def test_tls_begins_and_ends_only_with_a_restart(tree, reader, tmp_path: Path, caplog):

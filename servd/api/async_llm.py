@@ -374,8 +374,9 @@ class AsyncLLM:
                 log.error("the engine is gone: %s", reason)
                 self.fail(EngineDead(f"the engine is gone: {reason}"))
             case EngineAudit(number=number):
-                if number in self.audits:
-                    self.audits[number].set_result(message)
+                asked = self.audits.get(number)
+                if asked is not None and not asked.done():  # else it has waited for too long
+                    asked.set_result(message)
             case EngineReady():
                 self.status = message
                 self.metrics.observe_ready(message, self.config.cache)

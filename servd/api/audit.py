@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import threading
+from itertools import count
 
 import msgspec
 
@@ -14,6 +15,8 @@ from servd.errors import Unavailable
 from servd.messages import Audit, EngineReady
 
 TIMEOUT = 30.0  # seconds for the engine's answer, which comes between two steps
+
+numbers = count()  # of audits; an answer that comes too late must not be taken for another's
 
 
 class Holdings(msgspec.Struct):
@@ -45,8 +48,8 @@ async def audit(async_llm: AsyncLLM) -> AuditReport:
     is_ready = isinstance(async_llm.status, EngineReady) and not async_llm.recovery.is_restarting
     if not is_ready or async_llm.recovery.is_trying:  # some are held back
         raise Unavailable("the engine is not ready: retry later")
-    loop, number = asyncio.get_running_loop(), len(async_llm.audits) and max(async_llm.audits) + 1
-    answer = async_llm.audits[number] = loop.create_future()
+    number = next(numbers)
+    answer = async_llm.audits[number] = asyncio.get_running_loop().create_future()
     before = async_llm.output_processor.open_ids()
     async_llm.client.send(Audit(async_llm.client.client, number))
     try:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from servd.access import hash_key
+from servd.api import audit as audit_module
 from servd.core.audit import audit
 from servd.core.engine_core import EngineCore
-from servd.messages import AbortRequests
+from servd.messages import AbortRequests, EngineAudit
 from tests.api.harness import Served, serve, until
 from tests.core.engines import make_engine, make_request
 
@@ -51,6 +52,21 @@ async def test_a_running_server_agrees_with_its_engine(served: Served):
     assert found["problems"] == [] and found["engine_requests"] == 0
     assert found["server"]["requests"] == found["server"]["admitted"] == 0
     assert found["server"]["files"] > 3 and found["server"]["threads"] >= 1
+
+
+async def test_an_answer_that_comes_too_late_harms_nobody(served: Served, monkeypatch):
+    async_llm, held = served.async_llm, []
+    monkeypatch.setattr(audit_module, "TIMEOUT", 0.01)
+    monkeypatch.setattr(served.engine, "send", held.append)
+    refused = await served.http.get("/debug/audit")
+    assert refused.status_code == 503
+    waiting = asyncio.create_task(served.http.get("/debug/audit"))
+    await until(lambda: len(held) == 2)
+    first, second = held
+    assert first.number != second.number
+    async_llm.audits[second.number].cancel()  # its time is up, and the route does not know yet
+    async_llm._take_status(EngineAudit(second.number, [], [], 0))
+    waiting.cancel()
 
 
 async def test_requests_that_one_end_alone_has_are_named(served: Served):
