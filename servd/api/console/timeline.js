@@ -12,8 +12,8 @@ const WAITS = {
   queue_step: "Queue: a step was running", queue_slots: "Queue: all slots taken",
   queue_blocks: "Queue: KV cache full", queue_budget: "Queue: steps were full",
   neighbour_prefill: "Another request's prompt", preemption: "Preempted",
-  engine_loop: "Engine between steps",
-  engine_restart: "Engine restarted", rejected_drafts: "Rejected drafts", stalled_worker: "Worker stalled", start_up: "Server starting",
+  engine_loop: "Engine between steps", engine_restart: "Engine restarted",
+  rejected_drafts: "Rejected drafts", stalled_worker: "Worker stalled", start_up: "Server starting",
   slow_reader: "Client reads slowly", unaccounted: "Unaccounted",
 };
 const COMPUTES = ["prefill", "decode"];
