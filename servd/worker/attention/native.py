@@ -14,6 +14,7 @@ from servd.worker.layers.rotary import Rotation
 from servd.worker.ops.native import TYPES, call, library
 
 MAX_HEAD_DIM = 256
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels are compiled for
 VECTOR = 16  # elements of the widest vector: block size and head dimension are multiples of it
 
 
@@ -53,7 +54,7 @@ class Backend(AttentionBackend[Metadata]):
             )
         if spec.dtype != torch.float32:
             return f"computes in float32, not {spec.dtype}"
-        if spec.kv_dtype not in TYPES:
+        if spec.kv_dtype not in KV_DTYPES:
             return f"needs a cache of 16 or 32 bits, not {spec.kv_dtype}"
         if spec.head_dim % VECTOR or spec.head_dim > MAX_HEAD_DIM:
             return (
