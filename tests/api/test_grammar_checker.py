@@ -53,7 +53,11 @@ class FakeProcess:
 
     def serve(self, life: int) -> None:
         verdict = msgspec.json.encode(GrammarVerdict()) + b"\n"
-        with self.channel, self.channel.makefile("rwb", buffering=0) as file:
+        with (
+            contextlib.suppress(ConnectionResetError),  # nobody took the last answer
+            self.channel,
+            self.channel.makefile("rwb", buffering=0) as file,
+        ):
             if life != -1:
                 file.write(verdict)
             for _ in range(life):
@@ -61,9 +65,8 @@ class FakeProcess:
                     file.write(verdict)
             if life >= 0:
                 file.readline()  # the grammar of which it dies
-            with contextlib.suppress(ConnectionResetError):  # nobody took the last answer
-                while life == -2 and file.readline():
-                    pass
+            while life == -2 and file.readline():
+                pass
 
     def terminate(self) -> None:
         with contextlib.suppress(OSError):  # it has ended by itself

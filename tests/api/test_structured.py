@@ -126,6 +126,12 @@ REFUSED = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def patient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine, a check waits for its CPU time and gives a verdict."""
+    monkeypatch.setattr(grammar_checker, "BUSY_FACTOR", 100)
+
+
 async def test_unsupported_structures_are_refused_and_serving_continues(http, monkeypatch):
     monkeypatch.setattr(grammar_checker, "TIME_LIMIT", 1.0)
     for body, param, reason in REFUSED:
