@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
+from servd.bounds import shorten
+
 ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -24,7 +26,7 @@ ROUTES = (
 MAX_LINE = 8 * 2**20  # bytes
 MAX_LINES = 50_000
 
-CustomId = str | int
+CustomId = Annotated[str, Meta(min_length=1, max_length=512)] | int
 
 
 class BatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,7 +141,9 @@ def inspect(source: Path, endpoint: str | None = None) -> Iterator[Problem | Non
             yield Problem("invalid_line", str(error), number)
             continue
         if other != number:
-            message = f"lines {other} and {number} have the same custom_id {line.custom_id!r}"
+            message = (
+                f"lines {other} and {number} have the same custom_id {shorten(line.custom_id)}"
+            )
             yield Problem("duplicate_custom_id", message, number, "custom_id")
         elif endpoint is not None and line.url != endpoint:
             message = f"the url is {line.url}, but the endpoint of the batch {endpoint}"

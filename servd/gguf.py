@@ -26,6 +26,8 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
 STRING, ARRAY = 8, 9
+MAX_LENGTH = 1 << 22  # of a list: a value takes up to 100 bytes once it is read
+MAX_DIMS = 4
 # By the number of a metadata value's type.
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
@@ -65,8 +67,10 @@ class Header:
             with self._data:
                 self._at = 0
                 self._read()
-        except (OSError, ValueError, struct.error, KeyError) as error:
-            raise ModelNotFound(f"{path} cannot be read as GGUF: {error}") from None
+        except (OSError, ValueError, struct.error, KeyError, OverflowError) as error:
+            raise ModelNotFound(
+                f"{path} cannot be read as GGUF, it may be cut off or damaged: {error!r}"
+            ) from None
 
     def _read(self) -> None:
         magic, version = self._data[:4], self._numbers("4xI")[0]
@@ -79,6 +83,8 @@ class Header:
         found = {}
         for _ in range(num_tensors):
             name, (num_dims,) = self._string(), self._numbers("I")
+            if num_dims > MAX_DIMS:
+                raise ValueError(f"tensor {name[:100]} of {num_dims} dimensions")
             *dims, kind, offset = self._numbers(f"{num_dims}QIQ")
             found[name] = TensorInfo(dims[::-1], kind, offset)
         alignment = self.metadata.get("general.alignment", 32)
@@ -102,8 +108,10 @@ class Header:
         if kind != ARRAY:
             return self._numbers(NUMBERS[kind])[0]
         item, length = self._numbers("IQ")
-        if item in (STRING, ARRAY):
-            return [self._value(item) for _ in range(length)]
+        if item == ARRAY or length > MAX_LENGTH:
+            raise ValueError(f"a list of {length} values of type {item}")
+        if item == STRING:
+            return [self._string() for _ in range(length)]
         return list(self._numbers(f"{length}{NUMBERS[item]}"))
 
 
@@ -144,7 +152,16 @@ def as_folder(path: Path) -> Path:
     if target.exists():
         return target
     header = Header(path)
-    files = {"config.json": config_of(header), "tokenizer_config.json": tokenizer_config(header)}
+    try:
+        config = config_of(header)
+        files = {"config.json": config, "tokenizer_config.json": tokenizer_config(header)}
+    except (KeyError, IndexError, TypeError, ZeroDivisionError) as error:
+        raise ModelNotFound(f"{path}: its metadata is incomplete or wrong: {error!r}") from None
+    num_layers = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
+    if num_layers != config["num_hidden_layers"]:
+        raise ModelNotFound(
+            f"{path} has {num_layers} layers, its metadata says {config['num_hidden_layers']}"
+        )
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "made"

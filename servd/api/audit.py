@@ -43,11 +43,13 @@ async def audit(async_llm: AsyncLLM) -> AuditReport:
     open when it has answered must be open there, and nothing else may be.
 
     Raises:
-        Unavailable: there is no engine at the moment.
+        Unavailable: there is no engine at the moment, or another audit is running.
     """
     is_ready = isinstance(async_llm.status, EngineReady) and not async_llm.recovery.is_restarting
     if not is_ready or async_llm.recovery.is_trying:  # some are held back
         raise Unavailable("the engine is not ready: retry later")
+    if async_llm.audits:  # each takes the engine as long as a step
+        raise Unavailable("another audit is running: retry later")
     number = next(numbers)
     answer = async_llm.audits[number] = asyncio.get_running_loop().create_future()
     before = async_llm.output_processor.open_ids()

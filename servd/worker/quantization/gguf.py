@@ -6,6 +6,7 @@ each becomes exactly the numbers that ggml's `dequantize_row_*` makes of it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd.errors import UnsupportedModel
+from servd.errors import ModelNotFound, UnsupportedModel
 from servd.gguf import Header, TensorInfo
 from servd.worker.layers.quantized import Quantized, stack
 
@@ -50,6 +51,7 @@ def read(
     """Every tensor of the file, mapped, under the name that Hugging Face gives it.
 
     Raises:
+        ModelNotFound: a tensor lies beyond the end of the file.
         UnsupportedModel: a tensor of a type that is not known.
     """
     header = Header(files[0])
@@ -86,8 +88,7 @@ def _decode(
 ) -> Tensor | Quantized:
     *rows, size = info.shape
     if dtype := FLOATS.get(info.type):
-        num_bytes = int(np.prod(info.shape)) * dtype.itemsize
-        flat = torch.from_numpy(data[info.offset : info.offset + num_bytes])
+        flat = _bytes(name, info, math.prod(info.shape) * dtype.itemsize, data)
         return flat.view(dtype).view(info.shape)
     if info.type not in BLOCKS:
         raise UnsupportedModel(
@@ -95,9 +96,18 @@ def _decode(
             "Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL and MXFP4: take a file of one of them"
         )
     block_size, block_bytes, decode = BLOCKS[info.type]
-    shape = (int(np.prod(rows)), size // block_size, block_bytes)
-    flat = torch.from_numpy(data[info.offset : info.offset + int(np.prod(shape))])
+    shape = (math.prod(rows), size // block_size, block_bytes)
+    flat = _bytes(name, info, math.prod(shape), data)
     return stack([decode(part.to(device)) for part in flat.view(shape).split(ROWS)])
+
+
+def _bytes(name: str, info: TensorInfo, num_bytes: int, data: np.ndarray) -> Tensor:
+    if info.offset + num_bytes > len(data):
+        raise ModelNotFound(
+            f"tensor {name} ends at byte {info.offset + num_bytes} of a file of {len(data)}: the "
+            "file is cut off or damaged, download it again"
+        )
+    return torch.from_numpy(data[info.offset : info.offset + num_bytes])
 
 
 # ---- blocks: bytes [rows, blocks, bytes of a block] to numbers ----

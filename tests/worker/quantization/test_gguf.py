@@ -144,6 +144,15 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_llama: Path, tmp_path: Path
         hf.weight_files(tmp_path)
 
 
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 0.999])
+def test_a_file_that_is_cut_off_is_refused_in_words(tiny_llama: Path, tmp_path: Path, share: float):
+    path = write_gguf(tmp_path / "model.gguf", tiny_llama)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(ModelNotFound, match="cut off or damaged"):
+        LLM(str(path), device="cpu", use_tqdm=False)
+
+
 def chats(count: int) -> list[str]:
     starts = ["What is", "Tell me about", "Write a line on", "Why is there", "Explain 17 times"]
     things = ["rain", "Paris", "a cat", "the year 1984", "sorting", "tea", "light", "music"]
