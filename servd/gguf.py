@@ -67,7 +67,7 @@ class Header:
             with self._data:
                 self._at = 0
                 self._read()
-        except (OSError, ValueError, struct.error, KeyError, OverflowError) as error:
+        except (OSError, ValueError, struct.error, LookupError, ArithmeticError) as error:
             raise ModelNotFound(
                 f"{path} cannot be read as GGUF, it may be cut off or damaged: {error!r}"
             ) from None
@@ -90,6 +90,8 @@ class Header:
         alignment = self.metadata.get("general.alignment", 32)
         start = -(-self._at // alignment) * alignment
         self.tensors = {n: t._replace(offset=start + t.offset) for n, t in found.items()}
+        if any(tensor.offset >= len(self._data) for tensor in self.tensors.values()):
+            raise ValueError("it ends before its weights do")
 
     def _numbers(self, layout: str) -> tuple[Any, ...]:
         layout = f"<{layout}"

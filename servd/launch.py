@@ -184,15 +184,23 @@ def inherited_listener() -> socket.socket | None:
     systemd gives it, see sd_listen_fds(3). --host, --port and --uds do not count then.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: there are several, or what is there is none that listens.
     """
     count, pid = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
     if pid != str(os.getpid()):
         return None
     if count != "1":
         raise ConfigError(f"LISTEN_FDS={count}: servd listens on one socket; give it one")
-    os.set_inheritable(FIRST_INHERITED, False)
-    return socket.socket(fileno=FIRST_INHERITED)
+    try:
+        os.set_inheritable(FIRST_INHERITED, False)
+        listener = socket.socket(fileno=FIRST_INHERITED)
+        listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise ConfigError(f"LISTEN_FDS: descriptor {FIRST_INHERITED}: {error.strerror}") from None
+    if not listens:
+        listener.close()
+        raise ConfigError("LISTEN_FDS: the socket does not listen; it must be a ListenStream")
+    return listener
 
 
 def listen(config: Config) -> socket.socket:

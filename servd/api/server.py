@@ -195,8 +195,12 @@ class Server(uvicorn.Server):
 def tell_systemd(state: str) -> None:
     """See sd_notify(3); nothing where nobody wants to know."""
     if path := os.environ.get("NOTIFY_SOCKET"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
-            channel.sendto(state.encode(), path.replace("@", "\0", 1))
+        address = f"\0{path[1:]}" if path[0] == "@" else path
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+                channel.sendto(state.encode(), address)
+        except OSError as error:  # it may be that of a service which started a shell long ago
+            logger.warning("NOTIFY_SOCKET=%s: %s", path, error.strerror or error)
 
 
 def within_file_limit(config: ServerConfig) -> ServerConfig:

@@ -26,7 +26,7 @@ from servd.tracing import StepRecord
 
 log = logging.getLogger("servd.api")
 
-PATIENCE = 5.0  # seconds for a sibling's answer
+PATIENCE = 5.0  # seconds for a sibling's answer; half of them where it is asked for another one's
 CHARS_PER_STEP = 16  # a step takes about as long as so many characters, see `AsyncLLM.offload`
 
 
@@ -125,7 +125,7 @@ class Siblings:
     async def _ask(self, path: Path, question: Question) -> list[Any]:
         """The answer of one, if it gives any."""
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE / (1 + isinstance(question, WhenRan))):
                 reader, writer = await asyncio.open_unix_connection(path)
                 with closing(writer):
                     writer.write(msgspec.msgpack.encode(question))

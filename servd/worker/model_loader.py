@@ -168,11 +168,13 @@ def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor
     stated = quantization_of(files[0].parent)
     if stated is None:
         return read_tensors(files)
+    method = str(stated.get("quant_method"))
     try:
-        read = plugins.load(QUANTIZATIONS, str(stated.get("quant_method")), "read")
+        plugins.check("quant_method", QUANTIZATIONS, method.replace(":", " "))  # no code elsewhere
+        read = plugins.load(QUANTIZATIONS, method, "read")
     except (AttributeError, ConfigError):
         raise UnsupportedModel(
-            f"{files[0].parent}: checkpoints of quant_method {stated.get('quant_method')!r} are "
+            f"{files[0].parent}: checkpoints of quant_method {method!r} are "
             "not supported: docs/quantization.md says which are"
         ) from None
     # In a dry run, sizes are all that is wanted.

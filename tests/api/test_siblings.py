@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -81,6 +82,17 @@ async def test_neighbours_and_those_before_it_may_be_of_a_sibling(tmp_path):
         found = (await one.http.get(f"/v1/requests/{own}/timeline")).json()
         assert [each.get("id") for each in found["neighbours"]] == [neighbour, None]
         assert found["behind"] == [neighbour]
+
+
+async def test_one_that_is_silent_does_not_hide_what_another_knows(tmp_path, monkeypatch):
+    monkeypatch.setattr(siblings, "PATIENCE", 0.5)
+    async with two(tmp_path) as (one, other):
+        made = await answer_of(other)
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.bind(str(tmp_path / "api-2"))
+            silent.listen()
+            answer = await one.http.get(f"/v1/requests/{made}/timeline")
+        assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["dead", "silent"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from servd import hf
+from servd.errors import UnsupportedModel
 from servd.worker import model_loader
 from servd.worker.layers._matrix import Matrix
 from servd.worker.parallel import Parallel
@@ -37,3 +39,12 @@ def test_whole_matrices_are_packed_from_the_mapped_file(tiny_gpt2: Path):
         if name in whole and isinstance(weight, Matrix):
             x = torch.eye(weight.shape[1] if weight.form is None else expected[name].shape[1])
             assert torch.equal(weight.product(x), expected[name].t())
+
+
+@pytest.mark.parametrize("method", ["tests.worker.driver:Driver", "int8", "new"])
+def test_a_checkpoint_names_no_code_outside_of_servd(method: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(
+        f'{{"quantization_config": {{"quant_method": "{method}"}}}}'
+    )
+    with pytest.raises(UnsupportedModel, match=f"quant_method '{method}' are not supported"):
+        model_loader._checkpoint([tmp_path / "model.safetensors"], torch.empty(1))

@@ -138,6 +138,13 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_llama: Path, tmp_path: Path
     (tmp_path / "c.gguf").write_bytes(b"GGUF\x03\0\0\0torn")
     with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF"):
         hf.find_model(str(tmp_path / "c.gguf"))
+    whole = (tmp_path / "b.gguf").read_bytes()
+    (tmp_path / "c.gguf").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF: it ends before"):
+        hf.find_model(str(tmp_path / "c.gguf"))
+    (tmp_path / "c.gguf").write_bytes(whole[:24] + b"\xff" * 8 + whole[32:])
+    with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF"):
+        hf.find_model(str(tmp_path / "c.gguf"))
     with pytest.raises(ModelNotFound, match=r"names 3 files, there must be one: it has a\.gguf"):
         hf.find_model(f"{tmp_path}:gguf")
     with pytest.raises(ModelNotFound, match=r"it has a\.gguf: name that file"):
@@ -150,7 +157,7 @@ def test_a_file_that_is_cut_off_is_refused_in_words(tiny_llama: Path, tmp_path: 
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ModelNotFound, match="cut off or damaged"):
-        LLM(str(path), device="cpu", use_tqdm=False)
+        Driver(config_for(hf.find_model(str(path))))
 
 
 def chats(count: int) -> list[str]:
