@@ -69,7 +69,7 @@ class Header:
                 self._read()
         except (OSError, ValueError, struct.error, LookupError, ArithmeticError) as error:
             raise ModelNotFound(
-                f"{path} cannot be read as GGUF, it may be cut off or damaged: {error!r}"
+                f"{path} cannot be read as GGUF, it may be cut off or damaged: {error}"
             ) from None
 
     def _read(self) -> None:
