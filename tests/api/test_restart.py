@@ -86,9 +86,10 @@ async def test_a_stream_goes_on_without_a_token_lost_or_repeated():
 
 async def test_what_a_dead_engine_still_says_is_void():
     async with serve() as served:
-        expected = await ask(served, max_tokens=40)
-        task = asyncio.create_task(ask(served, max_tokens=40, request_id="r"))
-        await until(lambda: served.engine.core.scheduler._num_steps > 45)
+        expected = await ask(served, max_tokens=800)
+        num_steps = served.engine.core.scheduler._num_steps
+        task = asyncio.create_task(ask(served, max_tokens=800, request_id="r"))
+        await until(lambda: served.engine.core.scheduler._num_steps > num_steps + 5)
         served.engine.die()
         await until(lambda: served.async_llm.recovery.is_restarting)
         (request_id,) = served.async_llm._running
