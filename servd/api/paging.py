@@ -27,8 +27,8 @@ def page(
     id_of: Callable[[T], str],
     default: int = 20,
     most: int = 100,
-) -> tuple[list[T], bool]:
-    """What the query asks for, and whether there is more.
+) -> tuple[list[T], str | None, str | None, bool]:
+    """What the query asks for, the ids of its first and last entry, and whether there is more.
 
     Args:
         request: with `limit`, `order` and `after`.
@@ -53,7 +53,9 @@ def page(
         if not places:
             raise InvalidRequest(f"`after`: there is no {after[:200]!r} in the list", param="after")
         entries = entries[places[0] + 1 :]
-    return list(entries[:limit]), len(entries) > limit
+    shown = list(entries[:limit])
+    first, last = (id_of(shown[0]), id_of(shown[-1])) if shown else (None, None)
+    return shown, first, last, len(entries) > limit
 
 
 def number(request: Request, name: str, default: int, most: int, least: int = 0) -> int:

@@ -33,9 +33,7 @@ async def list_batches(request: Request) -> Response:
     """The batches of this API key."""
     shelf = shelf_of(request)
     batches = await asyncio.to_thread(shelf.all, "batch_", Batch)
-    shown, has_more = page(request, batches, lambda batch: batch.id)
-    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return json_response(Batches(shown, first, last, has_more))
+    return json_response(Batches(*page(request, batches, lambda batch: batch.id)))
 
 
 @router.get("/v1/batches/{batch_id}")

@@ -45,9 +45,7 @@ async def list_files(request: Request) -> Response:
     files = await asyncio.to_thread(shelf.all, "file-", FileObject)
     purpose = request.query_params.get("purpose")
     chosen = [file for file in files if purpose in (None, file.purpose)]
-    shown, has_more = page(request, chosen, lambda file: file.id, 10_000, 10_000)
-    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return json_response(Files(shown, first, last, has_more))
+    return json_response(Files(*page(request, chosen, lambda file: file.id, 10_000, 10_000)))
 
 
 @router.get("/v1/files/{file_id}")

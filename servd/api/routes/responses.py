@@ -133,9 +133,7 @@ async def list_input_items(request: Request, response_id: str) -> HTTPResponse:
     """What a stored response answers: the items of all turns before it, and its own input."""
     stored = _stored(request, response_id)
     items = listed(response_id, stored.items)
-    shown, has_more = page(request, items, lambda item: item["id"])
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return json_response(InputItems(shown, first, last, has_more))
+    return json_response(InputItems(*page(request, items, lambda item: item["id"])))
 
 
 @router.delete("/v1/responses/{response_id}")
