@@ -21,6 +21,7 @@ from servd import plugins
 from servd.access import AccessConfig
 from servd.batch import BatchConfig
 from servd.errors import ConfigError
+from servd.log import ObservabilityConfig
 from servd.sizes import parse_bytes
 from servd.speculative import SpeculativeConfig, gather
 
@@ -330,39 +331,6 @@ class ServerConfig(Section, frozen=True):
             "engine is killed and started again."
         ),
     ] = 10.0
-
-
-class ObservabilityConfig(Section, frozen=True):
-    """Logs, and what answers tell of their making."""
-
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], about("Least level shown.")
-    ] = "info"
-    log_format: Annotated[
-        Literal["text", "json"],
-        about("json: an object each line, with the ids of the request and of its W3C trace."),
-    ] = "text"
-    access_log: Annotated[
-        Literal["off", "requests", "all"],
-        about(
-            "A line for each answer, without what was asked and said. requests: not for health "
-            "checks and metrics."
-        ),
-    ] = "off"
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        about(
-            "Export a span of each request to this OpenTelemetry collector, over HTTP, e.g. "
-            "http://localhost:4318/v1/traces. Needs the extra servd[otel]."
-        ),
-    ] = None
-    per_request_spec_decode_metrics: Annotated[
-        Literal["none", "summary", "detailed"],
-        about(
-            "Answers with one choice tell what became of their drafts, in "
-            "`metrics.speculative_decoding`. detailed: also step by step."
-        ),
-    ] = "none"
 
 
 class Config(Section, frozen=True):

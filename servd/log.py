@@ -1,4 +1,4 @@
-"""Logging set-up: one format, with the process name, for every process of the tree."""
+"""Logs: their options, and one format, with the process name, for every process of the tree."""
 
 from __future__ import annotations
 
@@ -8,15 +8,51 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
+from typing import Annotated, Literal
 
 import msgspec
-
-from servd.config import ObservabilityConfig
+from msgspec import Meta
 
 # Ids of the request that is being served: `request_id`, and `trace_id` where the client gave one.
 current_request: ContextVar[Mapping[str, str]] = ContextVar(
     "current_request", default=MappingProxyType({})
 )
+
+
+class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Logs, and what responses say about how they were made."""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least level shown.")
+    ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(
+            description="json: one object per line, with the ids of the request and of its W3C "
+            "trace."
+        ),
+    ] = "text"
+    access_log: Annotated[
+        Literal["off", "requests", "all"],
+        Meta(
+            description="A line for each answer, without what was asked and said. requests: "
+            "not for health checks and metrics."
+        ),
+    ] = "off"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Export a span of each request to this OpenTelemetry collector, over "
+            "HTTP, e.g. http://localhost:4318/v1/traces. Needs the extra servd[otel]."
+        ),
+    ] = None
+    per_request_spec_decode_metrics: Annotated[
+        Literal["none", "summary", "detailed"],
+        Meta(
+            description="Answers with one choice tell what became of their drafts, in "
+            "`metrics.speculative_decoding`. detailed: also step by step."
+        ),
+    ] = "none"
 
 
 class JsonFormatter(logging.Formatter):

@@ -36,7 +36,7 @@ from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.child import SHOW_STACKS, read_start
-from servd.config import Config, ObservabilityConfig, ServerConfig
+from servd.config import Config, ServerConfig
 from servd.core.client import EngineCoreClient, identity
 from servd.errors import ConfigError, ShuttingDown
 from servd.messages import EngineDead, EngineStatus
@@ -216,7 +216,7 @@ def within_file_limit(config: ServerConfig) -> ServerConfig:
     return msgspec.structs.replace(config, max_connections=possible)
 
 
-def spans_of(options: ObservabilityConfig) -> Spans | None:
+def spans_of(options: log.ObservabilityConfig) -> Spans | None:
     """The exporter of OpenTelemetry spans, if one is configured."""
     if options.otlp_traces_endpoint is None:
         return None

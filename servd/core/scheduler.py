@@ -295,9 +295,7 @@ class Scheduler:
         return new_block_ids
 
     def _admit(self, step: Step, request: Request, cached: list[int], now: int) -> None:
-        """Give a request a slot and the blocks that the prefix cache has for it, and tell the
-        workers of it.
-        """
+        """Give a request a slot and its cached blocks, and announce it to the workers."""
         self.waiting.start(request)
         self.kv_cache.adopt(request, cached)
         request.slot = self.free_slots.pop()
@@ -454,9 +452,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        """Free slot and blocks. Steps in flight may still use them; the next owner's steps run
-        after those.
-        """
+        """Free slot and blocks. Steps in flight may use them: the next owner's run after those."""
         self.waiting.stop(request)
         self.kv_cache.free(request)
         self.free_slots.append(request.slot)
