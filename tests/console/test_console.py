@@ -156,7 +156,7 @@ def queue_slots(server: Server) -> str:
 
 
 def neighbour_prefill(server: Server) -> str:
-    with running(server, 200) as [own]:
+    with running(server, 600) as [own]:
         with ThreadPoolExecutor(3) as pool:
             while not own.done():
                 prompts = [f"{os.urandom(4).hex()} is " * 90 for _ in range(6)]

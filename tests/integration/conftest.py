@@ -88,7 +88,10 @@ class Server:
 
     def check_audit(self) -> None:
         """Nothing contradicts itself in the engine, and nothing is open there that is not here."""
-        answer = httpx.get(f"{self.url}/debug/audit")
+        args = list(self.process.args)
+        keys = [args[i + 1] for i, arg in enumerate(args) if arg == "--api-key"]
+        headers = {"Authorization": f"Bearer {key}" for key in keys}
+        answer = httpx.get(f"{self.url}/debug/audit", headers=headers)
         assert answer.status_code == 200 and answer.json()["problems"] == [], answer.text
 
     def wait_idle(self) -> None:
