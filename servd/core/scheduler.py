@@ -154,7 +154,7 @@ class Scheduler:
         for lane, first, end in self.waiting.lanes(self.running):
             part = islice(self.running, first, end)
             budget, partial = self._schedule_running(step, budget, part, idle_slots, forced_tokens)
-            if partial or self.waiting:
+            if partial or (self.waiting and self.free_slots):
                 budget = self._schedule_prompts(step, budget, partial, lane)
             if record.prefills:
                 break
