@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import math
 import os
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("servd.child")
 
+STANDBY_NICE = 10  # by so much lower is the priority of imports for what is not needed yet
+
 SHOW_STACKS = signal.SIGUSR1  # has a process write the stacks of its threads into its log
 LAST_STACKS = 1.0  # seconds for that
 
@@ -32,8 +35,9 @@ class Child:
     process lives. Without one it waits for it: `send` it later.
 
     Subprocesses rather than `multiprocessing`: scripts that use servd need no `__main__` guard,
-    nothing is pickled, and `ps` shows what each process is. The child has a session of its own, so
-    that Ctrl-C in a terminal reaches only the parent, which then decides.
+    nothing is pickled, and `ps` shows what each process is. The child has a process group of its
+    own, so that Ctrl-C in a terminal reaches only the parent, which then decides. It is one of the
+    same session: of a group whose parent dies the kernel wakes what is stopped, to end.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class Child:
             [sys.executable, *safe, "-m", module, *args],
             stdin=subprocess.PIPE,
             pass_fds=pass_fds,
-            start_new_session=True,
+            process_group=0,
             env={**os.environ, **(env or {})},
         )
         assert self.process.stdin is not None
@@ -150,13 +154,23 @@ def _descendants(pid: int) -> list[int]:
     return [*children, *(each for child in children for each in _descendants(child))]
 
 
+def import_ahead(modules: Sequence[str]) -> None:
+    """Import what this process will need; others go first, as it is not needed yet."""
+    if modules:
+        os.nice(STANDBY_NICE)  # this thread alone
+    for module in modules:
+        importlib.import_module(module)
+
+
 def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda config: None) -> T:
-    """In the child: read the start message; from then on end when the parent is gone.
+    """In the child: read the start message; from then on end when the parent is gone. For the main
+    thread.
 
     Args:
         kind: of the start message.
         on_reload: called, from another thread, with each Config that the parent sends later.
     """
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` stops no log in the background
     if not (message := _read_message()):
         os._exit(1)  # it was never needed
     start = msgspec.msgpack.decode(message, type=kind)

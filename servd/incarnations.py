@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from servd import hf, ipc, plugins
+from servd import hf, ipc
 from servd.child import Child
 from servd.config import Config, ServerConfig
 from servd.core.client import engine_address
-from servd.core.executor import EXECUTORS, Executor
 from servd.messages import EngineRestarting
 from servd.pulse import Pulse, Watch, make_file
 
@@ -31,16 +30,16 @@ class EngineProcess(Child):
 
     Args:
         ipc_dir: where it is to listen.
-        imports: modules that it imports meanwhile.
+        prepares: executor and number of workers for which it does meanwhile what takes long.
     """
 
-    def __init__(self, ipc_dir: str, imports: Sequence[str] = ()) -> None:
+    def __init__(self, ipc_dir: str, prepares: Sequence[str] = ()) -> None:
         self.ipc_dir = ipc_dir
         self.descriptor = make_file()
         self.pulse = Pulse(self.descriptor)
         env = {ipc.PARENT_DIR: ipc_dir}
         try:
-            super().__init__("engine", ENGINE_MODULE, None, [self.descriptor], env, imports)
+            super().__init__("engine", ENGINE_MODULE, None, [self.descriptor], env, prepares)
         finally:
             os.close(self.descriptor)  # the child has it under the same number
 
@@ -107,10 +106,8 @@ class Incarnations:
         self.child: EngineProcess | None = None
         # The next one, as far as it gets without a model: importing torch is half of a start.
         self.standby: EngineProcess | None = None
-        executor: type[Executor] = plugins.load(
-            EXECUTORS, config.parallel.executor or "uniproc", "Executor"
-        )
-        self.imports = executor.imports if config.server.max_engine_restarts else ()
+        parallel = config.parallel
+        self.prepares = parallel.executor or "uniproc", str(parallel.tensor_parallel_size)
         self.deaths = Deaths(config.server)
 
     def start(self, started_at: float) -> None:
@@ -134,8 +131,8 @@ class Incarnations:
             logger.error("engine: hung: %s: stacks of its threads follow, then its end", reason)
             self.reason = f"the engine was hung: {reason}"
             self.child.kill_hung()
-        elif self.imports and self.standby is None and self.watch.seconds_ready > STANDBY_DELAY:
-            self.standby = EngineProcess(self.ipc_dir, self.imports)
+        elif self.standby is None and self.deaths.most and self.watch.seconds_ready > STANDBY_DELAY:
+            self.standby = EngineProcess(self.ipc_dir, self.prepares)
 
     def stop(self, timeout: float) -> None:
         """End the engine, `timeout` seconds after it was asked to at the latest."""

@@ -11,9 +11,10 @@ import time
 from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
 
-from servd.child import Child
+from servd.child import STANDBY_NICE, Child, import_ahead
 from servd.config import Config
 
 
@@ -54,7 +55,7 @@ time.sleep(600)
 
 
 def test_a_child_that_was_never_told_to_start_ends_with_its_parent():
-    child = Child("standby", "servd.core.engine_core_proc", None, args=["wave"])
+    child = Child("standby", "servd.core.engine_core_proc", None, args=["fake", "1"])
     assert child.process.stdin
     child.process.stdin.close()
     assert child.process.wait(60) == 1
@@ -65,3 +66,43 @@ def test_the_cpu_time_of_a_child_is_that_of_its_process():
     this = SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))
     least = time.process_time() - 0.1  # the kernel counts in hundredths
     assert least <= Child.cpu_seconds(this) <= time.process_time() + 0.1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody wakes it")
+def test_a_child_that_is_stopped_ends_with_its_parent_all_the_same():
+    code = """
+from servd.child import Child
+from servd.config import Config
+import time
+print(Child("stopped", "servd.core.engine_core_proc", None).process.pid, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert parent.stdout
+    child = psutil.Process(int(parent.stdout.readline()))
+    child.suspend()
+    while child.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    parent.kill()
+    parent.communicate(timeout=60)
+    _, left = psutil.wait_procs([child], 60)
+    for each in left:
+        each.kill()
+    assert not left
+
+
+def test_only_the_thread_that_imports_for_later_has_a_low_priority():
+    seen: list[int] = []
+
+    def work() -> None:
+        import_ahead(["wave"])
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert seen == [min(before + STANDBY_NICE, 19)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -13,7 +13,6 @@ from servd import incarnations as module
 from servd import ipc, launch
 from servd.child import Child
 from servd.config import Config
-from servd.hf import FAKE_SPEC
 from servd.incarnations import EngineProcess, Incarnations
 
 
@@ -39,12 +38,13 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
     ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
     config, spec, _ = launch.find_and_resolve(Config.load({"executor": "fake"}))
     engines = Incarnations(config, spec, ipc_dir, ended.put)
-    engines.imports = ("wave",)
     engines.start(time.monotonic())
     try:
         first, second = engines.child, look_until_prepared(engines)
         assert first and first.pulse.is_ready
-        assert second.process.args[-1] == "wave" and not second.pulse.numbers[0], "it only waits"
+        assert second.process.args[-2:] == ["fake", "1"] and not second.pulse.numbers[0], (
+            "it only waits"
+        )
         first.process.kill()
         assert ended.get(timeout=60) is first
         assert engines.end() is None
@@ -64,10 +64,16 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
         engines.stop(60)
 
 
-def test_no_standby_where_no_engine_is_started_again(ipc_dir):
-    def imports(**options: object) -> tuple[str, ...]:
-        return Incarnations(Config.load(options), FAKE_SPEC, ipc_dir, print).imports
-
-    assert imports(executor="uniproc") == ("servd.worker.worker",)
-    assert imports(executor="uniproc", max_engine_restarts=0) == ()
-    assert imports(executor="fake") == ()
+def test_no_standby_where_no_engine_is_started_again(ipc_dir, monkeypatch):
+    monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
+    options = {"executor": "fake", "max_engine_restarts": 0}
+    config, spec, _ = launch.find_and_resolve(Config.load(options))
+    engines = Incarnations(config, spec, ipc_dir, print)
+    engines.start(time.monotonic())
+    try:
+        while engines.watch.seconds_ready < 1:
+            engines.look()
+            time.sleep(0.01)
+        assert engines.standby is None
+    finally:
+        engines.stop(60)

@@ -7,9 +7,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import logging
-import os
 import queue
 import signal
 import sys
@@ -61,7 +59,6 @@ logger = logging.getLogger("servd.engine")
 LOG_INTERVAL = 10.0  # seconds between log lines while requests run
 STEPS_PER_LOOK = 256  # steps between two looks at how long they take, but for the FIRST_STEPS
 FIRST_STEPS = 64
-STANDBY_NICE = 10  # by so much lower is the priority of imports for an engine to come
 IDLE = 1.0  # seconds without work after which the engine warms up for requests to come
 
 
@@ -410,21 +407,19 @@ class StatsLine:
         self.num_tokens, self.drafts = 0, DraftStats()
 
 
-def import_ahead(modules: list[str]) -> None:
-    """Import what an engine will need; others go first, as it is not needed yet."""
-    if modules:
-        os.nice(STANDBY_NICE)  # this thread alone
-    for module in modules:
-        importlib.import_module(module)
+def prepare(executor: str = "", num_workers: str = "0") -> None:
+    """See `Executor.prepare`, of the executor of this name."""
+    if executor:
+        plugins.load(EXECUTORS, executor, "Executor").prepare(int(num_workers))
 
 
 def main() -> None:
-    """Entry point of `python -m servd.core.engine_core_proc [MODULE ...]`."""
-    importing = threading.Thread(target=import_ahead, args=[sys.argv[1:]], daemon=True)
-    importing.start()
+    """Entry point of `python -m servd.core.engine_core_proc [EXECUTOR NUM_WORKERS]`."""
+    preparing = threading.Thread(target=prepare, args=sys.argv[1:], daemon=True)
+    preparing.start()
     start = read_start(Start, lambda config: log.set_level(config.observability))
     log.setup("engine", start.config.observability)
-    importing.join()
+    preparing.join()
     faulthandler.register(SHOW_STACKS, all_threads=True)
 
     def stop(signum: int, frame: FrameType | None) -> None:

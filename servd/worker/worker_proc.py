@@ -5,6 +5,7 @@ thread.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import queue
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from servd import log, messages
-from servd.child import SHOW_STACKS, read_start
+from servd.child import SHOW_STACKS, import_ahead, read_start
 from servd.errors import ConfigError
 from servd.ipc import Inbox, Outbox
 
@@ -100,15 +101,19 @@ def describe(error: Exception) -> messages.WorkerFailed:
     return messages.WorkerFailed("".join(traceback.format_exception(error)))
 
 
-def main(worker_class: Callable[..., Any]) -> None:
-    """Run a worker of this class, as the start message on stdin says."""
+def main(worker_module: str) -> None:
+    """Run the Worker of this module, as the start message on stdin says. With any argument it is
+    imported ahead of that.
+    """
+    ahead = [worker_module] if sys.argv[1:] else []
+    importing = threading.Thread(target=import_ahead, args=[ahead], daemon=True)
+    importing.start()
     start = read_start(messages.StartWorker)
+    importing.join()
     log.setup(f"worker-{start.rank}", start.config.observability)
     faulthandler.register(SHOW_STACKS, all_threads=True)
-    sys.exit(WorkerProc(start, worker_class).run())
+    sys.exit(WorkerProc(start, importlib.import_module(worker_module).Worker).run())
 
 
 if __name__ == "__main__":
-    from servd.worker.worker import Worker
-
-    main(Worker)
+    main("servd.worker.worker")

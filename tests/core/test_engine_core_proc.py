@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -13,12 +12,10 @@ from servd import ipc
 from servd.config import Config
 from servd.core.client import identity
 from servd.core.engine_core_proc import (
-    STANDBY_NICE,
     ClientGone,
     EngineCoreProc,
     Start,
     all_of,
-    import_ahead,
 )
 from servd.hf import FAKE_SPEC
 from servd.ipc import Inbox, Outbox
@@ -169,18 +166,3 @@ def test_all_requests_of_a_client_are_dropped():
     assert all_of(1, engine) == AbortRequests(["a", "c"])
     engine.handle(all_of(1, engine))
     assert [*engine.scheduler.requests] == ["b"]
-
-
-def test_only_the_thread_that_imports_for_later_has_a_low_priority():
-    seen: list[int] = []
-
-    def work() -> None:
-        import_ahead(["wave"])
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(60)
-    assert seen == [min(before + STANDBY_NICE, 19)]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

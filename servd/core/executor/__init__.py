@@ -33,8 +33,6 @@ class Executor(ABC):
 
     # False: it runs no model of servd/worker/models, only pretends to; hf.FAKE_SPEC will do.
     needs_weights: ClassVar[bool] = True
-    # What `start` imports that takes long.
-    imports: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
         self.config = config
@@ -43,6 +41,13 @@ class Executor(ABC):
         # Called from another thread when a worker process ends by itself, even while no result is
         # awaited.
         self.on_failure: Callable[[str], None] = lambda reason: None
+
+    @classmethod
+    def prepare(cls, num_workers: int) -> None:
+        """Do what takes long in `start` and needs no model, in a thread of the process whose engine
+        may be needed later.
+        """
+        return
 
     @abstractmethod
     def start(self) -> WorkerReady:

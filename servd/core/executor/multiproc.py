@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import shutil
+from typing import ClassVar
 
 from servd.child import Child
 from servd.config import Config
@@ -36,6 +37,7 @@ class MultiProcExecutor(executor.Executor):
     """Sends every message to all workers; the worker of rank 0 answers for all."""
 
     worker_module = "servd.worker.worker_proc"
+    standby: ClassVar[list[Child]] = []  # have imported torch and wait for their start message
 
     def __init__(self, config: Config, spec: ModelSpec, progress: executor.Progress) -> None:
         super().__init__(config, spec, progress)
@@ -48,14 +50,27 @@ class MultiProcExecutor(executor.Executor):
         # Workers that ended by themselves.
         self.ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
 
+    @classmethod
+    def prepare(cls, num_workers: int) -> None:
+        """Start the processes, which import torch."""
+        for rank in range(num_workers):
+            worker = Child(f"worker-{rank}", cls.worker_module, None, args=["ahead"])
+            cls.standby.append(worker)
+
     def start(self) -> WorkerReady:
         """Start the processes and load the model on all of them."""
+        standby = {worker.name: worker for worker in self.standby}
+        self.standby.clear()
         num_workers = self.config.parallel.tensor_parallel_size
         meeting_point = f"file://{self.folder}/rendezvous" if num_workers > 1 else None
         for rank in range(num_workers):
             inbox = address(self.folder, f"worker-{rank}")
             start = StartWorker(self.config, self.spec, rank, inbox, self.inbox.at, meeting_point)
-            worker = Child(f"worker-{rank}", self.worker_module, start)
+            name = f"worker-{rank}"
+            worker = standby.get(name) or Child(name, self.worker_module, None)
+            if not worker.send(start):  # it has died while it waited
+                worker.stop(0)
+                worker = Child(name, self.worker_module, start)
             self.workers.append(worker)
             self.outboxes.append(Outbox(inbox))
             worker.on_exit(self._on_exit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from servd.child import import_ahead
 from servd.core import executor
 from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
 
@@ -14,8 +15,12 @@ WORKER_MODULE = "servd.worker.worker"
 class UniProcExecutor(executor.Executor):
     """Calls the Worker directly. Its room is imported in `start`, as this is what takes seconds."""
 
-    imports = (WORKER_MODULE,)
     worker: Any = None  # a Worker, whose type the core room does not import
+
+    @classmethod
+    def prepare(cls, num_workers: int) -> None:
+        """Import torch."""
+        import_ahead([WORKER_MODULE])
 
     def start(self) -> WorkerReady:
         """Load the model into this process."""

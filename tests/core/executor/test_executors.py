@@ -98,6 +98,21 @@ def test_all_workers_run_every_step_and_the_smallest_cache_decides(start):
     assert not folder.exists()
 
 
+def test_workers_that_wait_ready_are_used_and_dead_ones_replaced(start):
+    multiproc.MultiProcExecutor.prepare(3)
+    prepared = [*multiproc.MultiProcExecutor.standby]
+    prepared[0].process.kill()
+    prepared[0].process.wait(60)
+    executor, ready, _ = start("multiproc", tensor_parallel_size=3)
+    assert not multiproc.MultiProcExecutor.standby
+    assert {*executor.workers} > {*prepared[1:]}
+    assert [worker.name for worker in executor.workers] == ["worker-0", "worker-1", "worker-2"]
+    request = make_request("a", [1, 2, 3], 5)
+    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks), request)
+    assert log.token_ids("a") == solo(request)
+    assert prepared[0].exit_code == -signal.SIGKILL
+
+
 def test_a_config_error_of_a_worker_is_a_config_error_here(start):
     with pytest.raises(ConfigError, match="^this machine is too small$"):
         start("multiproc", model="bad-config")

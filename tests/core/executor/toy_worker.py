@@ -51,4 +51,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    worker_proc.main(Worker)
+    worker_proc.main(__spec__.name)
