@@ -11,15 +11,19 @@ QUESTIONS = ("What is servd?", "What is 7 + 5?", "Count from 3 to 9.", "Tell me 
 
 
 @pytest.mark.usefixtures("may_always_draft")
-def test_most_steps_yield_more_than_one_token(monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["32", "16", "8"]
+)
+def test_most_steps_yield_more_than_one_token(options, monkeypatch):
+    """Of weights and caches of 32, 16 and 8 bits; greedy and drawn."""
     from servd.core.lookahead import Lookahead
 
     monkeypatch.setattr(Lookahead, "num_drafts", lambda self, acceptance: self.max_drafts)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    params = SamplingParams(temperature=0, max_tokens=60)
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=60) for t in (0, 0, 0, 1.0)]
     outputs = []
     for config in (None, "demo"):
-        llm = LLM("demo", device="cpu", use_tqdm=False, speculative_config=config)
+        llm = LLM("demo", device="cpu", use_tqdm=False, speculative_config=config, **options)
         assert isinstance(llm.engine.port, InProcess)
         engine, drafts = llm.engine.port.engine, DraftStats()
         step = engine.step

@@ -84,6 +84,7 @@ class Backend(ABC, Generic[Metadata]):
 
     supports_graphs: ClassVar[bool] = False
     supports_tails: ClassVar[bool] = False  # see AttentionBatch.tails
+    is_batch_invariant: ClassVar[bool] = False  # a token has the same bits whatever is beside it
     # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.
     auto_order: ClassVar[Mapping[str, int]] = {}
 

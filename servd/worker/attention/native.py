@@ -36,6 +36,7 @@ class Backend(AttentionBackend[Metadata]):
 
     auto_order = {"cpu": 10}
     supports_tails = True
+    is_batch_invariant = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)

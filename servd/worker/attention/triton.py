@@ -39,6 +39,7 @@ class Backend(AttentionBackend[Metadata]):
     auto_order = {"cuda": 20}  # reads the cache in place
     supports_graphs = True
     supports_tails = True
+    is_batch_invariant = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)

@@ -7,6 +7,7 @@ drafts.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from servd.worker.input_batch import Decode, Forward, InputBatch
 from servd.worker.model_loader import Loadable, Model
 from servd.worker.parallel import Parallel
 from servd.worker.request_states import RequestStates
+
+log = logging.getLogger("servd.worker")
 
 Draft = TypeVar("Draft", bound=Loadable)
 
@@ -243,4 +246,12 @@ def load(target: Target) -> Proposer | None:
             f"--speculative-config: method {config.method} is no class that extends "
             "servd.worker.spec_decode.Proposer"
         )
+    backend = target.backend
+    if backend.spec.device.type == "cpu" and not backend.is_batch_invariant:
+        log.warning(
+            "with drafts a text may become another one where two tokens are as likely but for "
+            "rounding: torch's attention rounds by what is in a step. The kernels that do not need "
+            "blocks (%d) and heads (%d) of a multiple of 16, and no 8-bit cache",
+            backend.spec.block_size, backend.spec.head_dim,
+        )  # fmt: skip
     return found(config, target)

@@ -38,6 +38,35 @@ def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(window: int |
     assert torch.equal(torch.cat(chunks), whole)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_drafts", [1, 4, 8])
+def test_drafts_beside_a_token_change_no_bit_of_it(kv_dtype: torch.dtype, num_drafts: int):
+    """Each token of a row with drafts is a row of its own, over the blocks that they share."""
+    computed = [3, 14, 254, 1020]
+    lens = [(n, num_drafts + 1) for n in computed]
+    rows = Rows(dataclasses.replace(SPEC, kv_dtype=kv_dtype), lens, rotary=True)
+    backend, first = Backend(rows.spec), np.array(computed)
+    shape = backend.kv_cache_shape(rows.num_blocks)
+    caches = torch.zeros(2, *shape, dtype=kv_dtype)
+    for cache in caches:
+        rows.step(backend, cache, np.zeros_like(first), first)
+    alone = [rows.step(backend, caches[0], first + i, first + i + 1) for i in range(num_drafts + 1)]
+    whole = rows.batch(first, rows.seq_lens)
+    each = np.repeat(np.arange(len(lens)), num_drafts + 1)
+    seq_lens = (first[:, None] + np.arange(1, num_drafts + 2)).flatten()
+    drafts = dataclasses.replace(
+        whole, query_lens=np.ones_like(each), seq_lens=seq_lens,
+        seq_lens_device=torch.from_numpy(seq_lens).int(),
+        query_start_loc=torch.arange(len(each) + 1, dtype=torch.int32),
+        block_tables=whole.block_tables[each],
+    )  # fmt: skip
+    metadata = backend.build_metadata(drafts)
+    queries = rows.write(backend, caches[1], metadata, first, rows.seq_lens)
+    beside = backend.attend(queries, caches[1], metadata, SPEC.head_dim**-0.5)
+    assert torch.equal(beside, torch.stack(alone, dim=1).flatten(0, 1))
+    assert torch.equal(caches[0], caches[1])
+
+
 def batch(**changes: Any) -> AttentionBatch:
     """Rows of 3 and 1 tokens in blocks 4 and 5, and 1 and 0, of 6."""
     arrays = {

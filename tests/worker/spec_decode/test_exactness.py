@@ -5,6 +5,7 @@ kept, an enumeration how often each text comes.
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams, StructuredOutput
+from servd.worker.ops.native import library
+from servd.worker.spec_decode.ngram import NgramProposer
 from tests.parity.families import LLAMA, make_checkpoint, reference
 from tests.worker.driver import Driver, config_for
 from tests.worker.sample.reference import distribution
@@ -75,6 +78,46 @@ def test_as_many_drafts_are_kept_as_the_text_says(name: str, target: Path, tmp_p
             assert sampled == text[start : start + num_kept + 1]
             lengths.add(len(sampled))
     assert {1, 2} <= lengths
+
+
+@pytest.mark.skipif(library() is None, reason="servd was installed without a compiler")
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "int8"}],
+    ids=lambda options: next(iter(options.values())),
+)
+def test_logits_beside_drafts_have_the_bits_of_plain_steps(options, tiny_llama, monkeypatch):
+    """Of right drafts and of wrong ones, over contexts of one part of the attention and of two."""
+    options |= {"block_size": 16, "max_model_len": 400, "max_num_batched_tokens": 400}
+    draws = [SamplingParams(temperature=i % 2, seed=i, max_tokens=None) for i in range(3)]
+    prompts = [[7, 9 + i] * length for i, length in enumerate((2, 30, 125))]
+    plain = Driver(config_for(tiny_llama, **options))
+    slots = [plain.add(*each) for each in zip(prompts, draws, strict=True)]
+    for slot in slots:
+        plain.generate([slot], 30)
+    draw, texts = random.Random(0), dict[int, list[int]]()
+
+    def propose(self: NgramProposer, slots: torch.Tensor, _: int, num_drafts: int):
+        known = [int(self.states.num_computed[slot]) + 1 for slot in slots]
+        right = [texts[int(slot)][n:] for slot, n in zip(slots, known, strict=True)]
+        padded = [(text + [0] * num_drafts)[:num_drafts] for text in right]
+        return torch.tensor([[i if draw.random() < 0.8 else 5 for i in row] for row in padded])
+
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    drafts = {"method": "ngram", "num_speculative_tokens": 5}
+    driver = Driver(config_for(tiny_llama, **options, speculative_config=drafts))
+    of_plain, num_steps = dict[int, int](), 0
+    for other, *each in zip(slots, prompts, draws, strict=True):
+        slot = driver.add(*each)
+        of_plain[slot], texts[slot] = other, plain.tokens[other]
+    while pending := [slot for slot in texts if len(driver.outputs(slot)) < 30]:
+        num_steps += 1
+        chunks = {slot: driver.left(slot) for slot in pending}
+        driver.step(chunks, max_new_drafts=dict.fromkeys(pending, 5))
+    assert num_steps < 20
+    for slot, other in of_plain.items():
+        assert driver.outputs(slot)[:30] == plain.outputs(other)
+        assert all(map(torch.equal, driver.logits[slot], plain.logits[other]))
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
