@@ -1,4 +1,4 @@
-"""Tools and thoughts through the whole chat route: a scripted model, HTTP, and the openai
+"""Tools and reasoning through the whole chat route: a scripted model, HTTP, and the openai
 client.
 """
 
@@ -34,7 +34,7 @@ WEATHER = {
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
 
-# In the manner of Qwen3: tools in the system message, calls and results in tags, thoughts that can
+# In the manner of Qwen3: tools in the system message, calls and results in tags, reasoning that can
 # be switched off.
 TEMPLATE = """\
 {%- if tools %}
@@ -342,7 +342,7 @@ async def test_tokenize_counts_the_same_prompt(fields):
         assert count == (await ask(served, **fields))["usage"]["prompt_tokens"]
 
 
-# ---- thoughts ----
+# ---- reasoning ----
 
 THOUGHTS = "<think>\nThe user says hi – 你好.\n</think>\n\nHello!"
 
@@ -467,7 +467,7 @@ async def test_special_tokens_that_mark_calls_and_thoughts(special_spec):
 async def test_a_thinking_budget_reaches_the_engine_with_the_tags(special_spec, body, expected):
     async with serve(script=[], spec=special_spec, chat_template=THINKING_TEMPLATE) as served:
         tokenizer = served.async_llm.processor.tokenizer
-        # Tags that the user writes are no thoughts of the model.
+        # Tags that the user writes are no reasoning of the model.
         await ask(served, messages=user("what is <think>?"), thinking_token_budget=4, n=2, **body)
         (request,) = [m for m in served.engine.sent if isinstance(m, EngineCoreRequest)]
         assert len(request.choices()) == 2

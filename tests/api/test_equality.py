@@ -287,4 +287,4 @@ async def test_streams_of_other_apis_equal_whole_answers(path, told, part):
                 item["type"] for item in [*whole.get("output", []), *whole.get("content", [])]
             }
         assert served.async_llm.num_unfinished == 0
-    assert len(kinds) == 3  # texts, thoughts and calls
+    assert len(kinds) == 3  # texts, reasoning and calls

@@ -83,8 +83,8 @@ async def test_a_batch_of_chats_some_of_which_think():
         script="hm</think>ok", reasoning_parser="qwen3", chat_template=template
     ) as served:
         body = {"messages": [user("say"), user("think")], "max_tokens": 50}
-        plain, thought = (await served.http.post(BATCH, json=body)).json()["choices"]
-        assert (thought["message"]["reasoning"], thought["message"]["content"]) == ("hm", "ok")
+        plain, reasoning = (await served.http.post(BATCH, json=body)).json()["choices"]
+        assert (reasoning["message"]["reasoning"], reasoning["message"]["content"]) == ("hm", "ok")
         alone = (
             await served.http.post("/v1/chat/completions", json={**body, "messages": user("say")})
         ).json()

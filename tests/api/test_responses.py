@@ -173,8 +173,8 @@ async def test_every_event_in_its_order(scripted: Served):
             if "text.done" in e["type"] or "s.done" in e["type"]
         ] == [said]
     assert whole["usage"]["output_tokens"] == len(SCRIPT.encode()) + 1
-    thoughts = len("\nWhere is it?\n")
-    assert abs(whole["usage"]["output_tokens_details"]["reasoning_tokens"] - thoughts) <= 2
+    reasoning = len("\nWhere is it?\n")
+    assert abs(whole["usage"]["output_tokens_details"]["reasoning_tokens"] - reasoning) <= 2
 
 
 async def test_the_stream_helper(scripted: Served):
@@ -783,11 +783,11 @@ async def test_input_items(client: openai.AsyncOpenAI):
     first = await client.responses.create(model=MODEL, input="one", max_output_tokens=5)
     call: Any = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
     result: Any = {"type": "function_call_output", "call_id": "c1", "output": "42"}
-    thought: Any = {"type": "reasoning", "summary": "hm"}
+    reasoning: Any = {"type": "reasoning", "summary": "hm"}
     said: Any = {"role": "user", "content": "two", "id": "mine"}
     second = await client.responses.create(
         model=MODEL,
-        input=[thought, call, result, said],
+        input=[reasoning, call, result, said],
         previous_response_id=first.id,
         max_output_tokens=5,
     )

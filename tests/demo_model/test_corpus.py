@@ -92,12 +92,12 @@ def test_conversations_alternate_and_think_all_or_nothing(examples):
             assert (before["role"] == "assistant") == (after["role"] == "user") or after[
                 "role"
             ] == "tool"
-        thoughts = [
+        reasoning = [
             bool(message.get("reasoning_content"))
             for message in messages
             if message["role"] == "assistant"
         ]
-        assert set(thoughts) == {example["thinking"]}
+        assert set(reasoning) == {example["thinking"]}
 
 
 def test_every_slot_and_choice_is_filled(examples):

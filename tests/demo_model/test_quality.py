@@ -133,7 +133,7 @@ def calls_tools(prompt, answer):
 
 
 def thinks(prompt, answer):
-    """A thought that is not empty, then an answer that passes its own rule."""
+    """Reasoning that is not empty, then an answer that passes its own rule."""
     match = re.fullmatch(r"<think>\n(.+?)\n</think>\n\n(.+)", answer, re.DOTALL)
     return bool(match) and passes_by_fields(prompt, match[2])
 

@@ -1,4 +1,4 @@
-"""thinking_token_budget through the whole engine: with steps in flight, a form after the thoughts,
+"""thinking_token_budget through the whole engine: with steps in flight, a form after the reasoning,
 and neighbours.
 """
 

@@ -95,7 +95,7 @@ class Corpus:
         for turn in turns:
             messages.append({"role": "user", "content": turn.user})
             messages.append(
-                {"role": "assistant", "reasoning_content": turn.thought, "content": turn.answer}
+                {"role": "assistant", "reasoning_content": turn.reasoning, "content": turn.answer}
             )
         return messages
 

@@ -17,10 +17,10 @@ FOLDER = Path(__file__).parent
 
 @dataclass
 class Turn:
-    """A question, the thought that may come before the answer, and the answer."""
+    """A question, the reasoning that may come before the answer, and the answer."""
 
     user: str
-    thought: str
+    reasoning: str
     answer: str
 
 
@@ -45,11 +45,11 @@ class Skills:
         """A question about servd."""
         topic = rng.choice(self.topics)
         form = rng.choices(("questions", "nouns", "verbs", "keys"), (3, 2, 2, 4))[0]
-        thought = f"The user asks about {topic['about']}. I know this about servd."
+        reasoning = f"The user asks about {topic['about']}. I know this about servd."
         return [
             Turn(
                 self.loosely(self._question(topic, form, rng), rng),
-                thought,
+                reasoning,
                 rng.choice(topic["answers"]),
             )
         ]

@@ -52,7 +52,7 @@ class ToolSkill:
         if "search" not in kinds:
             possible.append(skills.unknown)
         turn = rng.choice(possible)(rng)[0]
-        return [{"role": "user", "content": turn.user}, _say(turn.thought, turn.answer)]
+        return [{"role": "user", "content": turn.user}, _say(turn.reasoning, turn.answer)]
 
     def _use(self, kind: str, function: dict[str, Any], rng: Random) -> list[Message]:
         """Question, call, and mostly the result and the answer."""
@@ -71,10 +71,10 @@ class ToolSkill:
             for value, _ in subjects
         ]
         joined = " and ".join(value for value, _ in subjects)
-        thought = self.grammar.expand(
-            self.phrases[kind]["thought"], rng, x=joined, tool=function["name"]
+        reasoning = self.grammar.expand(
+            self.phrases[kind]["reasoning"], rng, x=joined, tool=function["name"]
         )
-        messages: list[Message] = [{"role": "user", "content": user}, _say(thought, "", calls)]
+        messages: list[Message] = [{"role": "user", "content": user}, _say(reasoning, "", calls)]
         if rng.random() < 0.25:
             return messages
         results = [self._result(kind, value, rng) for value, _ in subjects]
@@ -148,8 +148,8 @@ class ToolSkill:
         return content, f"The weather in {value}: {degrees} degrees, {condition}."
 
 
-def _say(thought: str, answer: str, calls: list[dict[str, Any]] | None = None) -> Message:
-    message: Message = {"role": "assistant", "reasoning_content": thought, "content": answer}
+def _say(reasoning: str, answer: str, calls: list[dict[str, Any]] | None = None) -> Message:
+    message: Message = {"role": "assistant", "reasoning_content": reasoning, "content": answer}
     return message | {"tool_calls": calls} if calls else message
 
 

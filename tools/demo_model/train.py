@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 SAVE_EVERY_S = 60
 EXAMPLES_PER_PART = 2000
 WARMUP_EXAMPLES = 2000
-# An answer, without the empty thought that the chat template puts before it when thinking is off.
+# An answer, without the empty reasoning that the chat template puts before it when thinking is off.
 ANSWER = re.compile(
     r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL
 )

@@ -35,7 +35,7 @@ def read(name: str, case: Case, pieces) -> tuple[str, str]:
     for delta in [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish():
         assert isinstance(delta, Reasoning | Content) and delta.text
         if isinstance(delta, Reasoning):
-            assert not content, "thoughts come first"
+            assert not content, "reasoning comes first"
             reasoning += delta.text
         else:
             content += delta.text

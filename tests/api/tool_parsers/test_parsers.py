@@ -50,7 +50,7 @@ def read(parser, pieces) -> tuple[list[tuple[str, str]], str]:
                 assert index == len(calls) - 1 and text
                 calls[index][1] += text
             case Reasoning():
-                raise AssertionError("a tool parser knows no thoughts")
+                raise AssertionError("a tool parser knows no reasoning")
     assert len(ids) == len(calls) == parser.num_calls
     return [(name, arguments) for name, arguments in calls], content
 

@@ -167,11 +167,11 @@ def test_the_form_begins_after_its_token(depth):
     begin = ord("a")
     output = StructuredOutput(REGEX.kind, REGEX.value, starts_after=[begin])
     request = make_request("a", [1, 2], max_tokens=60, structured_output=output)
-    thoughts = bytes(solo(request)).decode().partition("a")[0]
-    assert 0 < len(thoughts) < 40
+    reasoning = bytes(solo(request)).decode().partition("a")[0]
+    assert 0 < len(reasoning) < 40
     log = Driver(make_engine(depth=depth), request).run()
     before, _, after = text(log, "a").partition("a")
-    assert before == thoughts
+    assert before == reasoning
     assert re.fullmatch(REGEX.value, after)
 
 

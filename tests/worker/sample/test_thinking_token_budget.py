@@ -52,7 +52,7 @@ def test_the_end_tag_comes_after_so_many_tokens(params, preempted_at):
     wanted = [4, 5, 6, 7, 8, 9, 4]
     assert run(budget(3, **params), wanted, preempted_at) == [4, 5, 6, END, 8, 9, 4]
     assert run(budget(0, **params), wanted, preempted_at) == [END, 5, 6, 7, 8, 9, 4]
-    # The model opens the thoughts itself; the tag is none of them.
+    # The model opens the reasoning itself; the tag is no part of it.
     assert run(budget(2, START, **params), [4, START, 6, 7, 8, 9, 4], preempted_at) == [
         4,
         START,
