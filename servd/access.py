@@ -114,8 +114,8 @@ def read_keys(access: AccessConfig) -> list[Key]:
         ConfigError: the file cannot be read, has a wrong field, or has a name or hash twice.
     """
     keys = [
-        Key(name=f"api-key-{number}", sha256=hash_key(text.encode()), scopes=SCOPES)
-        for number, text in enumerate(dict.fromkeys(access.api_key), 1)
+        Key(name=f"api-key-{digest[:12]}", sha256=digest, scopes=SCOPES)
+        for digest in dict.fromkeys(hash_key(text.encode()) for text in access.api_key)
     ]
     if access.api_key_file is not None:
         keys += _read_file(access.api_key_file)

@@ -140,6 +140,11 @@ class Incarnations:
             if child is not None:
                 child.stop(timeout)
 
+    @property
+    def was_ready(self) -> bool:
+        """Whether any engine has been."""
+        return bool(self.number or (self.child and self.child.pulse.is_ready))
+
     def end(self) -> str | None:
         """Take in the end of the process; returns why there is to be no other one."""
         assert self.child is not None
@@ -149,7 +154,7 @@ class Incarnations:
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         for folder in Path(self.ipc_dir).glob("servd-*"):  # of its workers
             shutil.rmtree(folder, ignore_errors=True)
-        if not (self.child.pulse.is_ready or self.number):
+        if not self.was_ready:
             return f"{self.reason} before it was ready"
         if self.deaths.add():
             return (
@@ -161,4 +166,5 @@ class Incarnations:
     def succeed(self) -> EngineRestarting:
         """Count on; returns what API servers must know before the next one starts."""
         self.number += 1
-        return EngineRestarting(self.number, self.reason)
+        computing = self.child.pulse.computing() if self.child else []
+        return EngineRestarting(self.number, self.reason, computing)

@@ -288,6 +288,7 @@ class EngineRestarting(Message, tag=True):
 
     incarnation: int  # of the next one
     reason: str
+    computing: list[str] = []  # engine ids whose prompts it computed when it died
 
 
 class EngineDead(Message, tag=True):

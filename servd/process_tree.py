@@ -110,12 +110,19 @@ class ProcessTree:
             count = self.config.server.api_server_count
             if count > 1:  # each of them must be able to answer /metrics for all
                 self.metrics_dir = tempfile.mkdtemp(prefix="metrics-", dir=self.ipc_dir)
-            self.api_servers = [self.start_api_server(f"api-{i}") for i in range(count)]
+            self.api_servers = [
+                self.start_api_server(f"api-{i}", self.hands_over) for i in range(count)
+            ]
         if self.incarnations is not None:
             self.incarnations.start(self.started_at)
 
-    def start_api_server(self, name: str) -> Child:
-        """One of them; the kernel hands each connection of their shared socket to one."""
+    def start_api_server(self, name: str, waits: bool) -> Child:
+        """One of them; the kernel hands each connection of their shared socket to one.
+
+        Args:
+            name: for the log.
+            waits: until the engine is ready, it leaves connections to another tree.
+        """
         assert self.listener is not None
         # A random number rather than an index: servers of several launchers may attach to one
         # engine.
@@ -135,6 +142,7 @@ class ProcessTree:
             url_of(self.listener, self.config.access) if name == "api-0" else None,
             self.incarnations.number if self.incarnations else newest_engine(self.ipc_dir),
             self.hands_over,
+            waits,
             pulse,
         )
         env = {"PROMETHEUS_MULTIPROC_DIR": self.metrics_dir} if self.metrics_dir else {}
@@ -247,10 +255,14 @@ class ProcessTree:
         inbox = self.inboxes[child.name]
         self.outboxes.pop(inbox).close()
         inbox.unlink(missing_ok=True)
+        inbox.with_name(f"api-{inbox.name.partition('-')[2]}").unlink(missing_ok=True)
         if self.metrics_dir is not None:  # gauges count what lives
             for path in Path(self.metrics_dir).glob(f"gauge_live*_{child.process.pid}.db"):
                 path.unlink()
-        self.api_servers[self.api_servers.index(child)] = self.start_api_server(child.name)
+        engine = self.incarnations
+        waits = self.hands_over and engine is not None and not engine.was_ready
+        place = self.api_servers.index(child)
+        self.api_servers[place] = self.start_api_server(child.name, waits)
         return None
 
     def tell(self, message: EngineDead | EngineRestarting) -> None:

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
+from collections.abc import Collection
 
 BEAT, STEP, READY, LIMIT = 0, 1, 2, 3  # numbers of 8 bytes
-SIZE = 4096  # bytes
+SIZE = 16384  # bytes
+TEXT = 64  # bytes before the length and the text of what it computes
+STEPS_IN_FLIGHT = 2
 BEAT_INTERVAL = 0.5  # seconds
 LOADING_PATIENCE = 600.0  # seconds for which an import from a slow disk may hold up everything
 
@@ -23,6 +27,7 @@ class Pulse:
     def __init__(self, descriptor: int = -1) -> None:
         self.page = mmap.mmap(descriptor, SIZE)
         self.numbers = memoryview(self.page).cast("d")
+        self.newest: deque[list[str]] = deque(maxlen=STEPS_IN_FLIGHT)
 
     def beat(self) -> None:
         """The process lives: called every BEAT_INTERVAL by a thread that has nothing else to do."""
@@ -40,6 +45,20 @@ class Pulse:
     def rest(self) -> None:
         """There is nothing to do."""
         self.numbers[LIMIT] = 0
+
+    def compute(self, prompts: Collection[str]) -> None:
+        """The next step computes these prompts, by engine id: what it may die of."""
+        if not prompts and not any(self.newest):
+            return
+        self.newest.append([*prompts])
+        text = "\n".join(name for names in self.newest for name in names).encode()
+        text = text[: SIZE - TEXT - 4]
+        self.page[TEXT : TEXT + 4 + len(text)] = len(text).to_bytes(4, "little") + text
+
+    def computing(self) -> list[str]:
+        """The prompts of the steps that may be in flight."""
+        end = TEXT + 4 + int.from_bytes(self.page[TEXT : TEXT + 4], "little")
+        return self.page[TEXT + 4 : end].decode(errors="replace").split()
 
     @property
     def is_ready(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trustme
@@ -122,3 +123,23 @@ def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_n
     monkeypatch.setattr(Watch, "look", look_and_beat)
     assert tree.next_event() is hung
     assert "api-1: hung: it has shown no sign of life for 4 s" in caplog.text
+
+
+def test_an_api_server_that_is_replaced_in_a_hand_over_waits_for_no_engine(
+    tree, monkeypatch, tmp_path
+):
+    """Unless none was ever ready: its socket goes with it."""
+    started: list[bool] = []
+    monkeypatch.setattr(tree, "start_api_server", lambda name, waits: started.append(waits))
+    tree.hands_over = True
+    for was_ready in (False, True):
+        tree.incarnations = SimpleNamespace(was_ready=was_ready, child=None)
+        child = SimpleNamespace(name="api-0", exit_code=-9, stop=lambda timeout: None)
+        inbox = tmp_path / "client-7"
+        tree.api_servers, tree.inboxes = [child], {"api-0": inbox}
+        tree.outboxes = {inbox: SimpleNamespace(close=lambda: None)}
+        for name in ("client-7", "api-7", "api-8"):
+            (tmp_path / name).touch()
+        assert tree.replace_api_server(child) is None
+        assert {path.name for path in tmp_path.iterdir()} == {"api-8"}
+    assert started == [True, False]

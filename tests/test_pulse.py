@@ -22,6 +22,22 @@ def test_parent_and_engine_see_the_same_pulse():
     assert [*parent.numbers] == [*engine.numbers]
 
 
+def test_the_prompts_of_the_steps_in_flight_outlive_the_engine():
+    pulse = Pulse()
+    assert pulse.computing() == []
+    for prompts, seen in (
+        ({"a": 5, "b": 7}, "ab"),
+        ({}, "ab"),
+        ({"c": 2}, "c"),
+        ({}, "c"),
+        ({}, ""),
+    ):
+        pulse.compute(prompts)
+        assert pulse.computing() == [*seen]
+    pulse.compute(["x" * 100_000])
+    assert set("".join(pulse.computing())) == {"x"}
+
+
 def test_an_engine_without_a_beat_is_hung():
     pulse = Pulse()
     watch = Watch(pulse, interval=0.5, patience=2.0)

@@ -393,7 +393,7 @@ class AsyncLLM:
             self.tracer.lose_engine(self._running[each].timeline for each in open_ids)
         self.status = EngineStatus("restarting")
         self.metrics.restarts.count = message.incarnation
-        guilty = self.recovery.engine_died(message.incarnation)
+        guilty = self.recovery.engine_died(message.incarnation, message.computing)
         outputs: list[EngineCoreOutput] = []
         if guilty is not None:
             report = uuid4().hex[:8]

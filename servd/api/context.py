@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,7 +22,6 @@ from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, parse
 from servd.api.response_store import ResponseStores
 from servd.api.siblings import Siblings
-from servd.bounds import MAX_TIMEOUT
 from servd.config import Config
 from servd.errors import Forbidden, InvalidRequest, NotFound, UnknownModel
 from servd.messages import RequestOptions
@@ -188,20 +186,11 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         request.state.unique_id = f"{asked}-{request.state.unique_id[:12]}"
     request.state.model = context.model_name(body.model)
     timeout = getattr(body, "timeout", None)
-    if timeout is None and (text := request.headers.get("x-request-timeout")):
-        timeout = _timeout(text)
+    if timeout is None:
+        timeout = request.state.timeout
     if timeout is not None:
         request.state.deadline = asyncio.get_running_loop().time() + timeout
     return body
-
-
-def _timeout(text: str) -> float:
-    """The value of X-Request-Timeout, in seconds."""
-    if not re.fullmatch(r"\d{1,5}(\.\d{1,6})?", text) or not 0 < float(text) <= MAX_TIMEOUT:
-        raise InvalidRequest(
-            f"X-Request-Timeout must be seconds above 0, at most {MAX_TIMEOUT}, got {text[:32]!r}"
-        )
-    return float(text)
 
 
 def json_response(

@@ -25,6 +25,8 @@ from servd.api.metrics import Metrics
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
 from servd.api.timeline import Timeline, Tracer
+from servd.bounds import MAX_TIMEOUT
+from servd.errors import InvalidRequest
 from servd.log import current_request
 from servd.tracing import Mark, now_ns
 
@@ -58,8 +60,8 @@ class RequestContext:
     since clients may choose the same; `traced`, the ids under which the tracer knows what this
     request started; `key`, by which it came; `owner`, its name; `client`, who takes turns with
     others: an owner or, where no key is needed, an address; `span`, of OpenTelemetry, or None;
-    `deadline`, on the loop's clock, or None; `headers`, of the answer; `lane`, the least that it
-    runs in.
+    `timeout` of the header, in seconds, or None; `deadline`, on the loop's clock, or None;
+    `headers`, of the answer; `lane`, the least that it runs in.
 
     Args:
         app: what is surrounded.
@@ -112,6 +114,8 @@ class RequestContext:
             if (refusal := state.get("refusal")) and scope["path"] not in OPEN_PATHS:
                 self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
                 raise refusal
+            if (text := headers.get("x-request-timeout")) and scope["path"] not in OPEN_PATHS:
+                state["timeout"] = _timeout(text)
             await self.app(scope, receive_some, send_on)
         except ClientDisconnect:
             pass  # nobody is there to answer
@@ -140,7 +144,8 @@ class RequestContext:
         state = scope.setdefault("state", {})
         state.update(
             request_id=request_id, unique_id=unique_id, traced=[], key=ANYONE, owner=ANYONE.name,
-            client=address, span=span, deadline=None, headers={}, lane=int(ON_BEHALF_OF in scope),
+            client=address, span=span, timeout=None, deadline=None, headers={},
+            lane=int(ON_BEHALF_OF in scope),
         )  # fmt: skip
         return state
 
@@ -180,6 +185,15 @@ class RequestContext:
         timelines = [self.tracer.finish(name) for name in state["traced"]]
         if state["span"]:
             state["span"].end(timelines, status or LEFT)
+
+
+def _timeout(text: str) -> float:
+    """The value of X-Request-Timeout, in seconds."""
+    if not re.fullmatch(r"\d{1,5}(\.\d{1,6})?", text) or not 0 < float(text) <= MAX_TIMEOUT:
+        raise InvalidRequest(
+            f"X-Request-Timeout must be seconds above 0, at most {MAX_TIMEOUT}, got {text[:32]!r}"
+        )
+    return float(text)
 
 
 def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timeline]) -> None:

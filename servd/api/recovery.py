@@ -15,9 +15,9 @@ from servd.tracing import Mark, now_ns
 class Recovery:
     """Sends open requests, with their tokens so far, to the engine that replaces a dead one.
 
-    Requests that two engines in a row died with, and that got no token in between, are suspects:
-    they are sent after all others, newest first and one at a time, so that the one being tried
-    when an engine dies is at fault.
+    Requests whose prompts an engine was computing when it died, and that got no token since the
+    death before, are suspects: they are sent after all others, newest first and one at a time, so
+    that the one being tried and computed when an engine dies is at fault.
 
     Attributes:
         is_restarting: the engine has died and there is none to send to yet.
@@ -41,14 +41,24 @@ class Recovery:
         self._untried: list[str] = []
         self._tried: str | None = None  # sent, but without a token since
 
-    def engine_died(self, incarnation: int) -> str | None:
-        """Attach to the next engine. Returns the request at fault, if that is known."""
+    def engine_died(self, incarnation: int, computing: Iterable[str]) -> str | None:
+        """Attach to the next engine. Returns the request at fault, if that is known.
+
+        Args:
+            incarnation: of the next engine.
+            computing: engine ids whose prompts the dead one computed at its end.
+        """
         had_all, self.is_restarting = not self.is_restarting, True
         self.client.follow(incarnation)
         if not had_all:  # it died before it got the requests
             return None
         num_tokens = self.num_tokens()
-        stuck = [each for each, count in num_tokens.items() if self._at_death.get(each) == count]
+        stuck = [
+            each
+            for each, count in num_tokens.items()
+            if self._at_death.get(each) == count
+            and not {*self.running[each].prepared.request.choice_ids}.isdisjoint(computing)
+        ]
         guilty = self._tried if self._tried in stuck else None
         self._at_death = num_tokens
         self._untried = [request_id for request_id in stuck if request_id != guilty]

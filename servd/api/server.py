@@ -263,7 +263,7 @@ async def serve(start: Start) -> int:
     server = Server(options, async_llm, start, app.state.context)
     siblings = app.state.context.siblings
     await siblings.listen(Path(start.ipc_dir, f"api-{start.client}"))
-    while start.hands_over and isinstance(async_llm.status, EngineStatus):
+    while start.waits and isinstance(async_llm.status, EngineStatus):
         server.pulse.beat()
         await asyncio.sleep(TICK)  # another server answers meanwhile
     await server.serve(sockets=[listener])

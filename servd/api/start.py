@@ -23,4 +23,5 @@ class Start(msgspec.Struct):
     url: str | None  # announced by this process once the model is ready
     incarnation: int  # of the engine
     hands_over: bool = False  # another server may accept from the same socket, before and after
+    waits: bool = False  # for the engine, before it takes connections from there
     pulse: int = -1  # inherited descriptor, see Pulse

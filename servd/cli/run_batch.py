@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the server does not start, or a file cannot be read or written.
     """
+    if arguments.concurrency < 1:
+        raise ConfigError(f"--concurrency {arguments.concurrency}: give 1 or more")
     options = _options.load_options(arguments)
     tier = "flex" if arguments.url is not None else None  # a server of its own has nobody else
     # Before a server is started in vain.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from servd.core.engine_core import EngineCore
-from servd.messages import Audit, EngineAudit
+from servd.messages import Audit, EngineAudit, EngineCoreOutputs
 
 
-def audit(engine: EngineCore) -> list[str]:
+def problems(engine: EngineCore) -> list[str]:
     """What is wrong between two steps, in words; nothing, if all is well.
 
     Blocks are owned exactly as often as the requests say and are never both free and owned; each
@@ -42,8 +42,12 @@ def audit(engine: EngineCore) -> list[str]:
     return [problem for problem, is_well in found.items() if not is_well]
 
 
-def answer(message: Audit, engine: EngineCore) -> EngineAudit:
-    """What a client is told that asks for an audit between two steps."""
+def audit(message: Audit, engine: EngineCore) -> list[EngineCoreOutputs | EngineAudit]:
+    """What a client is told that asks between two steps. It may have heard of none for long: the
+    state of now comes first.
+    """
+    stats = engine.scheduler.report(engine.grammars.num_waiting)
     requests = [*engine.scheduler.requests.values(), *engine.grammars.waiting()]
     mine = [request.request_id for request in requests if request.client == message.client]
-    return EngineAudit(message.number, audit(engine), mine, len(requests))
+    found = EngineAudit(message.number, problems(engine), mine, len(requests))
+    return [EngineCoreOutputs([], stats), found]

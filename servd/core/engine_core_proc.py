@@ -24,7 +24,7 @@ import msgspec
 from servd import hf, log, plugins
 from servd.child import SHOW_STACKS, read_start
 from servd.config import Config
-from servd.core.audit import answer
+from servd.core.audit import audit
 from servd.core.client import engine_address, identity
 from servd.core.engine_core import EngineCore
 from servd.core.executor import EXECUTORS, Executor, Progress
@@ -202,7 +202,8 @@ class EngineCoreProc:
                     # A worker or thread ended while no step was awaited.
                     raise EngineError(message.reason)
                 if isinstance(message, Audit):
-                    self.outputs.put((message.client, answer(message, engine)))
+                    for each in audit(message, engine):
+                        self.outputs.put((message.client, each))
                     continue
                 engine.handle(
                     all_of(message.client, engine) if isinstance(message, ClientGone) else message
@@ -216,6 +217,7 @@ class EngineCoreProc:
             self.pace = engine.scheduler.step_log.pace
         expected = self.pace.expected_seconds(record.num_tokens)
         self.pulse.work(self.start.config.server.engine_hang_timeout + PATIENCE * expected)
+        self.pulse.compute(record.prefills)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
         """Wait for a message; the first long wait is a good time for what would make requests

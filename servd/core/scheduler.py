@@ -421,11 +421,11 @@ class Scheduler:
         """
         outputs, self._outputs = self._outputs, defaultdict(list)
         return {
-            client: EngineCoreOutputs(each, self._report(num_deferred), self.step_log.news(client))
+            client: EngineCoreOutputs(each, self.report(num_deferred), self.step_log.news(client))
             for client, each in outputs.items()
         }
 
-    def _report(self, num_deferred: int) -> SchedulerStats:
+    def report(self, num_deferred: int) -> SchedulerStats:
         """The state now. Counters start again, so that the sum over all reports, to any client, is
         the truth.
         """

@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from servd.api.processor import Processor
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
-from servd.core.audit import answer, audit
+from servd.core.audit import audit, problems
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
 from servd.core.structured_output.manager import Compiled
@@ -102,9 +102,10 @@ class InProcessEngine:
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine)
         self.sent.append(message)
         if isinstance(message, Audit):
-            found = answer(message, self.core)
-            found.incarnation = self.incarnation
-            return self.tell(found)
+            for found in audit(message, self.core):
+                found.incarnation = self.incarnation
+                self.tell(found)
+            return
         loop = asyncio.get_running_loop()
         self.core.grammars.on_compiled = lambda news: loop.call_soon_threadsafe(self._handle, news)
         self._handle(message)
@@ -126,14 +127,17 @@ class InProcessEngine:
         """The API server has heard of the death of `die`."""
         self.incarnation = incarnation
 
-    def die(self) -> None:
-        """End this engine in the middle, and have its parent say so; `revive` starts another."""
+    def die(self, computing: Iterable[str] = ()) -> None:
+        """End this engine in the middle of computing these prompts, and have its parent say so;
+        `revive` starts another.
+        """
+        computing = [*computing]
         if self._steps is not None:
             self._steps.cancel()
             self._steps = None
         self.core = EngineCore(self.config, self.spec, self.executor, self.worker.num_blocks)
         self.executor.rows.clear()
-        self.tell(EngineRestarting(self.incarnation + 1, "killed"))
+        self.tell(EngineRestarting(self.incarnation + 1, "killed", computing))
 
     def revive(self) -> None:
         """The next one is ready, as an API server hears that followed."""
@@ -227,7 +231,7 @@ async def serve(
             )
         await stack.enter_async_context(http)
         yield Served(http, engine, async_llm, app, url)
-        assert audit(engine.core) == []
+        assert problems(engine.core) == []
 
 
 @asynccontextmanager

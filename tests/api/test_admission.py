@@ -164,6 +164,9 @@ async def test_a_deadline_has_to_be_a_number_of_seconds(http, text):
         CHAT, json={"messages": user("hi")}, headers={"x-request-timeout": text}
     )
     assert answer.status_code == 400 and "X-Request-Timeout" in answer.text
+    answer = await http.get("/v1/models", headers={"x-request-timeout": text})
+    assert answer.status_code == 400 and "X-Request-Timeout" in answer.text
+    assert (await http.get("/health", headers={"x-request-timeout": text})).status_code == 200
 
 
 # ---- keys ----

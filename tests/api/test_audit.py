@@ -9,9 +9,9 @@ import pytest
 
 from servd.access import hash_key
 from servd.api import audit as audit_module
-from servd.core.audit import audit
+from servd.core.audit import problems
 from servd.core.engine_core import EngineCore
-from servd.messages import AbortRequests, EngineAudit
+from servd.messages import AbortRequests, EngineAudit, EngineCoreOutputs, SchedulerStats
 from tests.api.harness import Served, serve, until
 from tests.core.engines import make_engine, make_request
 
@@ -112,13 +112,13 @@ def test_what_is_damaged_is_named(damage, words):
     engine = make_engine()
     engine.handle(make_request("a", [1, 2, 3, 4, 5], max_tokens=4))
     engine.step()
-    assert audit(engine) == []
+    assert problems(engine) == []
     if damage is lose_a_slot:
         assert len(engine.scheduler.running) == 1
     if damage is leak_a_block:
         assert 3 not in engine.scheduler.requests["a"].block_ids
     damage(engine)
-    assert words in "; ".join(audit(engine))
+    assert words in "; ".join(problems(engine))
 
 
 async def test_only_admins_may_ask(tmp_path):
@@ -138,3 +138,12 @@ async def test_while_there_is_no_engine_it_says_so():
     async with serve(is_ready=False) as served:
         answer = await served.http.get("/debug/audit")
         assert answer.status_code == 503 and answer.headers["retry-after"]
+
+
+async def test_a_server_that_has_heard_of_nothing_for_long_hears_of_now():
+    async with serve() as served:
+        served.engine.tell(EngineCoreOutputs([], SchedulerStats(num_running=3, kv_cache_usage=0.5)))
+        await until(lambda: served.async_llm.stats.num_running == 3)  # with another server, say
+        assert (await report(served))["problems"] == []
+        text = (await served.http.get("/metrics")).text
+        assert 'vllm:num_requests_running{engine="0",model_name="org/fake-model"} 0.0' in text

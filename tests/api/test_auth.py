@@ -225,7 +225,7 @@ def test_a_key_has_its_limits_and_keys_as_text_may_do_everything(key_file: Path)
     by_name = {key.name: key for key in keys}
     alice = by_name["alice"]
     assert (alice.weight, alice.max_concurrency, alice.requests_per_minute) == (2, 8, 600)
-    assert by_name["api-key-1"].scopes == {"inference", "admin", "metrics"}
+    assert by_name["api-key-982d9e3eb996"].scopes == {"inference", "admin", "metrics"}
     assert by_name["gone"].has_expired and not alice.has_expired
 
 

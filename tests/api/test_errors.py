@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
+from servd.access import hash_key
 from servd.api.async_llm import MAX_INLINE
 from servd.api.protocol.anthropic import MessagesRequest
 from servd.api.protocol.chat import ChatCompletionRequest
@@ -460,7 +461,7 @@ async def test_requests_that_wait_to_be_read_have_a_limit():
         busy = threading.Event()
         served.http.headers["authorization"] = "Bearer a"
         async with asyncio.TaskGroup() as tasks:
-            owner = "api-key-1"
+            owner = f"api-key-{hash_key(b'a')[:12]}"
             for _ in range(2):
                 tasks.create_task(
                     served.async_llm.offload(owner, MAX_INLINE + 1, partial(busy.wait, 10))

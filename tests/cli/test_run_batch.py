@@ -104,6 +104,15 @@ def test_duplicate_ids_are_refused_with_their_line_numbers(tmp_path):
     assert not results.exists()
 
 
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_without_concurrency_nothing_would_be_answered(tmp_path, number, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text(line("a"), encoding="utf8")
+    with pytest.raises(SystemExit, match="2"):
+        main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", number])
+    assert f"--concurrency {number}: give 1 or more" in capsys.readouterr().err
+
+
 def test_the_files_are_checked_before_a_server_is_started(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         run_batch, "own_server", lambda options: pytest.fail("a server was started")

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from servd.config import Config
-from servd.core.audit import audit
+from servd.core.audit import problems
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, expected_tokens, next_state
 from servd.hf import FAKE_SPEC
@@ -109,7 +109,7 @@ def make_request(
 
 def check(engine: EngineCore) -> None:
     """What `/debug/audit` looks at."""
-    assert audit(engine) == []
+    assert problems(engine) == []
 
 
 def check_idle(engine: EngineCore) -> None:
