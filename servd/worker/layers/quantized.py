@@ -23,6 +23,8 @@ class Quantized:
             fused with the sum.
         group_size: numbers of a row that share a scale.
         table: 16 values, of 4 bits.
+        columns: int64 [in]; column j of the codes is this one of the matrix. None: they are in
+            order.
     """
 
     codes: Tensor
@@ -30,6 +32,7 @@ class Quantized:
     offset: Tensor | None
     group_size: int
     table: tuple[float, ...] | None = None
+    columns: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -39,14 +42,15 @@ class Quantized:
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
-        offset = 0 if self.offset is None else self.offset.nbytes
-        return self.codes.nbytes + self.scale.nbytes + offset
+        tensors = (self.codes, self.scale, self.offset, self.columns)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What matrices have in common that can be one."""
-        has_offset = self.offset is not None
-        return self.codes.dtype, self.scale.dtype, has_offset, self.group_size, self.table
+        has_offset, columns = self.offset is not None, self.columns
+        order = None if columns is None or columns.is_meta else tuple(columns.tolist())
+        return self.codes.dtype, self.scale.dtype, has_offset, self.group_size, self.table, order
 
     def dequantize(self) -> Tensor:
         """Float32 [out, in]: what the format says that the weights are."""
@@ -57,7 +61,9 @@ class Quantized:
             else torch.tensor(table, device=codes.device)[codes.int()]
         )
         weights = values * self._spread(self.scale)
-        return weights if self.offset is None else weights + self._spread(self.offset)
+        if self.offset is not None:
+            weights += self._spread(self.offset)
+        return weights if self.columns is None else weights[:, self.columns.argsort()]
 
     def _spread(self, of_groups: Tensor) -> Tensor:
         return of_groups.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
@@ -68,15 +74,30 @@ class Quantized:
         return [self.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]
 
     def narrow(self, dim: int, start: int, length: int) -> Quantized:
-        """Rows or columns. Groups that would be cut become smaller ones."""
+        """Rows or columns. Groups that would be cut become smaller ones.
+
+        Raises:
+            ValueError: columns are not in order.
+        """
+        if length == self.shape[dim]:
+            return self
         codes = self.codes.narrow(dim, start, length)
         if dim == 0:
             return self.map(lambda x: x.narrow(0, start, length), codes)
+        if self.columns is not None:
+            raise ValueError(
+                "columns in an order of their own (desc_act), of which a rank would need parts of "
+                "all groups: leave out --tensor-parallel-size"
+            )
         end = start + length
         size = math.gcd(self.group_size, start, 0 if end == self.shape[1] else end)
         times, groups = self.group_size // size, slice(start // size, -(-end // size))
         narrowed = self.map(lambda x: x.repeat_interleave(times, dim=1)[:, groups], codes)
         return replace(narrowed, group_size=size)
+
+    def with_columns(self, columns: Tensor) -> Quantized:
+        """The matrix with these columns of it side by side; int64 [in], each once."""
+        return replace(self, codes=self.codes[:, columns], columns=columns)
 
     def padded(self, num_rows: int) -> Quantized:
         """With rows of zeros below, up to this number of them."""

@@ -329,10 +329,13 @@ class GroupedMatrix(Packed):
         self.table = None if table is None else torch.tensor(table)
         self.packed, self.scale = _pack(quantized.codes), _pack(scale)
         self.offset = None if offset is None else _pack(offset)
-        kept = (self.packed, self.scale, self.offset, self.table)
+        self.columns = quantized.columns
+        kept = (self.packed, self.scale, self.offset, self.table, self.columns)
         self.nbytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        if self.columns is not None:
+            x = x[:, self.columns]
         call(
             "matmul_grouped", self.type, x, *x.shape, self.packed, self.table, self.scale_type,
             self.scale, self.offset, self.group_size, bias, out, out.stride(0), out.shape[1],
@@ -346,7 +349,7 @@ class GroupedMatrix(Packed):
             "gather_grouped", self.type, self.packed, self.table, self.scale_type, self.scale,
             self.offset, self.group_size, *self.shape, index, len(index), out,
         )  # fmt: skip
-        return out
+        return out if self.columns is None else out[:, self.columns.argsort()]
 
 
 class Stacked(Packed):

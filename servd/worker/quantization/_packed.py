@@ -1,0 +1,158 @@
+"""What formats in safetensors files have in common: modules of several tensors, codes packed into
+words, zero points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from servd.errors import ModelNotFound, UnsupportedModel
+from servd.worker.layers.quantized import Quantized
+
+Module = dict[str, Tensor]
+"""Tensors of a module by their last name: "qweight", "scales", "bias"."""
+
+UNSIGNED = tuple(map(float, range(16)))
+
+
+def read_modules(
+    files: list[Path], decode: Callable[[str, Module], Quantized | None]
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """Every tensor of the files, mapped, by its name. Those that `decode` takes out of a module
+    become the module's weight; None: it takes none. Parts of a module may be in several files.
+
+    Raises:
+        ModelNotFound: a file is broken.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        for path in files:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ModelNotFound(f"{path} cannot be read: {error}") from None
+            for name in file.keys():
+                module, _, leaf = name.rpartition(".")
+                found.setdefault(module, {})[leaf] = file
+        for name, leaves in found.items():
+            prefix = f"{name}." if name else ""
+            module = {leaf: file.get_tensor(prefix + leaf) for leaf, file in leaves.items()}
+            if (weight := decode(name, module)) is not None:
+                yield f"{prefix}weight", weight
+            for leaf, tensor in module.items():
+                yield prefix + leaf, tensor
+
+
+def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[Tensor]:
+    """These matrices of a module, on the device.
+
+    Raises:
+        UnsupportedModel: one is missing, or no matrix.
+    """
+    taken = []
+    for leaf in leaves:
+        if leaf not in module:
+            raise UnsupportedModel(f"layer {name} has no {leaf} beside its {leaves[0]}")
+        tensor = module.pop(leaf)
+        if tensor.dim() != 2 or not tensor.numel():
+            raise UnsupportedModel(
+                f"layer {name} has {leaf} of shape {list(tensor.shape)}, expected a matrix"
+            )
+        taken.append(tensor.to(device))
+    return taken
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [rows, words] -> uint8 [rows, codes] of 2, 4 or 8 bits, the lowest of a word first."""
+    data = words.to(torch.int32).contiguous().view(torch.uint8)
+    fields = [data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return torch.stack(fields, dim=-1).flatten(-2)
+
+
+def affine(
+    name: str,
+    codes: Tensor,
+    zeros: Tensor | None,
+    scale: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    is_symmetric: bool,
+) -> Quantized:
+    """The matrix `(code - zero) * scale`.
+
+    Args:
+        name: of the layer, for messages.
+        codes: uint8 [out, in].
+        zeros: uint8 [out, groups]; None: all are half of the range.
+        scale: [out, groups].
+        bits: of a code; in memory 2 take 4.
+        group_size: columns that share a scale; the last ones may be less.
+        is_symmetric: what is assumed of zeros without storage: they are equal.
+
+    Raises:
+        UnsupportedModel: shapes do not fit each other, or it would not be exact.
+    """
+    num_groups = -(-codes.shape[1] // group_size)
+    for what, tensor in (("zero points", zeros), ("scales", scale)):
+        if tensor is not None and tensor.shape != (codes.shape[0], num_groups):
+            raise UnsupportedModel(
+                f"layer {name} has {what} {list(tensor.shape)} for a matrix of "
+                f"{list(codes.shape)} in groups of {group_size}"
+            )
+    middle = 1 << bits - 1
+    zero = middle if zeros is None else _only_value(zeros, middle if is_symmetric else None)
+    if bits < 8 and zero is not None:  # the table may have any numbers
+        table = tuple(value - zero for value in UNSIGNED)
+        return Quantized(codes, scale.contiguous(), None, group_size, table)
+    signed, table = (codes, UNSIGNED) if bits < 8 else ((codes ^ 128).view(torch.int8), None)
+    if zeros is None or zero == middle:
+        return Quantized(signed, scale.contiguous(), None, group_size)
+    if scale.dtype == torch.float32:
+        raise UnsupportedModel(
+            f"layer {name} has zero points that differ and scales in float32: only with scales of "
+            "16 bits such weights are exact"
+        )
+    # Exact in float32, as are codes times scales: a scale has at most 11 significant bits.
+    wide = scale.float().contiguous()
+    shift = zeros.float() - (0 if bits < 8 else middle)
+    return Quantized(signed, wide, -shift * wide, group_size, table)
+
+
+def _only_value(zeros: Tensor, assumed: int | None) -> int | None:
+    """What all of them are; None: they differ. `assumed` is for those without storage."""
+    if zeros.is_meta:
+        return assumed
+    first = int(zeros[0, 0])
+    return first if bool((zeros == first).all()) else None
+
+
+def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
+    """A matrix whose column i is of group `group_of[i]`, the columns of a group put side by side.
+
+    Args:
+        name: of the layer, for messages.
+        weight: with the columns in the order of the checkpoint.
+        group_of: int [in]; empty: the columns of each group are side by side.
+
+    Raises:
+        UnsupportedModel: groups are not of the size that the matrix has.
+    """
+    if not group_of.numel() or weight.scale.shape[1] == 1:
+        return weight
+    if group_of.is_meta:
+        return weight.with_columns(torch.empty(group_of.shape, dtype=torch.int64))
+    wanted = torch.arange(weight.shape[1], device=group_of.device) // weight.group_size
+    columns = group_of.to(torch.int64).argsort(stable=True)
+    if not torch.equal(group_of[columns].to(torch.int64), wanted):
+        raise UnsupportedModel(
+            f"layer {name} has a g_idx whose groups are not of {weight.group_size} columns each"
+        )
+    return weight if torch.equal(columns, columns.sort()[0]) else weight.with_columns(columns)

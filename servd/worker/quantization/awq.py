@@ -1,0 +1,52 @@
+"""AWQ: codes of 4 bits packed along the outputs, with zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from servd.errors import UnsupportedModel
+from servd.worker.layers.quantized import Quantized
+from servd.worker.quantization._packed import Module, affine, read_modules, take, unpack
+
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the codes of 8 columns are
+
+
+def read(
+    files: list[Path], config: dict[str, Any], device: torch.device
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """See the package.
+
+    Raises:
+        UnsupportedModel: in another layout than "gemm", or not of 4 bits.
+    """
+    layout = str(config.get("version", "gemm")).lower()
+    bits = config.get("bits", config.get("w_bit", 4))
+    if layout != "gemm" or bits != 4:
+        raise UnsupportedModel(
+            f"AWQ of {bits} bits in the layout {layout!r} is not supported, only 4 bits in gemm: "
+            "convert the checkpoint"
+        )
+    return read_modules(files, partial(_weight, device))
+
+
+def _weight(device: torch.device, name: str, module: Module) -> Quantized | None:
+    """`qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups, out]."""
+    if "qweight" not in module:
+        return None
+    words, zeros, scale = take(name, module, device, "qweight", "qzeros", "scales")
+    codes = _rows(words)
+    return affine(
+        name, codes, _rows(zeros), scale.t(),
+        bits=4, group_size=-(-codes.shape[1] // len(scale)), is_symmetric=False,
+    )  # fmt: skip
+
+
+def _rows(words: Tensor) -> Tensor:
+    """int32 [n, out / 8] -> uint8 [out, n]."""
+    return unpack(words, 4).unflatten(1, (-1, 8))[..., ORDER].flatten(1).t()

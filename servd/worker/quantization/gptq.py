@@ -1,0 +1,77 @@
+"""GPTQ: codes of 4 or 8 bits packed along the inputs, groups that may be of scattered columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from servd.errors import UnsupportedModel
+from servd.worker.layers.quantized import Quantized
+from servd.worker.quantization._packed import (
+    Module,
+    affine,
+    read_modules,
+    side_by_side,
+    take,
+    unpack,
+)  # fmt: skip
+
+# What is missing in each zero point of a word: version 1 has them less one, and what writes it
+# borrows from the next code where one is 0.
+MISSING = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+
+
+def read(
+    files: list[Path], config: dict[str, Any], device: torch.device
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """See the package. Bits and groups of each layer follow from its shapes, so that `dynamic` need
+    not be read.
+
+    Raises:
+        UnsupportedModel: in another layout than those of AutoGPTQ and GPTQModel.
+    """
+    layout = config.get("checkpoint_format") or "gptq"
+    if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        raise UnsupportedModel(
+            f"checkpoint_format {layout!r} of GPTQ is not supported, only gptq and gptq_v2: "
+            "convert the checkpoint"
+        )
+    return read_modules(files, partial(_weight, config, device, layout == "gptq"))
+
+
+def _weight(
+    config: dict[str, Any], device: torch.device, is_version_1: bool, name: str, module: Module
+) -> Quantized | None:
+    """`qweight` int32 [in / codes of a word, out], `qzeros` int32 [groups, out / codes of a word],
+    `scales` [groups, out], `g_idx` int32 [in], or without it.
+    """
+    if "qweight" not in module:
+        return None
+    words, zeros, scale = take(name, module, device, "qweight", "qzeros", "scales")
+    num_groups, num_rows = scale.shape
+    bits, rest = divmod(32 * zeros.shape[1], num_rows)
+    if rest or bits not in MISSING:
+        raise UnsupportedModel(
+            f"layer {name} has {32 * zeros.shape[1] / num_rows:g} bits per weight; of GPTQ, 2, 4 "
+            "and 8 are supported"
+        )
+    codes = unpack(words.t(), bits)
+    stated, size = config.get("group_size", -1), codes.shape[1]
+    # One of `dynamic` divides the columns.
+    if stated <= 0 or -(-size // stated) != num_groups:
+        stated = -(-size // num_groups)
+    if is_version_1:
+        zeros = zeros + MISSING[bits]
+    weight = affine(
+        name, codes, unpack(zeros, bits).t(), scale.t(),
+        bits=bits, group_size=stated, is_symmetric=config.get("sym", True),
+    )  # fmt: skip
+    group_of = module.pop("g_idx", None)
+    if group_of is None or (device.type == "meta" and not config.get("desc_act")):
+        return weight
+    return side_by_side(name, weight, group_of.to(device))

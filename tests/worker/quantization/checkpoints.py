@@ -1,0 +1,101 @@
+"""Writes tiny checkpoints as quantizers do, from layouts that are published, and says what
+transformers answers with the weights that they stand for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from servd import plugins
+from servd.hf import quantization_of, weight_files
+from servd.worker.cpu_model_runner import CPUModelRunner
+from servd.worker.dry_run import load as load_dry
+from servd.worker.layers.quantized import Quantized
+from tests.worker.driver import Driver, config_for
+
+Made = tuple[dict[str, Tensor], Tensor]
+"""Tensors by what the layer's name is followed by, and the weight [out, in] that they stand for."""
+PROMPTS = ([5, 17, 99, 200, 31, 8, 44, 3], [1], list(range(40, 75)))
+
+
+def write(
+    folder: Path, to: Path, config: dict[str, Any], make: Callable[[str, Tensor], Made | None]
+) -> dict[str, Tensor]:
+    """A checkpoint like that of `folder`, with what `make` makes of projections. Returns what all
+    weights stand for.
+    """
+    to.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (to / file.name).write_bytes(file.read_bytes())
+    stated = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(stated | {"quantization_config": config}))
+    written, meant = {}, load_file(folder / "model.safetensors")
+    for name, tensor in list(meant.items()):
+        stem = name.removesuffix(".weight")
+        made = make(stem, tensor.float()) if stem.endswith("_proj") else None
+        if made is None:
+            written[name] = tensor
+        else:
+            written |= {stem + leaf: part.contiguous() for leaf, part in made[0].items()}
+            meant[name] = made[1]
+    save_file(written, to / "model.safetensors")
+    return meant
+
+
+def read(folder: Path) -> dict[str, Tensor | Quantized]:
+    """What servd reads of a checkpoint."""
+    config = quantization_of(folder)
+    assert config
+    module = plugins.load("servd.worker.quantization", config["quant_method"], "read")
+    return dict(module(weight_files(folder), config, torch.device("cpu")))
+
+
+def check(folder: Path, original: Path, meant: dict[str, Tensor]) -> None:
+    """Weights are those that are meant, bit by bit, and tokens those of transformers with them; the
+    plan knows how much memory they take.
+    """
+    got = {n: x.dequantize() if isinstance(x, Quantized) else x for n, x in read(folder).items()}
+    assert got.keys() == meant.keys()
+    for name, expected in meant.items():
+        assert torch.equal(got[name], expected), name
+    reference = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
+    reference.load_state_dict({k: v.float() for k, v in meant.items()}, strict=False)
+    config = config_for(folder, block_size=16)
+    driver = Driver(config)
+    for prompt in PROMPTS:
+        slot = driver.add(prompt)
+        driver.generate([slot], 12)
+        assert driver.free(slot)[: len(prompt) + 12] == greedy(reference, prompt, 12)
+    planned = load_dry(CPUModelRunner, config, driver.spec, torch.device("cpu"))
+    taken = driver.worker.runner.weights_bytes
+    assert planned.weights_bytes == taken
+    assert taken < sum(tensor.nbytes for tensor in meant.values())
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """The prompt and the most likely tokens after it."""
+    tokens = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(tokens).logits[:, -1]
+            tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
+    return tokens[0].tolist()
+
+
+def pack(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """[rows, codes] -> int32 [rows, words]: in bits i * `bits` of a word lies its code number
+    `order[i]`.
+    """
+    per_word = 32 // bits
+    words = codes.to(torch.int64).unflatten(1, (-1, per_word))[..., order or tuple(range(per_word))]
+    total = sum(words[..., place] << bits * place for place in range(per_word))
+    return (total - ((total >> 31) << 32)).to(torch.int32)
