@@ -17,6 +17,7 @@ from uuid import uuid4
 from servd.access import Key
 from servd.api.admission import DEADLINE_PASSED, Admission, Admitted
 from servd.api.auth import ANYONE
+from servd.api.fair_loop import FairLoop
 from servd.api.fair_threads import FairThreads
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.output_processor import OutputProcessor
@@ -71,7 +72,7 @@ NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 
 # An engine faster than this process would otherwise hold its event loop ever longer. The deltas of
 # one turn are merged, so short turns cost throughput: at 8 messages a turn a third of it.
-MAX_TURN_NS = 10_000_000  # for taking messages in one turn of the event loop
+MAX_TURN_NS = 5_000_000  # for taking messages in one turn of the event loop
 MAX_MESSAGES = 16  # between two looks at the clock
 STEPS_LOOKED_AT = 256  # to predict how long the next one should take
 REQUESTS_LOOKED_AT = 256  # by /health, which anybody may call
@@ -87,6 +88,7 @@ class AsyncLLM:
         loading_since: when the wait for the engine that loads, or loaded last, began; seconds of
             the monotonic clock.
         admission: limits what is taken in.
+        loop: gives turns to the owners of requests.
         recovery: what becomes of open requests when the engine dies.
 
     Args:
@@ -125,6 +127,7 @@ class AsyncLLM:
         self._running: dict[str, Running] = {}  # by request id
         self.recovery = Recovery(client, output_processor, self._running)
         self.audits: dict[int, asyncio.Future[EngineAudit]] = {}  # pending, by number
+        self.loop = FairLoop()
         self._threads = FairThreads(NUM_THREADS, "prepare")
         self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
         self._reading_on: asyncio.AbstractEventLoop | None = None
@@ -222,13 +225,17 @@ class AsyncLLM:
         return await self.offload(owner, prompt.num_chars, lambda: self.processor.tokenize(prompt))
 
     async def generate(
-        self, prepared: Sequence[Prepared], deadline: float | None = None
+        self,
+        prepared: Sequence[Prepared],
+        deadline: float | None = None,
+        in_pieces: bool = True,
     ) -> AsyncGenerator[CompletionOutput, None]:
         """Run prompts of an admitted request.
 
         Args:
             prepared: by `prepare`, each with the same number of choices, `n`.
             deadline: on the clock of the event loop.
+            in_pieces: deltas are wanted as they come; else it costs less.
 
         Yields:
             Deltas of all choices until the last one finishes; index = prompt number * n + i.
@@ -248,7 +255,8 @@ class AsyncLLM:
                 raise InvalidRequest(
                     f"a request with the id {one.request_id!r} is running", param="request_id"
                 )
-        stream, num_open = DeltaStream(), 0
+        owner = prepared[0].request.options.owner
+        stream, num_open = DeltaStream(self.loop, owner, in_pieces), 0
         timer = None
         if deadline is not None:  # one timer, and no work per delta
             error = DeadlineExceeded(DEADLINE_PASSED)
@@ -346,22 +354,25 @@ class AsyncLLM:
             self._reading_on.call_soon(self._receive)
 
     def _take_messages(self) -> None:
+        """Take what the engine has sent; what several steps added to a choice is one delta."""
         end = now_ns() + MAX_TURN_NS
-        while True:
-            messages = self.client.drain(MAX_MESSAGES)
-            if not messages:
-                return
+        outputs: list[EngineCoreOutput] = []
+        while messages := self.client.drain(MAX_MESSAGES):
             for message in messages:
                 if getattr(message, "incarnation", current := self.client.incarnation) < current:
                     continue  # from an engine that has died
                 if isinstance(message, EngineCoreOutputs):
-                    self._take_outputs(message)
+                    outputs += message.outputs
+                    self._take_state(message)
                 else:
+                    self._take_outputs(outputs)
+                    outputs = []
                     self._take_status(message)
             if now_ns() >= end:
                 # The channel is edge-triggered, so come back by ourselves.
                 asyncio.get_running_loop().call_soon(self._receive)
-                return
+                break
+        self._take_outputs(outputs)
 
     def _take_status(self, message: FromEngine) -> None:
         match message:
@@ -403,21 +414,24 @@ class AsyncLLM:
                 EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
                 for engine_id in self._running[guilty].prepared.request.choice_ids
             ]
-        self._take_outputs(EngineCoreOutputs(outputs, SchedulerStats()))
+        self._take_state(EngineCoreOutputs([], SchedulerStats()))
+        self._take_outputs(outputs)
 
-    def _take_outputs(self, message: EngineCoreOutputs) -> None:
-        received = now_ns()
+    def _take_state(self, message: EngineCoreOutputs) -> None:
         self.tracer.steps.extend(message.steps)
         if message.stats is not None:
             self.stats = message.stats
             self.metrics.observe_step(message.stats)
-        for output in message.outputs:
+
+    def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        received = now_ns()
+        for output in outputs:
             if output.marks and (owner := self.output_processor.owner(output.request_id)):
                 request_id, index = owner
                 running = self._running[request_id]
                 running.timeline.marks += output.marks
                 running.choices[index].add(output)
-        deltas, stopped = self.output_processor.process(message.outputs)
+        deltas, stopped = self.output_processor.process(outputs)
         if stopped:
             self.client.send(AbortRequests(stopped))
         now = now_ns()

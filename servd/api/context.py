@@ -168,6 +168,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         )
     request.state.received_ns, request.state.num_bytes = now_ns(), len(data)
     context = context_of(request)
+    await context.async_llm.loop.turn(request.state.client)
     config, max_values = context.config, max(MAX_VALUES, 2 * context.max_model_len)
     body = await context.async_llm.offload(
         request.state.client, len(data), lambda: parse(kind, data, max_values), is_new=True

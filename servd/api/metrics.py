@@ -7,6 +7,8 @@ prometheus-client then keeps all values in files there, and each server's /metri
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
+from collections import Counter as Tally
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -123,6 +125,7 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context
         "How late an API server's event loop came to a timer, sampled ten times a second.",
         LAG_BUCKETS),
 }  # fmt: skip
+TALLIED = ("vllm:inter_token_latency_seconds", "vllm:iteration_tokens_total")
 CACHE_FACTS = (
     "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching",
     "gpu_memory_utilization",
@@ -160,6 +163,30 @@ class ChoiceTimes(msgspec.Struct):
             # The first time counts: after a preemption a request is scheduled again.
             self.marks.setdefault(mark.stage, mark.at_ns)
             self.num_preemptions += mark.stage == "preempted"
+
+
+class TalliedHistogram(Histogram):
+    """For what is observed at every token: the library takes some microseconds for each value, so
+    they are counted here until `flush`.
+    """
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._counts = Tally[int]()  # values by bucket
+        self._amount = 0.0
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """Count a value; exemplars are not kept."""
+        self._counts[bisect_left(self._upper_bounds, amount)] += 1
+        self._amount += amount
+
+    def flush(self) -> None:
+        """Hand on what was counted."""
+        for bucket, count in self._counts.items():
+            self._buckets[bucket].inc(count)
+        self._counts.clear()
+        self._sum.inc(self._amount)
+        self._amount = 0.0
 
 
 class EngineRestarts(Collector):
@@ -210,11 +237,12 @@ class Metrics:
             for name, text in COUNTERS.items()
         }
         self.histograms = {
-            name: Histogram(
+            name: (TalliedHistogram if name in TALLIED else Histogram)(
                 name, text, labels, registry=registry, buckets=buckets or token_buckets
             ).labels(**labels)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
+        self._num_generated = 0  # tokens that no counter shows yet
         self.labelled = {
             (name, *values): counter.labels(*labels.values(), *values)
             for name, (text, own) in LABELLED.items()
@@ -275,7 +303,7 @@ class Metrics:
 
     def observe_lag(self, seconds: float) -> None:
         """The event loop ran a timer this late; called ten times a second."""
-        self._write_gauges()
+        self.write()
         self.histograms["servd:event_loop_lag_seconds"].observe(seconds)
 
     def observe_step(self, stats: SchedulerStats) -> None:
@@ -305,10 +333,17 @@ class Metrics:
         if stats.num_scheduled_tokens:
             self.histograms["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
 
-    def _write_gauges(self) -> None:
-        """Publish the engine's latest state: for each scrape, and ten times a second where another
-        API server may be asked for it. At every step that would be a fifth of a token's cost.
+    def write(self) -> None:
+        """Publish what changes at every token: for each scrape, when a request ends, and ten times
+        a second where another API server may be asked for it. At every step that would be a fifth
+        of a token's cost.
         """
+        for name in TALLIED:
+            histogram = self.histograms[name]
+            assert isinstance(histogram, TalliedHistogram)
+            histogram.flush()
+        self.counters["vllm:generation_tokens"].inc(self._num_generated)
+        self._num_generated = 0
         stats, self._unwritten = self._unwritten, None
         if stats is not None:
             self.gauges["vllm:num_requests_running"].set(stats.num_running)
@@ -333,7 +368,7 @@ class Metrics:
         else:
             seconds = (now_ns - choice.last_ns) / SECOND / num_tokens
             self.histograms["vllm:inter_token_latency_seconds"].observe(seconds)
-        self.counters["vllm:generation_tokens"].inc(num_tokens)
+        self._num_generated += num_tokens
         choice.num_tokens += num_tokens
         choice.last_ns = now_ns
 
@@ -368,10 +403,11 @@ class Metrics:
             self.histograms["vllm:request_params_max_tokens"].observe(params.max_tokens)
         longest = max(choice.num_tokens for choice in choices)
         self.histograms["vllm:request_max_num_generation_tokens"].observe(longest)
+        self.write()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Body and content type of GET /metrics, in the format that an Accept header asks for."""
-        self._write_gauges()
+        self.write()
         registry = self.registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()

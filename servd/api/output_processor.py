@@ -78,24 +78,27 @@ class OutputProcessor:
     def process(
         self, outputs: list[EngineCoreOutput]
     ) -> tuple[list[tuple[str, CompletionOutput]], list[str]]:
-        """One delta per output; outputs of requests that are gone are dropped.
+        """One delta for each choice with outputs, of one step or several; outputs of requests that
+        are gone are dropped.
 
         Returns:
             Deltas with the ids of their requests, and the engine ids of choices that a stop string
             ended: the engine does not know of it and has to abort them.
         """
+        by_choice: dict[str, list[EngineCoreOutput]] = {}
+        for output in outputs:
+            by_choice.setdefault(output.request_id, []).append(output)
         deltas: list[tuple[str, CompletionOutput]] = []
         stopped: list[str] = []
-        for output in outputs:
-            choice = self._choices.get(output.request_id)
+        for engine_id, steps in by_choice.items():
+            choice = self._choices.get(engine_id)
             if choice is None:
                 continue
-            choice.token_ids.extend(output.new_token_ids)
-            delta = _delta(choice, output)
+            delta = _delta(choice, steps)
             if delta.finish_reason is not None:
-                self._end(output.request_id)
-                if output.finish_reason is None:
-                    stopped.append(output.request_id)
+                self._end(engine_id)
+                if steps[-1].finish_reason is None:
+                    stopped.append(engine_id)
             deltas.append((choice.request_id, delta))
         return deltas, stopped
 
@@ -107,35 +110,38 @@ class OutputProcessor:
             del self._engine_ids[choice.request_id]
 
 
-def _delta(choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
-    detokenizer = choice.detokenizer
-    token_ids = output.new_token_ids
+def _delta(choice: _Choice, steps: list[EngineCoreOutput]) -> CompletionOutput:
+    """What some steps added to a choice."""
+    detokenizer, first, last = choice.detokenizer, steps[0], steps[-1]
+    token_ids = [token_id for step in steps for token_id in step.new_token_ids]
+    choice.token_ids.extend(token_ids)
     delta = CompletionOutput(
         index=choice.index,
         token_ids=token_ids,
-        logprobs=output.logprobs,
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        num_cached_tokens=output.num_cached_tokens,
-        error=output.error,
-        prompt_logprobs=output.prompt_logprobs,
-        pooled=output.pooled,
-        drafts=[(output.num_drafts, output.num_accepted)] if output.num_drafts else [],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        num_cached_tokens=first.num_cached_tokens,
+        error=last.error,
+        prompt_logprobs=first.prompt_logprobs,
+        pooled=last.pooled,
+        drafts=[(step.num_drafts, step.num_accepted) for step in steps if step.num_drafts],
     )
+    if first.logprobs is not None:
+        delta.logprobs = [each for step in steps for each in step.logprobs or ()]
     ended_by_token = (
-        output.finish_reason is FinishReason.STOP
-        and not output.ended_by_grammar
+        last.finish_reason is FinishReason.STOP
+        and not last.ended_by_grammar
         and not choice.include_stop
     )
     num_before = detokenizer.num_tokens
     # The token that ends generation is counted, but it is not text.
     delta.text = detokenizer.push(token_ids[:-1] if ended_by_token else token_ids)
-    if output.finish_reason is not None:
+    if last.finish_reason is not None:
         delta.text += detokenizer.flush()
     if detokenizer.stop_reason is not None:
         num_tokens = detokenizer.num_tokens - num_before
         delta.token_ids = token_ids[:num_tokens]
-        delta.logprobs = output.logprobs and output.logprobs[:num_tokens]
+        delta.logprobs = delta.logprobs and delta.logprobs[:num_tokens]
         delta.finish_reason = FinishReason.STOP
         delta.stop_reason = detokenizer.stop_reason
     return delta

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from servd.api.fair_loop import FairLoop
 from servd.api.metrics import ChoiceTimes
 from servd.api.processor import Prepared
 from servd.api.progress import Unfinished
@@ -22,8 +23,16 @@ class DeltaStream:
 
     What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in
     one step.
+
+    Args:
+        loop: gives the consumer its turns.
+        owner: of the request.
+        in_pieces: wake the consumer at every delta; else only at the last one of a choice.
     """
 
+    loop: FairLoop
+    owner: str
+    in_pieces: bool = True
     _waiting: dict[int, CompletionOutput] = field(default_factory=dict)  # by choice, merged
     _failure: ServdError | None = None
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
@@ -37,7 +46,8 @@ class DeltaStream:
             self._waiting[delta.index] = delta
         else:
             earlier.add(delta)
-        self._wake()
+        if self.in_pieces or delta.finish_reason is not None:
+            self._wake()
 
     def fail(self, error: ServdError) -> None:
         """End the stream with an error; the first one counts."""
@@ -55,8 +65,9 @@ class DeltaStream:
         return deltas.values()
 
     def _wake(self) -> None:
-        if self._woken is not None and not self._woken.done():
-            self._woken.set_result(None)
+        woken, self._woken = self._woken, None
+        if woken is not None and not woken.done():  # else the consumer is busy, or cancelled
+            self.loop.wake(self.owner, woken)
 
 
 class Running(msgspec.Struct):

@@ -30,22 +30,25 @@ async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     Raises:
         ClientDisconnect: the client left first.
     """
-    task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
+    task, has_left = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
         task.cancel()
-        left.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
 
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    watching = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if has_left and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watching.cancel()
 
 
 class EventStream(Response):

@@ -140,6 +140,16 @@ async def test_a_request_from_end_to_end(llm):
     assert llm.client.aborted() == []
 
 
+async def test_who_wants_an_answer_whole_is_woken_by_its_end(llm):
+    task = asyncio.create_task(collect(llm.generate([prepare(llm)], in_pieces=False)))
+    await settle()
+    for text, finish in (("Hello", None), (" wor", None), ("ld", FinishReason.LENGTH)):
+        llm.client.answer(text, finish)
+        await settle()
+    [whole] = await task
+    assert (whole.text, whole.finish_reason) == ("Hello world", FinishReason.LENGTH)
+
+
 async def test_deltas_that_wait_are_merged(llm):
     stream = llm.generate([prepare(llm, n=2)])
     first = asyncio.ensure_future(anext(stream))

@@ -18,8 +18,9 @@ from servd.api.protocol.validation import parse
 from tests.api.harness import MODEL, Served, serve, user
 
 ROOT = str(Path(servd.__file__).parent)
-# Ten of them are admission and the limits of templates, with the escaping of special tokens.
-MOST = 55
+# Twelve of them are admission, the turns of clients and the limits of templates, with the escaping
+# of special tokens.
+MOST = 57
 TOOL = {
     "type": "function",
     "function": {

@@ -63,6 +63,22 @@ def test_the_end_token_shows_if_asked():
     assert delta.text == "b<eos>"
 
 
+def test_what_several_steps_add_is_one_delta_and_the_same_as_one_by_one():
+    entries = [TokenLogprobs([i], [-1.0 * i], 1) for i in range(4)]
+    steps = [
+        out("a", num_cached_tokens=3, logprobs=entries[:1]),
+        out([0xC3], logprobs=entries[1:2], num_drafts=3, num_accepted=2),
+        out([0xA9, 98], FinishReason.LENGTH, logprobs=entries[2:]),
+    ]
+    ((_, whole),), _ = started(prepare(logprobs=0)).process([*steps])
+    processor = started(prepare(logprobs=0))
+    joined, *others = [one(processor, step)[0] for step in steps]
+    for other in others:
+        joined.add(other)
+    assert whole == joined
+    assert (whole.text, whole.token_ids, whole.drafts) == ("aéb", [97, 0xC3, 0xA9, 98], [(3, 2)])
+
+
 def test_an_incomplete_character_is_emitted_at_the_end():
     processor = started(prepare())
     delta, _ = one(processor, out([0xC3]))

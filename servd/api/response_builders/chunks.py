@@ -101,7 +101,7 @@ class ChunkBuilder(ResponseBuilder):
         """Sample, or run beam search."""
         body, deadline = self.asked, self.request.state.deadline
         if not body.use_beam_search:
-            return self.async_llm.generate(self.prepared, deadline)
+            return self.async_llm.generate(self.prepared, deadline, in_pieces=self.stream)
         length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
         early_stopping = body.early_stopping or False
         return beam_search.search(

@@ -1,0 +1,54 @@
+"""FairLoop: the event loop, shared fairly between clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+
+MAX_TURNS = 8  # between two looks at the sockets; to read a request takes about a millisecond
+
+
+class FairLoop:
+    """Gives turns to what would run at once: clients in rotation, and few before the next look at
+    the sockets. So whoever has one request to read or to answer waits for a few of those who have
+    hundreds, and never for all. Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = MAX_TURNS  # before the next look
+        self._is_counting = False  # `_go_on` is due
+        # Client -> its turns that wait; the client at the front is the next to be served.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def turn(self, client: str) -> None:
+        """Wait for a turn; go on at once if there is one."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.wake(client, future)
+        await future
+
+    def wake(self, client: str, future: asyncio.Future[None]) -> None:
+        """Complete `future` when it is the client's turn."""
+        if not self._is_counting:
+            self._is_counting = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+        if self._num_left:
+            self._num_left -= 1
+            future.set_result(None)
+        else:
+            self._waiting.setdefault(client, deque()).append(future)
+
+    def _go_on(self) -> None:
+        """The loop has looked at the sockets since the last turns were given."""
+        self._num_left = MAX_TURNS
+        while self._waiting and self._num_left:
+            client, futures = next(iter(self._waiting.items()))
+            self._waiting.move_to_end(client)
+            future = futures.popleft()
+            if not futures:
+                del self._waiting[client]
+            if not future.done():  # else whoever waited has been cancelled
+                self._num_left -= 1
+                future.set_result(None)
+        self._is_counting = self._num_left < MAX_TURNS
+        if self._is_counting:
+            asyncio.get_running_loop().call_soon(self._go_on)

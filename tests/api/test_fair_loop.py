@@ -1,0 +1,50 @@
+"""FairLoop: who has much to do holds up nobody for long."""
+
+import asyncio
+
+from servd.api.fair_loop import MAX_TURNS, FairLoop
+
+
+async def test_a_client_with_one_turn_passes_those_of_a_client_with_hundreds() -> None:
+    loop, order = FairLoop(), list[str]()
+
+    async def run(client: str) -> None:
+        await loop.turn(client)
+        order.append(client)
+
+    crowd = [asyncio.create_task(run("A")) for _ in range(40 * MAX_TURNS)]
+    await asyncio.sleep(0)  # all of them wait, but the first few
+    await asyncio.gather(run("B"), *crowd)
+    assert order.index("B") <= 3 * MAX_TURNS
+    assert order.count("A") == len(crowd)
+
+
+async def test_sockets_are_looked_at_between_a_few_turns() -> None:
+    loop, done, seen = FairLoop(), 0, list[int]()
+
+    async def run() -> None:
+        nonlocal done
+        await loop.turn("A")
+        done += 1
+
+    async def look() -> None:  # once per iteration of the event loop, as sockets are
+        while done < len(tasks):
+            seen.append(done)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(run()) for _ in range(10 * MAX_TURNS)]
+    await asyncio.gather(look(), *tasks)
+    steps = [after - before for before, after in zip(seen, seen[1:], strict=False)]
+    assert max(steps) <= 2 * MAX_TURNS  # those that go on at once, and those that have waited
+
+
+async def test_who_waits_and_is_cancelled_takes_no_turn() -> None:
+    loop = FairLoop()
+    tasks = [asyncio.create_task(loop.turn("A")) for _ in range(4 * MAX_TURNS)]
+    await asyncio.sleep(0)
+    for task in tasks[MAX_TURNS:-1]:
+        task.cancel()
+    await asyncio.wait_for(tasks[-1], 30)
+    future = asyncio.get_running_loop().create_future()
+    loop.wake("A", future)
+    await asyncio.wait_for(future, 30)
