@@ -331,7 +331,8 @@ def test_every_plugin_defines_the_name_its_package_requires(source, name):
         if isinstance(node, ast.Assign)
         for target in node.targets
     ]
-    assert len([c for c in defined + assigned if re.fullmatch(name, c)]) == 1
+    found = [c for c in defined + assigned if re.fullmatch(name, c)]
+    assert len(found) == 1 or set(found) == {"quantize", "read"}  # a format may be made and read
 
 
 def test_every_package_of_plugins_has_plugins():

@@ -4,7 +4,7 @@ words, zero points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -156,3 +156,53 @@ def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
             f"layer {name} has a g_idx whose groups are not of {weight.group_size} columns each"
         )
     return weight if torch.equal(columns, columns.sort()[0]) else weight.with_columns(columns)
+
+
+def scales_of_rows(
+    name: str, shape: Sequence[int], scale: Tensor, block: Sequence[int] | None = None
+) -> tuple[Tensor, int]:
+    """Scales [out, groups] of a matrix of this shape, and the group size.
+
+    Args:
+        name: of the layer, for messages.
+        shape: [out, in].
+        scale: one; or of rows, [out] or [out, 1]; or of groups of columns, [out, groups]; or of
+            blocks, [out / rows of a block, in / columns of a block], where the last may be less.
+        block: its rows and columns.
+
+    Raises:
+        UnsupportedModel: scales of another shape.
+    """
+    num_rows, size = shape
+    given, group_size = list(scale.shape), size
+    scale = scale if scale.dtype in (torch.bfloat16, torch.float16) else scale.float()
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(num_rows, 1).contiguous(), size
+    if block:
+        group_size = block[1]
+        fits = given == [-(-num_rows // block[0]), -(-size // group_size)]
+        scale = scale.repeat_interleave(block[0], dim=0)[:num_rows] if fits else scale
+    else:
+        scale = scale.reshape(num_rows, 1) if given == [num_rows] else scale
+        fits = scale.dim() == 2 and len(scale) == num_rows and size % scale.shape[1] == 0
+        group_size = size // scale.shape[1] if fits else size
+    if not fits:
+        raise UnsupportedModel(
+            f"layer {name} has scales {given} for a matrix of {list(shape)}, which are neither of "
+            f"rows nor of groups of columns{f' nor of blocks of {list(block)}' if block else ''}"
+        )
+    return scale.contiguous(), group_size
+
+
+def floats(
+    name: str, codes: Tensor, scale: Tensor, block: Sequence[int] | None = None
+) -> Quantized:
+    """The matrix `code * scale` of 8-bit floats [out, in]; see `scales_of_rows`.
+
+    Raises:
+        UnsupportedModel: there is a NaN, which products do not know, or see there.
+    """
+    if not codes.is_meta and bool((codes.view(torch.uint8) & 127 == 127).any()):
+        raise UnsupportedModel(f"layer {name} has a weight that is not a number")
+    scale, group_size = scales_of_rows(name, codes.shape, scale, block)
+    return Quantized(codes, scale, None, group_size)

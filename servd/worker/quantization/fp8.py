@@ -1,17 +1,24 @@
-"""8-bit floats (e4m3): weights with a scale per output, activations with one per token."""
+"""8-bit floats (e4m3): made with a scale per output, and one per token of activations; read with
+one of the whole matrix or of blocks.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from servd.errors import ConfigError
+from servd.errors import ConfigError, UnsupportedModel
 from servd.worker.layers._matrix import Form
+from servd.worker.layers.quantized import Quantized
+from servd.worker.quantization._packed import Module, floats, read_modules, take
 
 log = logging.getLogger("servd.worker")
 
@@ -89,3 +96,31 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     scale = wide.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / LARGEST
     return (wide / scale).to(torch.float8_e4m3fn), scale
+
+
+def read(
+    files: list[Path], config: dict[str, Any], device: torch.device
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """See the package. Activations stay as they are."""
+    block = config.get("weight_block_size")
+    return read_modules(files, functools.partial(_weight, block, device))
+
+
+def _weight(
+    block: list[int] | None, device: torch.device, name: str, module: Module
+) -> Quantized | None:
+    """`weight` float8_e4m3fn [out, in] with `weight_scale` of all of it or of rows, or
+    `weight_scale_inv` of blocks: factors, both of them.
+    """
+    leaf = next((leaf for leaf in ("weight_scale_inv", "weight_scale") if leaf in module), None)
+    if leaf is None:
+        return None
+    [codes] = take(name, module, device, "weight")
+    if codes.dtype != torch.float8_e4m3fn:
+        raise UnsupportedModel(
+            f"layer {name} has a {leaf} and weights of {str(codes.dtype)[6:]}; only float8_e4m3fn "
+            "is supported"
+        )
+    scale = module.pop(leaf).to(device)
+    module.pop("input_scale", None)
+    return floats(name, codes, scale, block if leaf == "weight_scale_inv" else None)

@@ -1,0 +1,126 @@
+"""compressed-tensors: integers of 4 and 8 bits, packed or not, and 8-bit floats.
+
+Activations stay as they are where the checkpoint would have them rounded to 8 bits: that is for
+speed on other devices, and the result is closer to the original's without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from servd.errors import UnsupportedModel
+from servd.worker.layers.quantized import Quantized
+from servd.worker.quantization._packed import (
+    Module,
+    affine,
+    floats,
+    read_modules,
+    scales_of_rows,
+    side_by_side,
+    take,
+    unpack,
+)
+
+FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
+    "dense",
+)  # fmt: skip
+UNUSED = ("input_scale", "input_zero_point")  # of activations
+
+
+def read(
+    files: list[Path], config: dict[str, Any], device: torch.device
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """See the package. Which layers are quantized, and how, is seen from their tensors.
+
+    Raises:
+        UnsupportedModel: there is more to be done than to dequantize.
+    """
+    groups = config.get("config_groups") or {}
+    sparsity = config.get("sparsity_config") or {}
+    stated = [config, sparsity, *(group for group in groups.values() if isinstance(group, dict))]
+    for name in (part.get("format") for part in stated):
+        if name and name not in FORMATS:
+            raise UnsupportedModel(
+                f"format {name!r} of compressed-tensors is not supported; there are: "
+                f"{', '.join(FORMATS)}"
+            )
+    if (config.get("transform_config") or {}).get("config_groups"):
+        raise UnsupportedModel("transforms of compressed-tensors (rotations) are not supported")
+    weights = next((group["weights"] for group in stated[2:] if group.get("weights")), {})
+    return read_modules(files, partial(_weight, weights, device))
+
+
+def _weight(
+    scheme: dict[str, Any], device: torch.device, name: str, module: Module
+) -> Quantized | None:
+    """`scheme` is the weights' in the first group of the configuration."""
+    if "weight_packed" in module:
+        weight = _packed(scheme, device, name, module)
+    elif "weight_scale" in module:
+        weight = _plain(scheme, device, name, module)
+    else:
+        return None
+    for leaf in UNUSED:
+        module.pop(leaf, None)
+    return weight
+
+
+def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Module) -> Quantized:
+    """`weight_packed` int32 [out, words of a row], `weight_shape` [2], `weight_scale`,
+    `weight_zero_point` int32 [words of a column, groups], `weight_g_idx` int [in].
+    """
+    [words] = take(name, module, device, "weight_packed")
+    scale, shape = (module.pop(leaf, None) for leaf in ("weight_scale", "weight_shape"))
+    if scale is None or shape is None or shape.numel() != 2:
+        raise UnsupportedModel(f"layer {name} has no weight_scale or weight_shape [2]")
+    bits, (num_rows, size) = scheme.get("num_bits", 4), map(int, shape.tolist())
+    if not num_rows:  # a hole, where only headers are there
+        num_rows, size = len(words), words.shape[1] * 32 // bits
+    bits = next((b for b in (2, 4, 8) if -(-size * b // 32) == words.shape[1]), None)
+    if bits is None or num_rows != len(words):
+        raise UnsupportedModel(
+            f"layer {name} has {list(words.shape)} words for a matrix of {[num_rows, size]}: only "
+            "integers of 2, 4 and 8 bits are supported"
+        )
+    scale, group_size = scales_of_rows(name, (num_rows, size), scale.to(device))
+    zeros = None
+    if "weight_zero_point" in module:
+        [packed] = take(name, module, device, "weight_zero_point")
+        zeros = unpack(packed.t(), bits)[:, :num_rows].t()
+    weight = affine(
+        name, unpack(words, bits)[:, :size], zeros, scale,
+        bits=bits, group_size=group_size, is_symmetric=scheme.get("symmetric", True),
+    )  # fmt: skip
+    group_of = module.pop("weight_g_idx", None)
+    return weight if group_of is None else side_by_side(name, weight, group_of.to(device))
+
+
+def _plain(scheme: dict[str, Any], device: torch.device, name: str, module: Module) -> Quantized:
+    """`weight` int8 or float8_e4m3fn [out, in], `weight_scale`, `weight_zero_point` int8."""
+    [codes] = take(name, module, device, "weight")
+    scale = module.pop("weight_scale").to(device)
+    zeros = module.pop("weight_zero_point", None)
+    if codes.dtype == torch.float8_e4m3fn:
+        if zeros is not None and bool(zeros.float().any()):
+            raise UnsupportedModel(f"layer {name} has zero points of 8-bit floats")
+        return floats(name, codes, scale, scheme.get("block_structure"))
+    if codes.dtype != torch.int8:
+        raise UnsupportedModel(
+            f"layer {name} has a weight_scale and weights of {str(codes.dtype)[6:]}; supported are "
+            "int8 and float8_e4m3fn: save the checkpoint compressed"
+        )
+    scale, group_size = scales_of_rows(name, codes.shape, scale)
+    if zeros is not None:
+        wide, _ = scales_of_rows(name, codes.shape, zeros.to(device))
+        zeros = wide.to(torch.int16).add(128).to(torch.uint8)
+    return affine(
+        name, codes.view(torch.uint8) ^ 128, zeros, scale,
+        bits=8, group_size=group_size, is_symmetric=scheme.get("symmetric", True),
+    )  # fmt: skip

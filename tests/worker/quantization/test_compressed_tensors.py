@@ -1,0 +1,225 @@
+"""compressed-tensors and fp8 checkpoints: weights as the package compressed-tensors makes of them,
+bit by bit; tokens, ranks, and what is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from servd.errors import UnsupportedModel
+from servd.worker.layers._matrix import Matrix
+from servd.worker.layers.quantized import Quantized
+from servd.worker.ops import native
+from servd.worker.parallel import Parallel
+from tests.worker.cpu_kernels import forced
+from tests.worker.driver import Driver, config_for
+from tests.worker.quantization.checkpoints import Made, check, read, write
+
+MOST = torch.finfo(torch.float8_e4m3fn).max
+# By name: format, weights of the scheme, type of the scales.
+SCHEMES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+    "w4a16": (
+        "pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}, torch.float32,
+    ),
+    "w4a16 asymmetric": (
+        "pack-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": 64, "symmetric": False},
+        torch.bfloat16,
+    ),
+    "w8a16": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}, torch.float16),
+    "w8a16 asymmetric": (
+        "pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}, torch.float16,
+    ),
+    "w8a8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}, torch.float32),
+    "w8a8 asymmetric": (
+        "int-quantized", {"num_bits": 8, "strategy": "tensor", "symmetric": False}, torch.bfloat16,
+    ),
+    "fp8 tensor": ("float-quantized", {"type": "float", "strategy": "tensor"}, torch.float32),
+    "fp8 channel": ("float-quantized", {"type": "float", "strategy": "channel"}, torch.bfloat16),
+    "fp8 block": (
+        "float-quantized",
+        {"type": "float", "strategy": "block", "block_structure": [32, 16]},
+        torch.float32,
+    ),
+}  # fmt: skip
+
+
+def compress(scheme: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Tensors as the package writes them, the weight that it reads from them, in the type of the
+    scales, and the same with scales in float32.
+    """
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    layout, stated, dtype = SCHEMES[scheme]
+    args = quantization.QuantizationArgs(**stated)
+    made = quantization.QuantizationScheme(targets=["Linear"], weights=args, format=layout)
+    compressor = compressors.BaseCompressor.get_value_from_registry(layout)
+    scale, zero = _ranges(weight, stated, dtype)
+    state = {"weight": weight.to(dtype), "weight_scale": scale}
+    if zero is not None:
+        state["weight_zero_point"] = zero
+    written = {k: v for k, v in compressor.compress(state, made).items() if v is not None}
+    wide = written | {"weight_scale": scale.float()}
+    return written, *(compressor.decompress(tensors, made)["weight"] for tensors in (written, wide))
+
+
+def _ranges(
+    weight: Tensor, stated: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    rows, columns = weight.shape
+    height, width = {
+        "tensor": (rows, columns), "channel": (1, columns), "group": (1, stated.get("group_size")),
+        "block": stated.get("block_structure"),
+    }[stated["strategy"]]  # fmt: skip
+    blocks = weight.reshape(rows // height, height, columns // width, width).transpose(1, 2)
+    low, high = blocks.amin((2, 3)), blocks.amax((2, 3))
+    most = MOST if stated.get("type") == "float" else (1 << stated.get("num_bits", 8) - 1) - 1
+    zero = None
+    if stated.get("symmetric", True):
+        scale = (torch.maximum(-low, high) / most).to(dtype)
+    else:
+        scale = ((high - low) / (2 * most + 1)).to(dtype)
+        zero = (-low / scale - most - 1).round().clamp(-most - 1, most).to(torch.int8)
+    if stated["strategy"] == "tensor":
+        scale, zero = scale.flatten(), None if zero is None else zero.flatten()
+    return scale, zero
+
+
+def make(scheme: str, name: str, weight: Tensor) -> Made:
+    written, _, meant = compress(scheme, weight)
+    if "fp8" in scheme:
+        written["input_scale"] = torch.ones(1)
+    return {f".{leaf}": tensor for leaf, tensor in written.items()}, meant
+
+
+def config_of(scheme: str) -> dict[str, Any]:
+    layout, stated, _ = SCHEMES[scheme]
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **stated}}
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_rounded_to_the_type_of_the_scales_are_those_of_the_package(
+    tmp_path: Path, scheme: str
+):
+    weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
+    written, expected, _ = compress(scheme, weight)
+    save_file({f"x.{leaf}": t for leaf, t in written.items()}, tmp_path / "model.safetensors")
+    stated = json.dumps({"quantization_config": config_of(scheme)})
+    (tmp_path / "config.json").write_text(stated)
+    got = read(tmp_path)["x.weight"]
+    assert isinstance(got, Quantized)
+    assert torch.equal(got.dequantize().to(expected.dtype), expected)
+
+
+@pytest.mark.parametrize("switch", [next(iter(native.CAPABILITIES)), "off"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_llama_is_what_it_stands_for(
+    tiny_llama: Path, tmp_path: Path, scheme: str, switch: str, monkeypatch: pytest.MonkeyPatch
+):
+    meant = write(tiny_llama, tmp_path, config_of(scheme), partial(make, scheme))
+    for _ in forced(switch, monkeypatch):
+        check(tmp_path, tiny_llama, meant)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16 asymmetric", "w8a8", "fp8 block"])
+def test_qwen_is_what_it_stands_for(tiny_qwen: Path, tmp_path: Path, scheme: str):
+    meant = write(tiny_qwen, tmp_path, config_of(scheme), partial(make, scheme))
+    check(tmp_path, tiny_qwen, meant)
+
+
+def fp8(name: str, weight: Tensor, *, block: int = 0) -> Made:
+    """Blocks at the end are cut off where the matrix ends."""
+    rows, columns = weight.shape
+    height, width = (block, block) if block else (rows, columns)
+    scale = torch.stack([
+        torch.stack([part.abs().max() / MOST for part in row.split(width, dim=1)])
+        for row in weight.split(height)
+    ])  # fmt: skip
+    spread = scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    leaves = {".weight": codes, ".weight_scale_inv": scale}
+    if not block:
+        leaves = {".weight": codes, ".weight_scale": scale[0, 0], ".input_scale": torch.ones(())}
+    return leaves, codes.float() * spread
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_fp8_of_qwen_is_what_it_stands_for(tiny_qwen: Path, tmp_path: Path, block: int):
+    """Heads of 64 and a width of 384: rows of k and v are one block of 128."""
+    config = {"quant_method": "fp8", "activation_scheme": "static"}
+    if block:
+        config |= {"activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    check(tmp_path, tiny_qwen, write(tiny_qwen, tmp_path, config, partial(fp8, block=block)))
+
+
+def test_fp8_of_llama_has_blocks_that_are_cut_off(tiny_llama: Path, tmp_path: Path):
+    config = {"quant_method": "fp8", "weight_block_size": [48, 48]}
+    check(tmp_path, tiny_llama, write(tiny_llama, tmp_path, config, partial(fp8, block=48)))
+
+
+@pytest.mark.parametrize("shard_dim", [0, 1])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ranks_take_slices(tiny_llama: Path, tmp_path: Path, scheme: str, shard_dim: int):
+    write(tiny_llama, tmp_path, config_of(scheme), partial(make, scheme))
+    whole = read(tmp_path)["model.layers.0.mlp.gate_proj.weight"]
+    assert isinstance(whole, Quantized)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    parts = []
+    for rank in range(2):
+        matrix = Matrix(whole.shape, Parallel(rank, 2), shard_dim=shard_dim)
+        matrix.load(whole)
+        matrix.reform(lambda _: None)
+        parts.append(matrix.product(x.chunk(2, dim=1)[rank].contiguous() if shard_dim else x))
+    got = parts[0] + parts[1] if shard_dim else torch.cat(parts, dim=1)
+    torch.testing.assert_close(got, x @ whole.dequantize().t())
+
+
+NOT_A_NUMBER = torch.full((128, 64), float("nan")).to(torch.float8_e4m3fn)
+UP = "layer model.layers.0.mlp.up_proj has "
+
+
+@pytest.mark.parametrize(
+    ("scheme", "config", "change", "message"),
+    [
+        ("w4a16", {"format": "nvfp4-pack-quantized"}, {}, "format 'nvfp4-pack-quantized' of compr"),
+        ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "'sparse-24-bitmask'"),
+        ("w4a16", {"transform_config": {"config_groups": {"a": {}}}}, {}, "transforms of compress"),
+        ("w4a16", {}, {"weight_shape": torch.tensor([128, 99])}, UP + r"\[128, 8\] words for a"),
+        ("w4a16", {}, {"weight_shape": None}, UP + "no weight_scale or weight_shape"),
+        ("w8a8", {}, {"weight_scale": torch.ones(7, 1)}, UP + r"scales \[7, 1\] for a matrix of"),
+        ("w8a8", {}, {"weight": torch.ones(128, 64)}, UP + "a weight_scale and weights of float32"),
+        ("w8a8", {}, {"weight_global_scale": torch.ones(1)}, "'model.*up_proj.weight_global_sc"),
+        ("fp8 block", {}, {"weight": NOT_A_NUMBER}, UP + "a weight that is not a number"),
+        ("fp8 tensor", {"quant_method": "fp8"}, {"weight": torch.ones(128, 64)}, UP + "a wei"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused_by_name(
+    tiny_llama: Path,
+    tmp_path: Path,
+    scheme: str,
+    config: dict[str, Any],
+    change: dict[str, Tensor | None],
+    message: str,
+):
+    write(tiny_llama, tmp_path, config_of(scheme) | config, partial(make, scheme))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for leaf, tensor in change.items():
+        tensors.pop(name := f"model.layers.0.mlp.up_proj.{leaf}", None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedModel, match=message):
+        Driver(config_for(tmp_path))
