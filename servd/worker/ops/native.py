@@ -335,7 +335,7 @@ class GroupedMatrix(Packed):
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
         if self.columns is not None:
-            x = x[:, self.columns]
+            x = _take_columns(x, self.columns)
         call(
             "matmul_grouped", self.type, x, *x.shape, self.packed, self.table, self.scale_type,
             self.scale, self.offset, self.group_size, bias, out, out.stride(0), out.shape[1],
@@ -350,6 +350,14 @@ class GroupedMatrix(Packed):
             self.offset, self.group_size, *self.shape, index, len(index), out,
         )  # fmt: skip
         return out if self.columns is None else out[:, self.columns.argsort()]
+
+
+def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """x[:, columns] in calls of the library, so that a program can have them."""
+    out, size = torch.empty(x.shape), len(columns)
+    for row, to in zip(x, out, strict=True):
+        call("embed", row, size, 1, columns, size, to)
+    return out
 
 
 class Stacked(Packed):

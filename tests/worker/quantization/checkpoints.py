@@ -75,8 +75,11 @@ def check(folder: Path, original: Path, meant: dict[str, Tensor]) -> None:
         slot = driver.add(prompt)
         driver.generate([slot], 12)
         assert driver.free(slot)[: len(prompt) + 12] == greedy(reference, prompt, 12)
+    runner = driver.worker.runner
+    assert isinstance(runner, CPUModelRunner)
+    assert runner.programs is None or (runner.programs.is_recordable and runner.programs.programs)
     planned = load_dry(CPUModelRunner, config, driver.spec, torch.device("cpu"))
-    taken = driver.worker.runner.weights_bytes
+    taken = runner.weights_bytes
     assert planned.weights_bytes == taken
     assert taken < sum(tensor.nbytes for tensor in meant.values())
 
