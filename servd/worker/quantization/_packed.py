@@ -17,7 +17,7 @@ from servd.errors import ModelNotFound, UnsupportedModel
 from servd.worker.layers.quantized import Quantized
 
 Module = dict[str, Tensor]
-"""Tensors of a module by their last name: "qweight", "scales", "bias"."""
+"""Tensors of a module by their last name: "qweight", "scales", "weight.absmax"."""
 
 UNSIGNED = tuple(map(float, range(16)))
 
@@ -39,7 +39,11 @@ def read_modules(
             except (OSError, SafetensorError) as error:
                 raise ModelNotFound(f"{path} cannot be read: {error}") from None
             for name in file.keys():
-                module, _, leaf = name.rpartition(".")
+                module, is_of_weight, leaf = name.partition(".weight.")
+                if is_of_weight:
+                    leaf = f"weight.{leaf}"
+                else:
+                    module, _, leaf = name.rpartition(".")
                 found.setdefault(module, {})[leaf] = file
         for name, leaves in found.items():
             prefix = f"{name}." if name else ""

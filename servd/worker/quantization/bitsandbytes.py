@@ -1,0 +1,77 @@
+"""bitsandbytes: 4 bits that stand for 16 numbers (NF4), a factor for each block of a row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from servd.errors import UnsupportedModel
+from servd.worker.layers.quantized import Quantized
+from servd.worker.quantization._packed import Module, read_modules
+
+STATE = "weight.quant_state.bitsandbytes__nf4"  # JSON: shape, sizes of blocks, an offset
+
+
+def read(
+    files: list[Path], config: dict[str, Any], device: torch.device
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """See the package.
+
+    Raises:
+        UnsupportedModel: other kinds than NF4: what their products are is not defined exactly.
+    """
+    kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else "int8"
+    if kind != "nf4":
+        raise UnsupportedModel(
+            f"{kind} of bitsandbytes is not supported, only nf4: use the original checkpoint"
+        )
+    return read_modules(files, partial(_weight, device))
+
+
+def _weight(device: torch.device, name: str, module: Module) -> Quantized | None:
+    """`weight` uint8 [codes / 2, 1], the first code of a byte above; `absmax` float32 [blocks], or
+    uint8 with blocks of its own; `quant_map` float32 [16].
+    """
+    if "weight.absmax" not in module:
+        return None
+    try:
+        state = json.loads(bytes(module.pop(STATE).tolist()))
+        (num_rows, size), block_size = map(int, state["shape"]), int(state["blocksize"])
+        packed, table = module.pop("weight").flatten(), module.pop("weight.quant_map")
+        scale = _factors(state, module)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"layer {name} has a state of NF4 that cannot be read ({error!r}): download the whole "
+            "checkpoint again"
+        ) from None
+    num_blocks = math.ceil(num_rows * size / block_size)
+    if size % block_size or len(scale) != num_blocks or 2 * len(packed) != num_rows * size:
+        raise UnsupportedModel(
+            f"layer {name} has {len(packed)} bytes and {len(scale)} blocks of {block_size} for a "
+            f"matrix of {[num_rows, size]}: only blocks that divide a row are supported"
+        )
+    codes = torch.stack([packed.to(device) >> 4, packed.to(device) & 15], dim=-1)
+    return Quantized(
+        codes.view(num_rows, size),
+        scale.to(device).view(num_rows, -1),
+        None,
+        block_size,
+        tuple(table.tolist()),
+    )
+
+
+def _factors(state: dict[str, Any], module: Module) -> Tensor:
+    """float32 [blocks]; with "double quantization" they are 8-bit codes in blocks themselves."""
+    absmax = module.pop("weight.absmax")
+    if "nested_offset" not in state:
+        return absmax.float()
+    table, factor = (module.pop(f"weight.nested_{leaf}") for leaf in ("quant_map", "absmax"))
+    spread = factor.repeat_interleave(int(state["nested_blocksize"]))[: len(absmax)]
+    return table[absmax.int()] * spread + state["nested_offset"]
