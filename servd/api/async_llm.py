@@ -70,9 +70,9 @@ PROMPT_SIZE = 200  # what a prompt takes besides its text, in the same measure
 NUM_THREADS = 3
 NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 
-# An engine faster than this process would otherwise hold its event loop ever longer. The deltas of
-# one turn are merged, so short turns cost throughput: at 8 messages a turn a third of it.
-MAX_TURN_NS = 5_000_000  # for taking messages in one turn of the event loop
+# An engine faster than this process would otherwise hold its event loop ever longer. Outputs that
+# are read together are merged, so reading for a short time only would cost throughput.
+MAX_READ_NS = 5_000_000  # for reading messages, before others get the event loop
 MAX_MESSAGES = 16  # between two looks at the clock
 STEPS_LOOKED_AT = 256  # to predict how long the next one should take
 REQUESTS_LOOKED_AT = 256  # by /health, which anybody may call
@@ -354,8 +354,8 @@ class AsyncLLM:
             self._reading_on.call_soon(self._receive)
 
     def _take_messages(self) -> None:
-        """Take what the engine has sent; what several steps added to a choice is one delta."""
-        end = now_ns() + MAX_TURN_NS
+        """Take the engine's messages; the outputs of several steps become one delta per choice."""
+        end = now_ns() + MAX_READ_NS
         outputs: list[EngineCoreOutput] = []
         while messages := self.client.drain(MAX_MESSAGES):
             for message in messages:

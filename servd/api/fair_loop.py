@@ -9,9 +9,9 @@ MAX_TURNS = 8  # between two looks at the sockets; to read a request takes about
 
 
 class FairLoop:
-    """Gives turns to what would run at once: clients in rotation, and few before the next look at
-    the sockets. So whoever has one request to read or to answer waits for a few of those who have
-    hundreds, and never for all. Belongs to one event loop.
+    """Gives turns to tasks that could all run now: clients in rotation, and a few of them before
+    the loop looks at its sockets again. A client with one request to read or to answer waits for a
+    few of another's hundreds, never for all of them. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class FairLoop:
             self._waiting.setdefault(client, deque()).append(future)
 
     def _go_on(self) -> None:
-        """The loop has looked at the sockets since the last turns were given."""
+        """Give more turns: the loop has looked at its sockets since the last ones."""
         self._num_left = MAX_TURNS
         while self._waiting and self._num_left:
             client, futures = next(iter(self._waiting.items()))
@@ -46,7 +46,7 @@ class FairLoop:
             future = futures.popleft()
             if not futures:
                 del self._waiting[client]
-            if not future.done():  # else whoever waited has been cancelled
+            if not future.done():  # else its task has been cancelled
                 self._num_left -= 1
                 future.set_result(None)
         self._is_counting = self._num_left < MAX_TURNS

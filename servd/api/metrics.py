@@ -166,8 +166,8 @@ class ChoiceTimes(msgspec.Struct):
 
 
 class TalliedHistogram(Histogram):
-    """For what is observed at every token: the library takes some microseconds for each value, so
-    they are counted here until `flush`.
+    """Keeps the values that come with every token until `flush`: the library takes microseconds for
+    each.
     """
 
     def _metric_init(self) -> None:
@@ -334,9 +334,9 @@ class Metrics:
             self.histograms["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
 
     def write(self) -> None:
-        """Publish what changes at every token: for each scrape, when a request ends, and ten times
-        a second where another API server may be asked for it. At every step that would be a fifth
-        of a token's cost.
+        """Publish what changes with every token: before a scrape, as a request ends, and ten times
+        a second, since another API server may answer the scrape. With every step, that would be a
+        fifth of the cost of a token.
         """
         for name in TALLIED:
             histogram = self.histograms[name]

@@ -78,12 +78,12 @@ class OutputProcessor:
     def process(
         self, outputs: list[EngineCoreOutput]
     ) -> tuple[list[tuple[str, CompletionOutput]], list[str]]:
-        """One delta for each choice with outputs, of one step or several; outputs of requests that
-        are gone are dropped.
+        """Make one delta for each choice, of its outputs of one or several steps. Those of requests
+        that are gone are dropped.
 
         Returns:
             Deltas with the ids of their requests, and the engine ids of choices that a stop string
-            ended: the engine does not know of it and has to abort them.
+            ended: the engine does not know, so the caller has to abort them.
         """
         by_choice: dict[str, list[EngineCoreOutput]] = {}
         for output in outputs:

@@ -38,7 +38,7 @@ class DeltaStream:
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
 
     def put(self, delta: CompletionOutput) -> None:
-        """Add a delta; one that comes after a failure is dropped."""
+        """Add a delta; after a failure it is dropped."""
         if self._failure is not None:  # an engine that goes on would hold the failure back
             return
         earlier = self._waiting.get(delta.index)
@@ -82,7 +82,7 @@ class Running(msgspec.Struct):
     sent_ns: int
 
     def unfinished(self) -> Unfinished:
-        """What tells whether the engine gets on with it."""
+        """What shows whether the engine makes progress on it."""
         has_begun = bool(self.choices[0].marks)
         # A new grammar is compiled before there is a step.
         is_due = has_begun or self.prepared.params.structured_output is None

@@ -461,12 +461,12 @@ async def test_metrics_of_requests(llm):
     assert value("vllm:request_params_n_sum") == 2
 
 
-@pytest.mark.parametrize(("turn_ns", "num_turns"), [(0, 4), (10**12, 1)])
+@pytest.mark.parametrize(("read_ns", "num_turns"), [(0, 4), (10**12, 1)])
 async def test_a_turn_of_the_event_loop_takes_messages_for_a_limited_time(
-    llm, monkeypatch, turn_ns, num_turns
+    llm, monkeypatch, read_ns, num_turns
 ):
     await settle()
-    monkeypatch.setattr(module, "MAX_TURN_NS", turn_ns)
+    monkeypatch.setattr(module, "MAX_READ_NS", read_ns)
     taken: list[int] = []  # the turn in which each message was taken
     turn = 0
     monkeypatch.setattr(llm, "_take_status", lambda message: taken.append(turn))

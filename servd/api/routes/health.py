@@ -59,7 +59,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/version")
 @describes(dict[str, str])
-async def version() -> Response:
+async def version(request: Request) -> Response:
     """The version of servd."""
     return json_response({"version": servd.__version__})
 
