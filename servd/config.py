@@ -63,6 +63,13 @@ class ModelConfig(Section, frozen=True):
     trust_remote_code: Annotated[
         bool, about("Run Python code that comes with the tokenizer when it has to be converted.")
     ] = False
+    model_impl: Annotated[
+        Literal["auto", "servd", "transformers"],
+        about(
+            "Who computes the layers: servd's own file for the model_type, or transformers with "
+            "servd's attention, linear layers and loader. auto: servd's file, if there is one."
+        ),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         about(

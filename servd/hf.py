@@ -118,8 +118,11 @@ def read_spec(folder: Path | str) -> ModelSpec:
         return default
 
     # GPT-2 says n_embd, n_layer, n_head, n_positions where later models say hidden_size and so on.
-    num_heads = first("num_attention_heads", "n_head")
-    hidden_size = first("hidden_size", "n_embd")
+    num_heads = first(
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
+        "decoder_attention_heads",
+    )  # fmt: skip
+    hidden_size = first("hidden_size", "n_embd", "d_model", "embed_dim")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     return ModelSpec(
         folder=str(folder),
@@ -127,11 +130,15 @@ def read_spec(folder: Path | str) -> ModelSpec:
         architecture=first("architectures", default=[""])[0],
         vocab_size=first("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=first("num_hidden_layers", "n_layer"),
+        num_layers=first(
+            "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"
+        ),
         num_heads=num_heads,
         num_kv_heads=first("num_key_value_heads", default=num_heads),
         head_dim=first("head_dim", default=hidden_size // num_heads),
-        max_position_embeddings=first("max_position_embeddings", "n_positions"),
+        max_position_embeddings=first(
+            "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
+        ),
         dtype=first("dtype", "torch_dtype", default="float32"),
         eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
         config=config,

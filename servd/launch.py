@@ -99,10 +99,11 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
             return find_and_resolve(drafted)
         _refuse_head(model.model, folder)
         spec = hf.read_spec(folder)
-    supported = plugins.names("servd.worker.models")
-    if executor.needs_weights and spec.model_type not in supported:
+    natives = plugins.names("servd.worker.models")
+    if config.model.model_impl == "servd" and spec.model_type not in natives:
         raise UnsupportedModel(
-            f"model_type {spec.model_type!r} is not supported; servd has: {', '.join(supported)}"
+            f"--model-impl servd: servd has no file for model_type {spec.model_type!r}, only for "
+            f"{', '.join(natives)}; leave the option out"
         )
     if executor.needs_weights:
         config = find_draft(config)

@@ -89,6 +89,8 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
     if config.model.dtype == "auto":
         why = "what the checkpoint has" if on_cuda else "a CPU computes in float32"
         decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
+    if config.model.model_impl == "auto":
+        decided["model_impl"] = _choose_implementation(spec.model_type)
     decided |= _resolve_lengths(config, spec, on_cuda)
     if config.scheduler.async_scheduling is None:
         why = (
@@ -217,6 +219,12 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             f"heads"
         )
     return decided
+
+
+def _choose_implementation(model_type: str) -> Decision:
+    if model_type in plugins.names("servd.worker.models"):
+        return Decision("servd", f"servd has a file for {model_type}")
+    return Decision("transformers", f"servd has no file for {model_type}")
 
 
 def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str, Decision]:

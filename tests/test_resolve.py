@@ -66,7 +66,7 @@ def test_a_gpu_with_a_cpu_build_of_torch_falls_back_to_cpu_with_a_warning(caplog
 GIVEN = {
     "device": "cpu", "dtype": "float16", "shorten_max_model_len": False, "max_model_len": 100,
     "max_num_seqs": 3, "max_num_batched_tokens": 7, "async_scheduling": True,
-    "served_model_name": ["x"], "executor": "fake", "block_size": 4,
+    "served_model_name": ["x"], "executor": "fake", "block_size": 4, "model_impl": "servd",
 }  # fmt: skip
 
 

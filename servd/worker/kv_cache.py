@@ -12,17 +12,18 @@ from torch import Tensor
 
 from servd.config import Config
 from servd.errors import NotEnoughMemory
-from servd.hf import ModelSpec
 from servd.sizes import format_bytes
 from servd.worker.attention import Backend
+from servd.worker.layers.attention import attention_layers
+from servd.worker.model_loader import Loadable
 
 log = logging.getLogger("servd.worker")
 
 
-def bytes_per_block(backend: Backend[Any], num_layers: int) -> int:
+def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
     """Keys and values of one block over all layers, on this rank."""
     num_elements = torch.Size(backend.kv_cache_shape(1)).numel()
-    return num_layers * num_elements * backend.spec.kv_dtype.itemsize
+    return len(attention_layers(model)) * num_elements * backend.spec.kv_dtype.itemsize
 
 
 def dtype_of(config: Config, dtype: torch.dtype) -> torch.dtype:
@@ -85,17 +86,17 @@ def _either(remedies: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def allocate(backend: Backend[Any], spec: ModelSpec, num_blocks: int) -> list[Tensor]:
+def allocate(backend: Backend[Any], model: Loadable, num_blocks: int) -> list[Tensor]:
     """The cache of each layer; zeros, because what a mask hides must be finite."""
     shape = backend.kv_cache_shape(num_blocks)
     dtype, device = backend.spec.kv_dtype, backend.spec.device
     if device.type != "cpu":
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in attention_layers(model)]
     # torch.zeros would write every page now: seconds of start-up, and memory that may never be
     # used. NumPy's zeros come from calloc, whose pages the system gives when they are first
     # written; huge ones, where it can.
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return [
         torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
-        for _ in range(spec.num_layers)
+        for _ in attention_layers(model)
     ]

@@ -56,8 +56,6 @@ class Loadable(Protocol):
 class Model(Loadable, Protocol):
     """What the runner uses of a model; see servd/worker/models."""
 
-    sliding_window: int | None
-
     def __call__(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         ...
@@ -68,26 +66,29 @@ class Model(Loadable, Protocol):
 
 
 def build_model(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: Parallel
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: Parallel,
+    implementation: str = "auto",
 ) -> Model:
-    """The model with uninitialised weights.
+    """The model with uninitialised weights, of the file with its name or by transformers.
 
     Raises:
         UnsupportedModel: no file for this model_type, or config.json asks for what the file does
             not do.
     """
-    supported = plugins.names(MODELS)
-    if spec.model_type not in supported:
-        raise UnsupportedModel(
-            f"model_type {spec.model_type!r} is not supported; there are: {', '.join(supported)}"
-        )
-    try:
-        model_class = plugins.load(MODELS, spec.model_type, spec.architecture)
-    except AttributeError:
-        raise UnsupportedModel(
-            f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, which "
-            f"config.json asks for"
-        ) from None
+    is_native = spec.model_type in plugins.names(MODELS)
+    if implementation == "transformers" or (implementation == "auto" and not is_native):
+        from servd.worker.models._transformers import TransformersForCausalLM as model_class
+    else:
+        try:
+            model_class = plugins.load(MODELS, spec.model_type, spec.architecture)
+        except AttributeError:
+            raise UnsupportedModel(
+                f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, "
+                "which config.json asks for"
+            ) from None
     with defaults(dtype, device):
         return model_class(spec, parallel).eval()
 
@@ -141,7 +142,8 @@ def load_weights(
     copy = Staging() if is_on_cuda else Tensor.copy_
     files = weight_files(folder)
     done, total = 0, sum(file.stat().st_size for file in files)
-    for name, tensor in _checkpoint(files, next(iter(weights.values()))):
+    convert = getattr(model, "convert", iter)  # where the names of checkpoints are not the model's
+    for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
         try:
             renamed = rename(name)
             if isinstance(tensor, Quantized) or not _load_kv_scale(

@@ -24,10 +24,10 @@ from servd.sizes import format_bytes
 from servd.speculative import max_num_samples
 from servd.tracing import now_ns
 from servd.worker import kv_cache, model_loader, readers, spec_decode
-from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, make_backend
+from servd.worker.attention import AttentionBatch, Backend, make_backend
 from servd.worker.device import upload
 from servd.worker.input_batch import Decode, Forward, InputBatch, decode_attention
-from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.attention import ForwardContext, spec_of
 from servd.worker.parallel import Parallel
 from servd.worker.readers import StepPart
 from servd.worker.request_states import RequestStates
@@ -157,7 +157,11 @@ class ModelRunner(ABC):
             ConfigError: the model or the backend cannot run here.
         """
         self.model = model_loader.build_model(
-            self.spec, self.compute_dtype, self.device, self.parallel
+            self.spec,
+            self.compute_dtype,
+            self.device,
+            self.parallel,
+            self.config.model.model_impl,
         )
         make = model_loader.form_maker(self.dtype, self.config.model.quantization, self.spec.folder)
         if self.config.model.load_format == "dummy":
@@ -165,12 +169,9 @@ class ModelRunner(ABC):
         else:
             model_loader.load_weights(self.model, self.spec.folder, progress, make)
         self.weights_bytes = model_loader.count_bytes(self.model)
-        attention = AttentionSpec(
-            num_heads=self.parallel.share(self.spec.num_heads),
-            num_kv_heads=self.parallel.share(self.spec.num_kv_heads),
-            head_dim=self.spec.head_dim,
+        attention = spec_of(
+            self.model,
             block_size=self.config.cache.block_size,
-            sliding_window=self.model.sliding_window,
             dtype=self.compute_dtype,
             kv_dtype=kv_cache.dtype_of(self.config, self.dtype),
             device=self.device,
@@ -221,12 +222,12 @@ class ModelRunner(ABC):
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a KV-cache block on this rank."""
-        own = kv_cache.bytes_per_block(self.backend, self.spec.num_layers)
+        own = kv_cache.bytes_per_block(self.backend, self.model)
         return own + (self.proposer.bytes_per_block if self.proposer else 0)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make the cache; afterwards steps can run."""
-        self.kv_caches = kv_cache.allocate(self.backend, self.spec, num_blocks)
+        self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
         if self.proposer is not None:
             self.proposer.allocate_kv_cache(num_blocks)
 
@@ -274,7 +275,7 @@ class ModelRunner(ABC):
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] of tokens, int64 [num_tokens] each."""
-        ctx = ForwardContext(self.backend, self.backend.build_metadata(attention), self.kv_caches)
+        ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.model(input_ids, positions, ctx)
 
     @torch.inference_mode()

@@ -372,7 +372,7 @@ def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_
         cases = {
             r"there is no folder": ["./does-not-exist"],
             r"has no config.json": [str(tmp_path / "empty")],
-            r"'unheard_of' is not supported; servd has: .*llama": [str(tmp_path)],
+            r"no file for model_type 'unheard_of'": [str(tmp_path), "--model-impl", "servd"],
             rf"cannot listen on 127.0.0.1:{port}.*--port": ["--executor", "fake", "--port", port],
             r"--block-size 0: ": ["--executor", "fake", "--block-size", "0"],
             r"--max-model-len .* positions for": ["--executor", "fake", "--max-model-len", "9999"],

@@ -63,7 +63,7 @@ class GraphBackend(torch_sdpa.Backend):
     def build_metadata(self, batch: AttentionBatch) -> Any:
         return batch if (batch.query_lens == 1).all() else super().build_metadata(batch)
 
-    def attend(self, q, kv_cache, metadata, scale):
+    def attend(self, q, kv_cache, metadata, scale, sinks=None):
         if not isinstance(metadata, AttentionBatch):
             return super().attend(q, kv_cache, metadata, scale)
         shape = (len(q), -1, self.spec.num_kv_heads, self.spec.head_dim)

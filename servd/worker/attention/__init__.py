@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,9 @@ Metadata = TypeVar("Metadata", bound=StepMetadata)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of a model on one rank, equal in all layers."""
+    """The attention of a model on one rank, equal in all layers; for other windows see
+    `Backend.with_window`.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -47,6 +49,8 @@ class AttentionSpec:
     kv_dtype: torch.dtype  # the cache
     device: torch.device
     exact_seq_lens: bool = True  # see AttentionBatch.seq_lens
+    soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
+    has_sinks: bool = False  # see Backend.attend
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,23 @@ class Backend(ABC, Generic[Metadata]):
     supports_graphs: ClassVar[bool] = False
     supports_tails: ClassVar[bool] = False  # see AttentionBatch.tails
     is_batch_invariant: ClassVar[bool] = False  # a token has the same bits whatever is beside it
+    supports_soft_cap: ClassVar[bool] = False  # and sinks
     # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.
     auto_order: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.fused_write = fused_write(spec)
+        self.other_windows: dict[int | None, Self] = {}
+
+    def with_window(self, sliding_window: int | None) -> Self:
+        """For layers of the model that see so many tokens, whose caches have the same shape."""
+        if sliding_window == self.spec.sliding_window:
+            return self
+        if sliding_window not in self.other_windows:
+            spec = replace(self.spec, sliding_window=sliding_window)
+            self.other_windows[sliding_window] = type(self)(spec)
+        return self.other_windows[sliding_window]
 
     @classmethod
     @abstractmethod
@@ -149,7 +164,12 @@ class Backend(ABC, Generic[Metadata]):
 
     @abstractmethod
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of the step's tokens over the cache, which has their own keys and values
         already.
@@ -159,6 +179,8 @@ class Backend(ABC, Generic[Metadata]):
             kv_cache: this layer's.
             metadata: this step's.
             scale: factor on the scores.
+            sinks: [num_heads], scores of one more key each, whose value is zero; only with
+                `supports_soft_cap`.
 
         Returns:
             [num_tokens, num_heads, head_dim], contiguous.
@@ -196,6 +218,8 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
     for candidate in auto_backends(spec.device.type) if name == "auto" else (name,):
         backend = plugins.load(__name__, candidate, "Backend")
         reason = backend.supports(spec)
+        if (spec.soft_cap or spec.has_sinks) and not backend.supports_soft_cap:
+            reason = "the model caps its scores or has attention sinks, which only torch_sdpa does"
         if reason is None:
             return candidate, backend(spec)
         if name != "auto":

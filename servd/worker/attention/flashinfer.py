@@ -99,7 +99,12 @@ class Backend(AttentionBackend[Metadata]):
         return Metadata(batch.slot_mapping)
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One kernel over all rows; the factor on the scores goes in as one on the keys."""
         return self.wrapper.run(q.contiguous(), (kv_cache[0], kv_cache[1]), k_scale=scale)

@@ -114,7 +114,12 @@ class Backend(AttentionBackend[Metadata]):
         values[to_block, :, to_offset] = values[block, :, offset]
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ops/cpu/attention.cpp."""
         spec, tables, tails = self.spec, metadata.block_tables, metadata.tails

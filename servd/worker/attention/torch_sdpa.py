@@ -52,6 +52,7 @@ class Backend(AttentionBackend[Metadata]):
 
     auto_order = {"cuda": 90, "cpu": 90}  # copies what it reads
     supports_tails = True
+    supports_soft_cap = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -135,7 +136,12 @@ class Backend(AttentionBackend[Metadata]):
         return Group(len(rows), tokens, blocks, mask.unsqueeze(1), tails, unseen)
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Group by group."""
         # [num_blocks, block_size * kv_heads * head_dim]
@@ -143,18 +149,44 @@ class Backend(AttentionBackend[Metadata]):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in metadata.groups:
             queries = q if group.tokens is None else q[group.tokens]
-            attended = F.scaled_dot_product_attention(
+            attended = self._attention(
                 queries.unflatten(0, (group.num_rows, -1)).transpose(1, 2),
                 self._gather(key_blocks, group),
                 self._gather(value_blocks, group),
-                attn_mask=group.mask,
-                scale=scale,
-                enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
+                group.mask,
+                scale,
+                sinks,
             ).transpose(1, 2)  # [num_rows, query_len, num_heads, head_dim]
             if group.tokens is None:
                 return attended.reshape(q.shape)
             out[group.tokens] = attended.flatten(0, 1)
         return out
+
+    def _attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[num_rows, num_heads, query_len, head_dim], from keys and values of num_kv_heads."""
+        spec = self.spec
+        group = spec.num_heads // spec.num_kv_heads
+        if sinks is None and spec.soft_cap is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1
+            )
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = (q @ k.transpose(2, 3)).float() * scale
+        if spec.soft_cap is not None:
+            scores = (scores / spec.soft_cap).tanh() * spec.soft_cap
+        scores = scores + mask
+        if sinks is not None:  # a column that only takes weight from the others
+            column = sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, column), dim=3)
+        return scores.softmax(3)[..., : k.shape[2]].to(v.dtype) @ v
 
     def _gather(self, blocks: torch.Tensor, group: Group) -> torch.Tensor:
         """The group's keys or values, [num_rows, kv_heads, num_blocks * block_size, head_dim]."""

@@ -82,7 +82,12 @@ class Backend(AttentionBackend[Metadata]):
         )
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One kernel over all rows, and one that merges what was split."""
         batch = metadata.batch

@@ -76,7 +76,12 @@ class Backend(AttentionBackend[Metadata]):
         return Metadata(batch, int(batch.query_lens.max()), int(batch.seq_lens.max()))
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Metadata, scale: float
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One kernel over all rows."""
         batch = metadata.batch

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from servd.worker.attention import Backend
+from servd.errors import UnsupportedModel
+from servd.worker.attention import AttentionBatch, AttentionSpec, Backend
 from servd.worker.layers.rotary import Rotation
 
+if TYPE_CHECKING:
+    from servd.worker.model_loader import Loadable
 
-@dataclass(frozen=True)
+
 class ForwardContext:
-    """What one step's forward pass needs beside its inputs."""
+    """What one step's forward pass needs beside its inputs.
 
-    backend: Backend[Any]
-    metadata: Any  # the backend's
-    kv_caches: list[Tensor]  # one per layer
+    Args:
+        backend: the model's.
+        batch: the step.
+        kv_caches: one per layer.
+    """
+
+    def __init__(
+        self, backend: Backend[Any], batch: AttentionBatch, kv_caches: list[Tensor]
+    ) -> None:
+        self.kv_caches = kv_caches
+
+        def of_window(window: int | None) -> tuple[Backend[Any], Any]:
+            chosen = backend.with_window(window)
+            return chosen, chosen.build_metadata(batch)
+
+        # The backend of layers with this window, and its metadata of the step.
+        self.of_window = cache(of_window)
 
 
 class Attention(nn.Module):
@@ -26,28 +43,82 @@ class Attention(nn.Module):
 
     A cache of float8_e4m3fn has keys and values divided by `kv_scales`, which a calibrated
     checkpoint brings along.
+
+    Args:
+        layer: number of its KV cache.
+        num_heads: of queries, on this rank.
+        num_kv_heads: of keys and values, on this rank.
+        head_dim: numbers of a head.
+        scale: factor on the scores.
+        sliding_window: a token sees itself and so many tokens before, less one; None: all.
+        soft_cap: see AttentionSpec.
+        has_sinks: see AttentionSpec.
     """
 
     def __init__(
-        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         super().__init__()
         self.layer = layer
         self.query_shape = (-1, num_heads, head_dim)
         self.kv_shape = (-1, num_kv_heads, head_dim)
         self.scale = scale
+        self.sliding_window = sliding_window
         self.kv_scales = {"k": 1.0, "v": 1.0}
+        self.shape = {
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "soft_cap": soft_cap,
+            "has_sinks": has_sinks,
+        }
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext, rotation: Rotation | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: ForwardContext,
+        rotation: Rotation | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q."""
+        backend, metadata = ctx.of_window(self.sliding_window)
         kv_cache = ctx.kv_caches[self.layer]
         q, k, v = q.view(self.query_shape), k.view(self.kv_shape), v.view(self.kv_shape)
         k_scale, v_scale = (
             self.kv_scales.values() if kv_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
         )
         k, v = k if k_scale == 1.0 else k / k_scale, v if v_scale == 1.0 else v / v_scale
-        q = ctx.backend.write(q, k, v, kv_cache, ctx.metadata, rotation)
-        out = ctx.backend.attend(q, kv_cache, ctx.metadata, self.scale * k_scale).flatten(1)
+        q = backend.write(q, k, v, kv_cache, metadata, rotation)
+        out = backend.attend(q, kv_cache, metadata, self.scale * k_scale, sinks).flatten(1)
         return out if v_scale == 1.0 else out.mul_(v_scale)
+
+
+def attention_layers(model: Loadable) -> list[Attention]:
+    """Every one that has a KV cache, in the order of the caches."""
+    return [module for _, module in model.named_modules() if isinstance(module, Attention)]
+
+
+def spec_of(model: Loadable, **options: Any) -> AttentionSpec:
+    """The attention that a backend has to compute; `options` are its other fields.
+
+    Raises:
+        UnsupportedModel: layers differ in more than their windows.
+    """
+    first, *others = attention_layers(model)
+    for layer in others:
+        if layer.shape != first.shape:
+            raise UnsupportedModel(
+                f"attention layers that differ are not supported: layer {first.layer} has "
+                f"{first.shape}, layer {layer.layer} {layer.shape}"
+            )
+    return AttentionSpec(**first.shape, sliding_window=first.sliding_window, **options)

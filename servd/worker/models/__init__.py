@@ -2,7 +2,8 @@
 
 A model takes (spec, parallel) and has `forward(input_ids, positions, ctx)`,
 `compute_logits(hidden)`, `packed` (checkpoint name -> fused parameter), `ignored` (checkpoint
-tensors that it does not need) and `sliding_window`. It reads its own keys of config.json, and
-refuses with UnsupportedModel what it would compute wrongly. A new file is tested by tests/parity as
-soon as it has a tiny config there.
+tensors that it does not need) and Attention layers, each of which has a KV cache. It reads its own
+keys of config.json, and refuses with UnsupportedModel what it would compute wrongly. A new file is
+tested by tests/parity as soon as it has a tiny config there. `_transformers.py` is for those that
+have no file.
 """

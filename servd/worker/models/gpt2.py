@@ -108,7 +108,6 @@ class GPT2LMHeadModel(nn.Module):
         for feature in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
             if spec.config.get(feature):
                 raise UnsupportedModel(f"{feature} is not supported")
-        self.sliding_window: int | None = None
         self.transformer = GPT2Model(spec, parallel)
         self.lm_head = self.transformer.wte
         if not spec.config.get("tie_word_embeddings", True):

@@ -34,6 +34,7 @@ class LlamaAttention(nn.Module):
             parallel.share(spec.num_kv_heads),
             spec.head_dim,
             scale=spec.head_dim**-0.5,
+            sliding_window=self.window(spec.config),
         )
 
     @staticmethod
@@ -41,6 +42,11 @@ class LlamaAttention(nn.Module):
         """Whether q, k, v have a bias, and whether the output projection has one."""
         bias = config.get("attention_bias", False)
         return bias, bias
+
+    @staticmethod
+    def window(config: dict[str, Any]) -> int | None:
+        """Tokens that a token sees, with itself; None: all before."""
+        return None
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Between projection and rotation: nothing in Llama. [num_tokens, heads, head_dim] each."""
@@ -132,7 +138,6 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        self.sliding_window: int | None = None
         self.model = LlamaModel(spec, self.attention, parallel)
         self.lm_head = self.model.embed_tokens
         if not spec.config.get("tie_word_embeddings", False):

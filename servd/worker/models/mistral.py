@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from servd.hf import ModelSpec
-from servd.worker.models.llama import LlamaForCausalLM
-from servd.worker.parallel import Parallel
+from typing import Any
+
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
+
+
+class MistralAttention(LlamaAttention):
+    """The window, if config.json has one, is the same in all layers."""
+
+    @staticmethod
+    def window(config: dict[str, Any]) -> int | None:
+        """Null means none."""
+        return config.get("sliding_window", 4096)
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """The window, if config.json has one, is the same in all layers."""
+    """See MistralAttention."""
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__(spec, parallel)
-        self.sliding_window = spec.config.get("sliding_window", 4096)  # null means none
+    attention = MistralAttention

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +29,7 @@ from servd.worker.attention import Backend, make_backend
 from servd.worker.device import upload
 from servd.worker.draft_tree import DraftTree, Path
 from servd.worker.input_batch import Decode, Forward, InputBatch
+from servd.worker.layers.attention import spec_of
 from servd.worker.model_loader import Loadable, Model
 from servd.worker.parallel import Parallel
 from servd.worker.request_states import RequestStates
@@ -58,16 +59,17 @@ class Target:
         assert draft is not None and draft.model is not None
         return str(download_weights(draft.model, draft.revision, model.download_dir))
 
-    def make_backend(self, draft: ModelSpec, sliding_window: int | None) -> Backend[Any]:
+    def make_backend(self, draft: Loadable) -> Backend[Any]:
         """What computes the attention of a draft, with block tables that are the target's."""
-        spec = replace(
-            self.backend.spec,
-            num_heads=self.parallel.share(draft.num_heads),
-            num_kv_heads=self.parallel.share(draft.num_kv_heads),
-            head_dim=draft.head_dim,
-            sliding_window=sliding_window,
+        own = self.backend.spec
+        spec = spec_of(
+            draft,
+            block_size=own.block_size,
+            dtype=own.dtype,
+            kv_dtype=own.kv_dtype,
+            device=own.device,
             # How many drafts were kept is only known on the device.
-            exact_seq_lens=self.backend.spec.device.type == "cpu",
+            exact_seq_lens=own.device.type == "cpu",
         )
         return make_backend(self.config.parallel.attention_backend, spec)[1]
 

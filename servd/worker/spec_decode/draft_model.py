@@ -55,7 +55,7 @@ class DraftModelProposer(Proposer):
         self.model = target.load(
             lambda: model_loader.build_model(spec, dtype, device, parallel), spec.folder
         )
-        self.backend = target.make_backend(spec, self.model.sliding_window)
+        self.backend = target.make_backend(self.model)
         self.ops = ops.for_device(device)
         self.max_model_len = min(
             config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings
@@ -71,11 +71,11 @@ class DraftModelProposer(Proposer):
     @property
     def bytes_per_block(self) -> int:
         """Of its own layers."""
-        return kv_cache.bytes_per_block(self.backend, self.spec.num_layers)
+        return kv_cache.bytes_per_block(self.backend, self.model)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Programs know its addresses."""
-        self.kv_caches = kv_cache.allocate(self.backend, self.spec, num_blocks)
+        self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
         self.decode = self.target.make_decoder(self._run, self.max_num_rows)
 
     def add(self, request: NewRequest) -> None:
@@ -157,7 +157,7 @@ class DraftModelProposer(Proposer):
         return drafts
 
     def _run(self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
-        ctx = ForwardContext(self.backend, self.backend.build_metadata(attention), self.kv_caches)
+        ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.model(input_ids, positions, ctx)
 
     def _choose(self, hidden: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ class EagleProposer(Proposer):
         names = {rename(name) for name in tensor_shapes(folder)}
         self.check(names)
         self.head = target.load(lambda: self.head_class(self.spec, names, target), folder, rename)
-        self.backend = target.make_backend(self.spec, sliding_window=None)
+        self.backend = target.make_backend(self.head)
         num_slots = self.states.max_num_seqs + 1
         # Of tokens that the target has computed and the head has not: [slot, position % kept].
         self.kept = torch.zeros(
@@ -194,11 +194,11 @@ class EagleProposer(Proposer):
     @property
     def bytes_per_block(self) -> int:
         """Keys and values of its layers."""
-        return kv_cache.bytes_per_block(self.backend, self.spec.num_layers)
+        return kv_cache.bytes_per_block(self.backend, self.head)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """For the same blocks as the target's."""
-        self.kv_caches = kv_cache.allocate(self.backend, self.spec, num_blocks)
+        self.kv_caches = kv_cache.allocate(self.backend, self.head, num_blocks)
 
     def add(self, request: NewRequest) -> None:
         """What the prefix cache has of the target, it has of the head."""
@@ -302,7 +302,7 @@ class EagleProposer(Proposer):
     def _run(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, attention: AttentionBatch
     ) -> Tensor:
-        ctx = ForwardContext(self.backend, self.backend.build_metadata(attention), self.kv_caches)
+        ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.head(token_ids, features, positions, ctx)
 
 

@@ -1,0 +1,100 @@
+"""Classes that have no file in servd, through transformers: its logits and greedy tokens, however
+tokens are spread over steps.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from servd.errors import UnsupportedModel
+from tests.parity.causal_classes import make
+from tests.parity.families import greedy, logits_of
+from tests.worker.driver import Driver, config_for
+
+# Soft caps and windows by layer, sinks, experts, partial rotation, learned positions, compressed
+# keys, norms of queries, parallel residuals, factors on logits; llama has a file.
+CLASSES = {
+    "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+NUM_OUTPUTS = 6
+TOLERANCE = 1e-4  # of logits, beside the largest
+
+
+def check(folder: Path, **options: object) -> None:
+    """Chunks, mixed batches, a prefix that is cached, and a request that starts over."""
+    draw = random.Random(1)
+    long, short, tail = ([draw.randrange(190) for _ in range(n)] for n in (37, 11, 3))
+    driver = Driver(config_for(folder, model_impl="transformers", **options))
+    first = driver.add(long)
+    driver.step({first: 13})
+    second = driver.add(short)
+    driver.step({first: 5, second: 3})
+    driver.generate([second, first], 3, chunk=7)
+    shared = driver.blocks[first][: 24 // driver.block_size]
+    third = driver.add(long[:24] + tail, cached_blocks=shared)
+    back = driver.add(driver.free(second), num_prompt_tokens=len(short))
+    driver.generate([third, back, first], NUM_OUTPUTS, chunk=9)
+    for slot, prompt in ((first, long), (back, short), (third, long[:24] + tail)):
+        tokens = driver.tokens[slot]
+        assert tokens == greedy(folder, prompt, len(tokens) - len(prompt))
+        expected = logits_of(folder, tokens)[len(prompt) - 1 : -1]
+        got = torch.stack(driver.logits[slot])
+        tolerance = TOLERANCE * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(got, expected[-len(got) :], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_tokens_and_logits_equal_transformers(tmp_path: Path, model_type: str):
+    check(make(tmp_path, model_type, CLASSES[model_type]))
+
+
+def test_with_the_kernels_of_a_cpu_and_16_bits(tmp_path: Path):
+    folder = make(tmp_path, "olmo2", "Olmo2ForCausalLM")
+    check(folder, block_size=16)
+    driver = Driver(config_for(folder, block_size=16, dtype="bfloat16", quantization="int8"))
+    slot = driver.add([5, 6, 7, 8])
+    driver.generate([slot], 1)
+    exact = logits_of(folder, [5, 6, 7, 8])[-1].log_softmax(-1)
+    got = driver.logits[slot][0].log_softmax(-1)
+    assert 0 < torch.nn.functional.kl_div(got, exact, log_target=True, reduction="sum") < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        (
+            "mpt",
+            "MptForCausalLM",
+            "transformer.blocks.0 .*MptAttention.* does not call attention through the interface",
+        ),
+        ("bamba", "BambaForCausalLM", "model.layers.0.mamba .* keeps a state"),
+        ("gptj", "GPTJForCausalLM", "not called through the interface"),
+        ("bert", "BertLMHeadModel", "neither causal"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(
+    tmp_path: Path, model_type: str, architecture: str, reason: str
+):
+    folder = make(tmp_path, model_type, architecture)
+    with pytest.raises(UnsupportedModel, match=f"{architecture} cannot run in servd: .*{reason}"):
+        Driver(config_for(folder))
