@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
 
 
 def client(arguments: argparse.Namespace, owner: str) -> _client.Client:
-    """Of the server that is measured."""
+    """A client of the server that is measured."""
     return _client.Client(f"http://127.0.0.1:{arguments.port}", KEYS[owner])
 
 

@@ -141,7 +141,7 @@ def cost(*options: str) -> None:
 
 
 def unaccounted(*options: str) -> None:
-    """Of mixed requests, with what they waited for."""
+    """Unaccounted time of mixed requests, with what they waited for."""
     rng = random.Random(1)
     bodies = [
         {

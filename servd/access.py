@@ -82,7 +82,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     name: Annotated[str, Meta(pattern=r"^[\w.@-]{1,64}$")]
-    # Of the key, hexadecimal. A fast hash is enough, since keys are 256 random bits and not words
+    # The key's hash, hexadecimal. A fast one is enough, since keys are 256 random bits, not words
     # of people: nobody can try them all, and a slow hash would cost every request its time.
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     scopes: frozenset[Scope] = frozenset({"inference"})

@@ -77,7 +77,7 @@ class Result(msgspec.Struct):
 
     @property
     def status(self) -> int:
-        """Of the answer; 0 if there is none."""
+        """HTTP status of the answer; 0 if there is none."""
         return self.response.status_code if self.response else 0
 
 

@@ -418,7 +418,7 @@ def _explain(
     rule, _, path = str(error).partition(" - at `$.")
     section, name, *key = path.rstrip("`").partition("[")[0].split(".")
     kind, value, label = options_by_name()[name][1].type, nested[section][name], flag_of(name)
-    if key:  # of a JSON object
+    if key:  # in a JSON object
         kind = typing.get_type_hints(SpeculativeConfig, include_extras=True)[key[0]]
         value, label = value[key[0]], f"{label} {key[0]}"
     # No secret in a log; what is wrong with a whole object names its keys.

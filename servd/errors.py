@@ -43,7 +43,7 @@ class RequestError(ServdError):
     status: ClassVar[int] = 400
     type: ClassVar[str] = "invalid_request_error"
     default_code: ClassVar[str | None] = None
-    headers: Mapping[str, str] = {}  # of the answer
+    headers: Mapping[str, str] = {}  # sent with the answer
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
 STRING, ARRAY = 8, 9
-MAX_LENGTH = 1 << 22  # of a list: a value takes up to 100 bytes once it is read
+MAX_LENGTH = 1 << 22  # values in a list: each takes up to 100 bytes once it is read
 MAX_DIMS = 4
 # By the number of a metadata value's type.
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}

@@ -152,7 +152,7 @@ class Incarnations:
         self.reason = self.reason or f"the engine ended with code {self.child.exit_code}"
         address = engine_address(self.ipc_dir, self.number)
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
-        for folder in Path(self.ipc_dir).glob("servd-*"):  # of its workers
+        for folder in Path(self.ipc_dir).glob("servd-*"):  # folders of its workers
             shutil.rmtree(folder, ignore_errors=True)
         if not self.was_ready:
             return f"{self.reason} before it was ready"

@@ -80,7 +80,7 @@ class EngineCoreRequest(Message, tag=True):
     client: int = 0  # which API server gets the outputs
     eos_token_ids: list[int] = []  # end generation; empty under ignore_eos
     options: RequestOptions = RequestOptions()
-    block_hashes: list[bytes] = []  # of the prompt's full blocks; the engine fills it in
+    block_hashes: list[bytes] = []  # one for each full block of the prompt; the engine fills it in
     marks: list[Mark] = []  # taken in the engine before it is queued
     # Set when a request is replayed after an engine died: the output so far of each unfinished
     # choice, by index.
@@ -125,7 +125,7 @@ class Audit(Message, tag=True):
     """Look for contradictions in the engine's state; it answers with EngineAudit."""
 
     client: int
-    number: int  # of the question, among this client's
+    number: int  # counts this client's questions
 
 
 ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Audit
@@ -139,7 +139,7 @@ class EngineStatus(Message, tag=True):
 
     phase: str  # e.g. "loading weights"
     progress: float = 0.0  # 0 to 1 within the phase
-    incarnation: int = 0  # of the engine; messages of an earlier one no longer count
+    incarnation: int = 0  # the engine's; messages of an earlier one no longer count
 
 
 class WorkerReady(Message, tag=True):
@@ -169,7 +169,7 @@ class EngineAudit(Message, tag=True):
     number: int
     problems: list[str]
     request_ids: list[str]  # the client's, unfinished
-    num_requests: int  # of all clients
+    num_requests: int  # all clients' together
     incarnation: int = 0
 
 
@@ -178,7 +178,7 @@ class TokenLogprobs(Message):
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int  # of the sampled token in the vocabulary, from 1
+    rank: int  # place of the sampled token in the vocabulary, from 1
 
 
 class PromptLogprobs(Message):
@@ -286,7 +286,7 @@ class EngineRestarting(Message, tag=True):
     servers attach and send again what has not ended.
     """
 
-    incarnation: int  # of the next one
+    incarnation: int  # the next engine's
     reason: str
     computing: list[str] = []  # engine ids whose prompts it computed when it died
 
@@ -361,7 +361,7 @@ class NewRequest(Message):
     token_ids: list[int]  # prompt and, after preemption, outputs
     num_prompt_tokens: int
     num_computed_tokens: int  # found in the prefix cache, a multiple of block_size
-    block_ids: list[int]  # of the computed tokens
+    block_ids: list[int]  # where the computed tokens are
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int] = []
     cache_salt: str | None = None  # drafts are shared only among requests with the same one

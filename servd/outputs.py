@@ -17,7 +17,7 @@ def unpack_vector(data: bytes) -> list[float]:
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One choice: what was added since the last output while streaming, or all of it."""
 
-    index: int = 0  # of the choice, 0 to n - 1
+    index: int = 0  # the choice's, 0 to n - 1
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None  # one per token
@@ -25,9 +25,9 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None  # with finish_reason error
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first
+    prompt_logprobs: list[TokenLogprobs] | None = None  # all prompt tokens but the first
     pooled: bytes | None = None  # float32, little-endian: what was asked for instead of text
-    drafts: list[tuple[int, int]] = []  # of each step with drafts: how many, how many were kept
+    drafts: list[tuple[int, int]] = []  # each step with drafts: how many, how many were kept
 
     def add(self, later: CompletionOutput) -> None:
         """Append a later delta of the same choice."""

@@ -95,7 +95,7 @@ class ProcessTree:
         self.api_deaths = Deaths(config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # to our API servers, by their sockets
         self.inboxes: dict[str, Path] = {}  # by name
-        self.watches: dict[str, Watch] = {}  # of API servers, by name
+        self.watches: dict[str, Watch] = {}  # API servers by name
         self.metrics_dir: str | None = None
 
     def start(self) -> None:

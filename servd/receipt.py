@@ -30,8 +30,8 @@ class RepeatablePrompt(msgspec.Struct):
 
     prompt_token_ids: list[int]
     params: SamplingParams  # with the seed that was drawn
-    num_cached_tokens: int  # of the prompt, found in the prefix cache
-    token_ids: list[list[int]]  # of each choice
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    token_ids: list[list[int]]  # by choice
 
 
 class Receipt(msgspec.Struct):
@@ -80,7 +80,7 @@ class Receipt(msgspec.Struct):
 
 
 def versions() -> dict[str, str]:
-    """Of Python, servd, and the packages that may change an answer."""
+    """Versions of Python, servd, and the packages that may change an answer."""
     found = {"python": platform.python_version(), "servd": servd.__version__}
     for package in PACKAGES:
         try:

@@ -59,5 +59,5 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     sizes: MemorySizes
     free: int  # bytes for all of it
-    num_blocks: int  # of the KV cache
+    num_blocks: int  # in the KV cache
     shortage: str  # why not one request fits, and what to change; "" if it does

@@ -49,7 +49,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # the heads are found.
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] = 0
 
-    # Of a draft that is a model.
+    # Options of a draft that is a model.
     revision: str | None = None
     quantization: str | None = None
     max_model_len: Positive | None = None  # nothing is drafted past it
@@ -68,7 +68,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     # synthetic, for benchmarks: drafts are kept by chance, at given rates, whatever they are.
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
-    synthetic_acceptance_rates: list[Share] | None = None  # of position i: all up to it are kept
+    synthetic_acceptance_rates: list[Share] | None = None  # by position: all up to it are kept
     synthetic_acceptance_length: Annotated[float, Meta(ge=1)] | None = None  # mean, with the next
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def acceptance_chances(self) -> list[float] | None:
-        """Of synthetic acceptance, by position: that a draft is kept if those before it are."""
+        """Synthetic chance by position that a draft is kept if those before it are."""
         if (rates := self.synthetic_acceptance_rates) is not None:
             return [rate / before if before else 0.0 for before, rate in pairwise([1.0, *rates])]
         if (length := self.synthetic_acceptance_length) is None:

@@ -66,9 +66,9 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
         ""  # what the first of them lacked: "slots", "blocks" or (its turn in) "budget"
     )
     num_preempted: int = 0
-    num_cached_tokens: int = 0  # of admitted requests, found in the prefix cache
+    num_cached_tokens: int = 0  # admitted requests' tokens found in the prefix cache
     num_drafts: int = 0  # tokens computed as drafts
-    num_accepted: int = 0  # of the drafts
+    num_accepted: int = 0  # drafts that were kept
     prefills: dict[str, int] = {}  # engine ids with more than one token -> how many
 
 
@@ -79,7 +79,7 @@ FIRST_STEP = 120.0  # seconds that a step may take while there is no history
 class Pace(NamedTuple):
     """How long recent steps have taken. Nanoseconds."""
 
-    longest: int = 0  # of all
+    longest: int = 0  # the longest of all
     per_token: float = 0.0  # the slowest of those with prompts
     most_tokens: int = 0
 

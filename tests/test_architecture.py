@@ -78,11 +78,13 @@ PLUGINS = {
     "servd/cli": "run",
     "servd/cli/bench": "run",
     "servd/core/executor": "Executor",
+    "servd/core/queues": "WaitingQueue",
     "servd/worker/attention": "Backend",
     "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel)",
     "servd/worker/quantization": "quantize|read",
     "servd/worker/readers": "Reader",
     "servd/worker/sample/logits_processors": "Processor",
+    "servd/worker/spec_decode": "Proposer",
 }
 
 # The common path knows no feature: nothing in its names and strings is called as a plugin is.
@@ -337,6 +339,13 @@ def test_every_plugin_defines_the_name_its_package_requires(source, name):
 
 def test_every_package_of_plugins_has_plugins():
     assert {Path(p.values[0].path).parent.as_posix() for p in PLUGIN_FILES} == set(PLUGINS)
+
+
+def test_every_package_that_is_an_option_or_loads_its_own_files_is_a_package_of_plugins():
+    options = re.findall(r'"plugins": "([\w.]+)"', (ROOT / "servd/config.py").read_text())
+    loading = [s.module for s in SOURCES if "plugins.load(__name__" in s.text]
+    assert options
+    assert {name.replace(".", "/") for name in options + loading} <= set(PLUGINS)
 
 
 # Words that name features: every plugin of the engine is one, however it is spelled.

@@ -21,7 +21,7 @@ def rate(metric: str, by: str = "") -> str:
 
 
 def quantiles(histogram: str) -> dict[str, str]:
-    """Of what was observed lately."""
+    """Quantiles of what was observed lately."""
     buckets = rate(f"{histogram}_bucket", by="le")
     return {
         f"p{percent}": f"histogram_quantile({percent / 100:g}, {buckets})"
@@ -30,7 +30,7 @@ def quantiles(histogram: str) -> dict[str, str]:
 
 
 def mean(histogram: str) -> str:
-    """Of what was observed lately."""
+    """Mean of what was observed lately."""
     return f"{rate(f'{histogram}_sum')} / {rate(f'{histogram}_count')}"
 
 

@@ -54,7 +54,7 @@ def _shorten(rows: list[tuple[int, int]], is_tiny: bool) -> list[tuple[int, int]
 def _seconds(
     backend: attention.Backend[Any], rows: list[tuple[int, int]], repeats: int = 20
 ) -> float:
-    """Of the device, for one layer; its kernels run a first time before."""
+    """Device time of one layer, after a first run that loads its kernels."""
     spec = backend.spec
     query_lens, seq_lens = np.ascontiguousarray(np.array(rows).T)
     width = -(-int(seq_lens.max()) // spec.block_size)

@@ -127,7 +127,7 @@ class Bench:
 
     @property
     def head_bytes(self) -> int:
-        """Of the output head."""
+        """Size of the output head."""
         return self.spec.vocab_size * self.spec.hidden_size * self.worker.runner.dtype.itemsize
 
     @property

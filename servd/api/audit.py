@@ -16,7 +16,7 @@ from servd.messages import Audit, EngineReady
 
 TIMEOUT = 30.0  # seconds for the engine's answer, which comes between two steps
 
-numbers = count()  # of audits; an answer that comes too late must not be taken for another's
+numbers = count()  # a late answer must not be taken for another audit's
 
 
 class Holdings(msgspec.Struct):
@@ -34,7 +34,7 @@ class AuditReport(msgspec.Struct):
     """Without `problems`, all is well."""
 
     problems: list[str]
-    engine_requests: int  # of all API servers
+    engine_requests: int  # all API servers' together
     server: Holdings
 
 

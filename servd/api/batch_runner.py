@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 POLL = 1.0  # seconds between two looks for batches, and at their state
 MAX_BATCHES = 16  # that one process runs at a time; the others wait
-MAX_PROBLEMS = 100  # of a batch file that are told
+MAX_PROBLEMS = 100  # reported per batch file
 CLEAN_UP_INTERVAL = 3600.0  # seconds
 PAUSE = 60.0  # seconds after a failure of the server's own
 

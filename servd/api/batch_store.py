@@ -30,8 +30,8 @@ from servd.errors import InvalidRequest, NotFound, Overloaded
 T = TypeVar("T", FileObject, Batch)
 
 MAX_UPLOAD = 200 * 2**20  # bytes, with what surrounds the file
-MAX_UPLOADS = 4  # of a key at the same time, in one process
-MAX_BYTES = 2 * 2**30  # of a key; an upload that would exceed it is refused
+MAX_UPLOADS = 4  # per key at the same time, in one process
+MAX_BYTES = 2 * 2**30  # per key; an upload that would exceed it is refused
 MAX_OBJECTS = 1000  # files and batches of a key, of which a new one is refused
 RETENTION = 30 * 24 * 3600  # seconds after which what nobody has changed is removed
 ID = re.compile(r"(file-|batch_)[0-9a-f]{32}[oe]?")

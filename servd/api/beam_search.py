@@ -33,7 +33,7 @@ class Beam(msgspec.Struct, frozen=True):
     """A continuation."""
 
     token_ids: list[int]
-    logprob: float  # of all its tokens together
+    logprob: float  # sum over its tokens
     # Once finished: by which continuations of different lengths are compared.
     score: float = -math.inf
 

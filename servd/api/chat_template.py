@@ -53,8 +53,8 @@ RESERVED = frozenset({
 # and after it apart. Nobody who sends a message knows it.
 SPLIT_HERE = f"\uf8ff{secrets.token_hex(8)}"
 
-MAX_SECONDS = 5.0  # of CPU time for one prompt; long ones take some hundredths
-MAX_CHARS = 1 << 26  # of a value in a template, and of all that it writes
+MAX_SECONDS = 5.0  # CPU time for one prompt; long ones take some hundredths
+MAX_CHARS = 1 << 26  # for a value in a template, and for all that it writes
 MAX_NUMBER = 1 << 20  # that a template may hand to a function, such as a width
 LONG_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")  # in what `%` formats
 
@@ -183,7 +183,7 @@ def _split(token: re.Match[str]) -> str:
 class _Budget(msgspec.Struct):
     """What one prompt may still cost."""
 
-    deadline: float  # of the thread's CPU time
+    deadline: float  # on the clock of the thread's CPU time
     num_chars: int = MAX_CHARS
 
     def check(self, num_chars: int = 0) -> None:

@@ -33,7 +33,7 @@ class Branch(msgspec.Struct):
 
     path: list[int]  # tokens that lead to it
     members: dict[int, list[int]]  # next token -> the options that go on with it
-    logprobs: dict[int, float] = {}  # of the next tokens, by the model
+    logprobs: dict[int, float] = {}  # by next token, as the model has them
 
     def shares(self) -> Iterator[tuple[list[int], float]]:
         """Options that go on alike, and how likely that is if it must be one of these tokens."""

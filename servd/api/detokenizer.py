@@ -6,6 +6,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
+from servd.api.incremental import overlap
 from servd.api.tokenizer import Tokenizer
 from servd.params import SamplingParams
 
@@ -93,15 +94,6 @@ class Detokenizer:
         if matches:
             end, start, self.stop_reason = min(matches)
             return text[: end if self._include_stop else start]
-        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        num_held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
-    start = max(0, len(text) - len(stop) + 1) - 1
-    while (start := text.find(stop[0], start + 1)) >= 0:
-        if stop.startswith(text[start:]):
-            return len(text) - start
-    return 0

@@ -23,7 +23,7 @@ class Vectors(msgspec.Struct):
     """The vectors of the prompts, in order."""
 
     data: list[bytes]  # float32, little-endian
-    num_prompt_tokens: int  # of all prompts
+    num_prompt_tokens: int  # sum over all prompts
 
     @property
     def usage(self) -> EmbeddingUsage:

@@ -1,4 +1,4 @@
-"""EventLog: the events of one stream, kept so that they can be told again and followed by many."""
+"""EventLog: the events of one stream, kept so that many can follow them, from any event on."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from servd.params import StructuredOutput
 log = logging.getLogger("servd.grammar")
 
 MODULE = "servd.core.structured_output.checker"
-MAX_BYTES = 65536  # of a value
+MAX_BYTES = 65536  # per value
 TIME_LIMIT = 2.0  # seconds for one grammar
 BUSY_FACTOR = 4  # times as long on a machine that gives it less than half of a CPU
 MEMORY_LIMIT = 256 << 20  # bytes for one grammar; large schemas take 20 MB

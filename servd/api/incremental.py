@@ -37,7 +37,7 @@ class Reasoning(msgspec.Struct):
 class ToolCallStart(msgspec.Struct):
     """A call begins; its arguments follow."""
 
-    index: int  # of the call in the message
+    index: int  # the call's in the message
     id: str
     name: str
 
@@ -56,6 +56,15 @@ _JSON_MARKS = re.compile(r'["\\{}\[\]]')
 _JSON_SCALAR = re.compile(r"[\w.+-]*")
 _STRING_MARKS = re.compile(r'["\\]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def overlap(text: str, marker: str, start: int = 0) -> int:
+    """Length of the longest end of `text[start:]` that is a beginning of `marker`, but not all."""
+    start = max(start, len(text) - len(marker) + 1) - 1
+    while (start := text.find(marker[0], start + 1)) >= 0:
+        if marker.startswith(text[start:]):
+            return len(text) - start
+    return 0
 
 
 class Reader(msgspec.Struct):
@@ -144,15 +153,10 @@ class Reader(msgspec.Struct):
                 self.take(end + len(marker))
                 return "", marker
             if not marker and not self.ended:
-                end -= max((self._overlap(marker) for marker in markers), default=0)
+                end -= max((overlap(self._text, marker, self._at) for marker in markers), default=0)
             if end > self._at or self.ended:
                 return self.take(end), ""
             yield
-
-    def _overlap(self, marker: str) -> int:
-        """Length of the longest end of the text that is a beginning of `marker`."""
-        longest = min(len(self._text) - self._at, len(marker) - 1)
-        return next((n for n in range(longest, 0, -1) if self._text.endswith(marker[:n])), 0)
 
     def until(self, marker: str) -> Steps[str | None]:
         """Consume text and the marker that ends it; None if the end comes first."""

@@ -147,7 +147,7 @@ class ChoiceTimes(msgspec.Struct):
     arrival_ns: int
     num_prompt_tokens: int
     num_tokens: int = 0  # generated
-    num_cached_tokens: int = 0  # of the prompt, in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     evicted_at_ns: int = 0  # see EngineCoreOutput
     last_ns: int = 0  # when the latest tokens came

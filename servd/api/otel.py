@@ -27,7 +27,7 @@ from servd.messages import FinishReason
 from servd.tracing import now_ns
 
 LAST_EXPORT = 1.0  # seconds for what is not yet exported when the server ends
-MAX_PROMPTS = 16  # of a request whose phases are shown, the first ones
+MAX_PROMPTS = 16  # a request's first ones, whose phases are shown
 SECOND = 1e9  # nanoseconds
 # Phase of an account -> name of the span.
 SPANS = {

@@ -61,7 +61,7 @@ def _compare(
 ) -> None:
     """Find the earlier prompt that begins most like this one."""
     likeness = [
-        # Of prompts that share as much, the one with the same salt says more.
+        # Among prompts that share as much, the one with the same salt says more.
         (common_length(prompt, known), other.salt == timeline.salt, other, known)
         for other in others
         if other is not timeline and (known := other.prompt) and other.marks[0].at_ns < scheduled

@@ -13,8 +13,8 @@ from servd.api.event_log import EventLog
 from servd.api.protocol.responses import Response
 from servd.errors import Overloaded, RequestError
 
-MAX_BYTES = 256 * 2**20  # of all keys together, if they are few
-MIN_BYTES = 32 * 2**20  # of one key
+MAX_BYTES = 256 * 2**20  # all keys together, if they are few
+MIN_BYTES = 32 * 2**20  # per key
 
 
 class Stored(msgspec.Struct):
@@ -23,7 +23,7 @@ class Stored(msgspec.Struct):
     response: Response
     items: list[dict[str, Any]]  # input and output of earlier turns, and this one's input
     num_bytes: int  # about what it holds; items that turns share count for each
-    log: EventLog | None = None  # of a response that is made in the background
+    log: EventLog | None = None  # a background response's
     task: asyncio.Task[None] | None = None  # the same
 
     @property

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MAX_RECENT = 1024  # about 3 KB each
 MAX_SLOWEST = 32  # each with its account, up to 300 KB
-MAX_MARKS = 200_000  # of recent requests, and of the slowest ones; 100 bytes each
-MAX_PROMPT_TOKENS = 2_000_000  # of finished requests, 4 bytes each
+MAX_MARKS = 200_000  # recent requests' and those of the slowest ones; 100 bytes each
+MAX_PROMPT_TOKENS = 2_000_000  # finished requests', 4 bytes each
 MAX_STEPS = 8192  # about 700 bytes each
 STEPS_BEFORE = 256  # which tell what is normal
 BY_TIME = attrgetter("at_ns")
@@ -44,7 +44,7 @@ class Timeline(msgspec.Struct):
     choices: Sequence[ChoiceTimes] = ()
     params: SamplingParams | None = None
     prompt: array[int] = array("I")  # token ids; empty when it is no longer kept
-    salt: str | None = None  # of the prefix cache
+    salt: str | None = None  # the prefix cache's
     # From its first tool call to its end, and how long the parser worked in it.
     parsed_from_ns: int = 0
     parsed_to_ns: int = 0
@@ -111,7 +111,7 @@ class Tracer:
         self.recent: OrderedDict[str, Timeline] = OrderedDict()
         self.slowest: dict[str, Timeline] = {}
         self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
-        self._num_marks = 0  # of `recent`
+        self._num_marks = 0  # in `recent`
         self._prompts: deque[Timeline] = deque()  # finished, with their prompts
         self._num_prompt_tokens = 0
         self._accountant = ThreadPoolExecutor(1, "account")

@@ -84,7 +84,7 @@ class Recorder:
     def __init__(self) -> None:
         self.is_on, self.began = False, 0.0
         self.threads: dict[str, Call] = {}
-        # Of each thread what runs, with the time since when.
+        # What runs in each thread, with the time since when.
         self._stacks: dict[str, list[tuple[FrameType, Call, float]]] = {}
         self._is_public: dict[CodeType, bool] = {}
         self._suspended: dict[FrameType, Call] = {}

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from servd.errors import ServdError
 
 SAMPLING = ("temperature", "max_tokens", "seed")
-RETRIES = 5  # of requests that the server has no room for
+RETRIES = 5  # when the server has no room for a request
 LONGEST_WAIT = 60.0  # seconds between them
 REOPEN = (ConnectionError, http.client.ImproperConnectionState)
 

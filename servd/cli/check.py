@@ -97,7 +97,7 @@ def check_folders(config: Config) -> Iterator[Finding]:
 
 
 def check_limits(config: Config) -> Iterator[Finding]:
-    """Of the system, for a process."""
+    """Limits of the system on a process."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = config.server.max_connections + 64  # -1 is no limit
     remedy = f"docker run --ulimit nofile={needed}, or --max-connections {max(files - 64, 1)}"

@@ -43,8 +43,8 @@ def problems(engine: EngineCore) -> list[str]:
 
 
 def audit(message: Audit, engine: EngineCore) -> list[EngineCoreOutputs | EngineAudit]:
-    """What a client is told that asks between two steps. It may have heard of none for long: the
-    state of now comes first.
+    """The answer to a client that asks between two steps. It may not have heard of one for long:
+    the present state comes first.
     """
     stats = engine.scheduler.report(engine.grammars.num_waiting)
     requests = [*engine.scheduler.requests.values(), *engine.grammars.waiting()]

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from servd.messages import ScheduledRequest
 
 MEMORY = 0.97  # weight that a sample of a request has left after another one
-COST_MEMORY = 0.995  # of a step's seconds
+COST_MEMORY = 0.995  # share of the past that each step keeps
 # Before anything is known, a token more costs 1/128 of a step, and every second draft is kept.
 TOKENS_PER_STEP = 128
-LEAST_SHARE = 1 / 500  # of a step: noise may make a token look free
+LEAST_SHARE = 1 / 500  # share of a step: noise may make a token look free
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0
-FIRST_TRIALS = 2  # of each request, whatever became of others' drafts
+FIRST_TRIALS = 2  # per request, whatever became of others' drafts
 LONGEST = 3.0  # a step counts at most so many times what was expected: others may have run
 MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
 # Costs change, and steps of one size teach nothing. At first, and now and then, some steps in a row
@@ -143,7 +143,7 @@ class Lookahead:
         self.cost = StepCost()
         self.overall = Acceptance()
         self.guess = self.guess_found = FIRST_GUESS
-        # Of a draft in the step that is put together, in tokens: what verifying and making it cost.
+        # What verifying and making a draft costs in the step that is put together, in tokens.
         self.least_gain = self.least_gain_asked = 0.0
         self.num_requests = 0  # for which they were last weighed
         self.num_steps = 0

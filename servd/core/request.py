@@ -33,7 +33,7 @@ class RequestStatus(Enum):
 class GrammarEnd:
     """The grammar of an output lets it end, or fails, with a token just sampled."""
 
-    num_tokens: int = 1  # of those just sampled, up to that token
+    num_tokens: int = 1  # how many of those just sampled, up to that token
     error: str | None = None  # None: the output is complete; else the token is not part of it
 
 
@@ -83,7 +83,7 @@ class Request:
     num_preemptions: int = 0
     slot: int = -1  # row in the workers while running
     block_ids: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens
+    block_hashes: list[bytes] = field(default_factory=list)  # by full block of known tokens
     num_registered_blocks: int = 0  # the first of block_ids, known to the prefix cache
     marks: list[Mark] = field(default_factory=list)  # not yet sent to the client
     # Those of the tokens from the second on.

@@ -35,7 +35,7 @@ from servd.tracing import Mark, StepRecord, now_ns
 
 logger = logging.getLogger("servd.scheduler")
 
-BACKGROUND_SHARE = 8  # of the budget, for prompts of a lower lane: their steps have to be short
+BACKGROUND_SHARE = 8  # a lower lane's prompts get an eighth of the budget, for short steps
 NO_DRAFTS: list[int] = []
 NOTHING_FORCED: dict[int, list[int]] = {}
 
@@ -174,7 +174,7 @@ class Scheduler:
 
     @property
     def newest(self) -> StepRecord:
-        """Of the step that `schedule` returned last."""
+        """Record of the step that `schedule` returned last."""
         return self._in_flight[-1].record
 
     def _make_room(self, step: Step) -> None:

@@ -30,7 +30,7 @@ class DraftTree:
     def __init__(self, paths: Sequence[Path], device: torch.device) -> None:
         places = {path: place for place, path in enumerate([(), *paths])}
         self.depth = max(map(len, paths))
-        self.heads = [len(path) - 1 for path in paths]  # of each draft: its depth, from 0
+        self.heads = [len(path) - 1 for path in paths]  # depth of each draft, from 0
         self.ranks = [path[-1] for path in paths]
         # The drafts that are the likeliest at every depth.
         self.chain = [place - 1 for path, place in places.items() if path and not any(path)]

@@ -115,7 +115,7 @@ def compare(runner: ModelRunner) -> None:
     config = runner.config.replace(attention_backend=runner.backend_name)
     try:
         planned = _sizes(load(type(runner), config, runner.spec, runner.device))
-    except Exception as error:  # of what only reports, a server must not fail
+    except Exception as error:  # a report must never make a server fail
         log.warning("no plan to compare memory with: %r", error)
         return
     pairs = {

@@ -47,7 +47,7 @@ class InputBatch:
     attention_rows: AttentionRows
     # int64 [n], on the host: indices in `scheduled` of the rows that sample.
     sample_rows: np.ndarray
-    # Of each token to sample: as many as rows that sample and drafts, row by row.
+    # One entry per token to sample: as many as rows that sample and drafts, row by row.
     sample_host_slots: np.ndarray  # int64 [m], on the host
     sample_tokens: torch.Tensor  # int64 [m]: index in the step of the token before it
     sample_slots: torch.Tensor  # int64 [m]

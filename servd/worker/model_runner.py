@@ -45,7 +45,7 @@ class SampledTokens:
     """The StepPart of the rows that sampled."""
 
     rows: Sequence[int]  # indices in `scheduled`
-    num_drafts: Sequence[int]  # of each row
+    num_drafts: Sequence[int]  # by row
     sampled: SamplerOutput
 
     def to_host(self) -> SampledTokens:

@@ -344,7 +344,7 @@ async def test_tokenize_counts_the_same_prompt(fields):
 
 # ---- reasoning ----
 
-THOUGHTS = "<think>\nThe user says hi – 你好.\n</think>\n\nHello!"
+REASONING = "<think>\nThe user says hi – 你好.\n</think>\n\nHello!"
 
 
 async def check_thoughts(served: Served, num_tokens: int, **body: Any) -> None:
@@ -360,13 +360,13 @@ async def check_thoughts(served: Served, num_tokens: int, **body: Any) -> None:
 
 
 async def test_thoughts_that_the_model_opens():
-    async with scripted(THOUGHTS, THINKING_TEMPLATE) as served:
-        inside = THOUGHTS.removeprefix("<think>").partition("</think>")[0]
+    async with scripted(REASONING, THINKING_TEMPLATE) as served:
+        inside = REASONING.removeprefix("<think>").partition("</think>")[0]
         await check_thoughts(served, len(inside.encode()))
 
 
 async def test_thoughts_that_the_prompt_opens():
-    script = THOUGHTS.removeprefix("<think>\n")
+    script = REASONING.removeprefix("<think>\n")
     async with scripted(script, THINKING_TEMPLATE) as served:
         num_tokens = len(script.partition("</think>")[0].encode())
         await check_thoughts(served, num_tokens, chat_template_kwargs={"open_thoughts": True})
@@ -383,7 +383,7 @@ async def test_thinking_can_be_switched_off(body):
 
 
 async def test_hidden_thoughts_are_counted():
-    async with scripted(THOUGHTS, THINKING_TEMPLATE) as served:
+    async with scripted(REASONING, THINKING_TEMPLATE) as served:
         whole = await ask(served)
         hidden = await ask(served, include_reasoning=False)
         assert hidden["choices"][0]["message"] == {"role": "assistant", "content": "Hello!"}
@@ -413,9 +413,9 @@ async def test_a_reply_that_is_all_thought():
 
 
 async def test_a_model_that_does_not_think_has_no_reasoning_tokens():
-    async with scripted(THOUGHTS, TOOL_TEMPLATE) as served:
+    async with scripted(REASONING, TOOL_TEMPLATE) as served:
         answer = await ask(served)
-        assert answer["choices"][0]["message"]["content"] == THOUGHTS
+        assert answer["choices"][0]["message"]["content"] == REASONING
         assert "completion_tokens_details" not in answer["usage"]
 
 

@@ -17,7 +17,7 @@ QUERY, DOCUMENTS = "where?", ["here", "there it is", "x" * 300, ""]
 
 
 def cosine(one: str, other: str) -> float:
-    """Of the fake model's vectors, whose length is 1."""
+    """Cosine of the fake model's vectors, whose length is 1."""
     return sum(a * b for a, b in zip(expected(one), expected(other), strict=True))
 
 

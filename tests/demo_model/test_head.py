@@ -15,7 +15,7 @@ QUESTIONS = ("What is servd?", "What is 7 + 5?", "Count from 3 to 9.", "Tell me 
     "options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["32", "16", "8"]
 )
 def test_most_steps_yield_more_than_one_token(options, monkeypatch):
-    """Of weights and caches of 32, 16 and 8 bits; greedy and drawn."""
+    """With weights and caches of 32, 16 and 8 bits; greedy and drawn."""
     from servd.core.lookahead import Lookahead
 
     monkeypatch.setattr(Lookahead, "num_drafts", lambda self, acceptance: self.max_drafts)

@@ -24,7 +24,7 @@ def held_out():
 
 
 def perplexity(sequences, **options: str) -> float:
-    """Of the tokens of answers, given those before."""
+    """Perplexity of answers' tokens, given those before."""
     llm = LLM("demo", device="cpu", executor="uniproc", enable_prefix_caching=False, **options)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate([sequence.ids for sequence in sequences], params, use_tqdm=False)

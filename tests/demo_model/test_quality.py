@@ -37,7 +37,7 @@ MAX_NEW_TOKENS = 240
 
 @pytest.fixture(scope="module")
 def token_ids():
-    """Of each prompt, as transformers makes them."""
+    """Token ids of each prompt, as transformers makes them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     texts = [
         prompt.get("prompt")
@@ -71,7 +71,7 @@ def sentences(text):
 
 
 def has_keywords(prompt, answer):
-    """Of each group of keywords, one is in the answer."""
+    """Whether one of each group of keywords is in the answer."""
     return all(
         any(word.lower() in answer.lower() for word in group) for group in prompt["keywords"]
     )

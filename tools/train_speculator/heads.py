@@ -111,7 +111,7 @@ class Eagle3(Head):
 
     @property
     def target_ids(self) -> Tensor:
-        """Of the draft's vocabulary, int64 [draft vocab]."""
+        """Target ids of the draft's vocabulary, int64 [draft vocab]."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def use_vocabulary(self, target_ids: Tensor) -> None:

@@ -30,7 +30,7 @@ class Teacher:
         self.model = model.to(device).eval().requires_grad_(False)
         self.embedding: Tensor = model.get_input_embeddings().weight  # [vocab, hidden]
         self.output_head: nn.Linear = model.get_output_embeddings()
-        # Of the norm before the output head, where it is named as in Llama.
+        # Weight of the norm before the output head, where it is named as in Llama.
         norm = getattr(model.base_model, "norm", None)
         self.last_norm: Tensor | None = None if norm is None else norm.weight
         self.aux_layers = aux_layers

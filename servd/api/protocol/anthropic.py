@@ -126,7 +126,7 @@ class OutputConfig(OpenObject, total=False):
 class CountTokensRequest(TranslatedRequest):
     """Body of POST /v1/messages/count_tokens."""
 
-    keeps_budget: ClassVar[bool] = True  # of reasoning; no count depends on it
+    keeps_budget: ClassVar[bool] = True  # reasoning's; no count depends on it
 
     messages: Annotated[
         list[Annotated[dict[str, Any], BeforeValidator(_check_message)]],

@@ -97,7 +97,7 @@ class ChatMessage(OpenObject):
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
     tool_calls: NotRequired[Annotated[list[ToolCall], Field(fail_fast=True)] | None]
-    reasoning: NotRequired[str | None]  # of an earlier answer, under either name
+    reasoning: NotRequired[str | None]  # an earlier answer's, under either name
     reasoning_content: NotRequired[str | None]
 
 

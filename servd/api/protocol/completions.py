@@ -116,7 +116,7 @@ class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]  # null for the first token of an echoed prompt
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]  # of the token's first character in the choice's text
+    text_offset: list[int]  # where the token's first character is in the choice's text
 
 
 class CompletionChoice(msgspec.Struct):

@@ -15,7 +15,7 @@ from servd.errors import InvalidRequest
 
 # ---- request ----
 
-MAX_OPTIONS = 2048  # of all questions: each may take two requests to the engine
+MAX_OPTIONS = 2048  # all questions together: each may take two requests to the engine
 
 
 def _text_parts(content: Any) -> Any:

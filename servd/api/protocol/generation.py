@@ -19,7 +19,7 @@ from servd.messages import RequestOptions
 from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
 
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one
-# must be told. All other unknown fields are accepted and named in the header X-Servd-Ignored.
+# must know. All other unknown fields are accepted and named in the header X-Servd-Ignored.
 UNSUPPORTED = (
     "audio", "chat_template", "function_call", "functions", "modalities", "prompt_embeds",
     "web_search_options",

@@ -8,7 +8,7 @@ BACKSLASH = ord("\\")
 def has_more_values(data: bytes, limit: int) -> bool:
     """Whether a JSON text has more than about `limit` values (elements, keys, containers).
 
-    Most texts are told by three counts at the speed of memory. Where commas and brackets of the
+    Three counts at the speed of memory suffice for most texts. Where commas and brackets of the
     strings may be to blame, the strings are left out, which takes some seconds for 32 MB, in
     short pieces: call it in a thread.
     """

@@ -38,7 +38,7 @@ class CauseShare(msgspec.Struct):
 
     cause: str
     ms: float
-    share: float  # of the whole, 0 to 1
+    share: float  # part of the whole, 0 to 1
     meaning: str
 
 
@@ -48,7 +48,7 @@ class TimelineSpan(msgspec.Struct):
     cause: str
     begin_ms: float
     end_ms: float
-    first_step: int | UnsetType = UNSET  # of the engine
+    first_step: int | UnsetType = UNSET  # the engine's number
     last_step: int | UnsetType = UNSET
 
 
@@ -87,7 +87,7 @@ class TimelineNeighbour(msgspec.Struct):
 
     num_prompt_tokens: int
     ms: float
-    id: str | UnsetType = UNSET  # of the same API key
+    id: str | UnsetType = UNSET  # shown to the same API key only
 
 
 class PrefixDifference(msgspec.Struct):
@@ -98,7 +98,7 @@ class PrefixDifference(msgspec.Struct):
     text: str
     other_token_id: int
     other_text: str
-    other_id: str  # of the earlier request
+    other_id: str  # the earlier request's
 
 
 class PrefixCache(msgspec.Struct):

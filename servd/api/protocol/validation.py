@@ -21,7 +21,7 @@ REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a b
 MAX_VALUES = 500_000  # elements, keys and containers of a body
 MAX_PROBLEMS = 10
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
-MAX_KEYS = 16  # of OpenAI's metadata; the other objects have fewer
+MAX_KEYS = 16  # as in OpenAI's metadata; the other objects have fewer
 
 SCALAR = str | int | float
 # pydantic's type of an error -> what a field "must be", where pydantic's own words are clumsy.

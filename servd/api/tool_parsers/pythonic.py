@@ -120,7 +120,7 @@ def _arguments(parenthesis: str) -> str | None:
     """JSON of keyword arguments that are literals; None for anything else."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes such as "\d"
+            warnings.simplefilter("ignore")  # about escapes such as "\d"
             call = ast.parse(f"f{parenthesis}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None

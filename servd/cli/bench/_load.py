@@ -50,7 +50,7 @@ class Record:
 class Load:
     """How requests are sent."""
 
-    url: str  # of the server, without /v1
+    url: str  # the server's, without /v1
     model: str
     concurrency: int | None = None  # most requests at once; None: no limit
     request_rate: float | None = (

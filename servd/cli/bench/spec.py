@@ -55,7 +55,7 @@ class Figures:
     method: str
     depth: int
     batch: int
-    tokens_per_s: float  # of output
+    tokens_per_s: float  # output tokens
     num_drafts: int  # tokens that were drafted and verified
     acceptance_length: float  # tokens that a step with drafts yields for a request
     ms_per_step: float
@@ -134,7 +134,7 @@ def measure(
     watch = Watch(llm)
     generate(llm, prompts[:1], 1)
     best: dict[int, Figures] = {}
-    outputs: list[list[list[int]]] = []  # of each run
+    outputs: list[list[list[int]]] = []  # by run
     for batch in arguments.batches * arguments.rounds:
         watch.drafts, first_step = DraftStats(), watch.last_step
         started = time.perf_counter()

@@ -98,7 +98,7 @@ class Row:
     params: SamplingParams | PoolingParams
     # After the last computed token, and after each draft that was computed behind it.
     states: list[int] = field(default_factory=lambda: [0])
-    drafts: list[int] = field(default_factory=list)  # of the tokens after `token_ids`
+    drafts: list[int] = field(default_factory=list)  # those after `token_ids`
 
 
 class Stream(Protocol):
@@ -149,7 +149,7 @@ class FakeExecutor(executor.Executor):
         super().__init__(config, spec, progress)
         self.block_size = config.cache.block_size
         self.cache = array("Q")  # one state per token
-        self.times_ns: list[int] = []  # of the step computed last, see StepRecord.worker_ns
+        self.times_ns: list[int] = []  # the step computed last, see StepRecord.worker_ns
         self.rows: dict[int, Row] = {}
         self.launched: Pending | None = None  # the forward pass, until its tokens are sampled
         self.stream: Stream = (

@@ -8,7 +8,7 @@ from itertools import pairwise
 from servd.messages import BlockEviction
 from servd.tracing import now_ns
 
-MAX_USES = 4  # of a block that are remembered, the last ones
+MAX_USES = 4  # remembered per block, the last ones
 
 
 class BlockTimes:

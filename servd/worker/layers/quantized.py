@@ -36,12 +36,12 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the matrix."""
+        """Shape of the matrix, as if it were not quantized."""
         return self.codes.shape
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of its tensors."""
         tensors = (self.codes, self.scale, self.offset, self.columns)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

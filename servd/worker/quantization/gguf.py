@@ -130,7 +130,7 @@ def _bits(data: Tensor, width: int, run: int) -> Tensor:
 def _joined(
     codes: Tensor, scale: Tensor, offset: Tensor | None, table: tuple[float, ...] | None
 ) -> Quantized:
-    """Of codes [rows, blocks, size] and scales [rows, blocks] or [rows, blocks, groups]."""
+    """Join blocks: codes [rows, blocks, size], scales [rows, blocks] or [rows, blocks, groups]."""
     scale = scale.unsqueeze(-1) if scale.dim() == 2 else scale
     size = codes.shape[-1] // scale.shape[-1]
     offset = None if offset is None else offset.reshape(len(codes), -1)

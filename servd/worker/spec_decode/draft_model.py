@@ -24,7 +24,7 @@ from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift
 from servd.worker.spec_decode import Proposer, Target
 
-MAX_DECODE_TOKENS = 8  # of a row in a pass where each token is a row of the attention
+MAX_DECODE_TOKENS = 8  # per row, in a pass where each token is a row of the attention
 
 
 class DraftModelProposer(Proposer):
@@ -70,7 +70,7 @@ class DraftModelProposer(Proposer):
 
     @property
     def bytes_per_block(self) -> int:
-        """Of its own layers."""
+        """Bytes of a KV cache block in the draft's own layers."""
         return kv_cache.bytes_per_block(self.backend, self.model)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:

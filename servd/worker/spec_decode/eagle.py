@@ -156,7 +156,7 @@ class EagleProposer(Proposer):
         self.head = target.load(lambda: self.head_class(self.spec, names, target), folder, rename)
         self.backend = target.make_backend(self.head)
         num_slots = self.states.max_num_seqs + 1
-        # Of tokens that the target has computed and the head has not: [slot, position % kept].
+        # Tokens that the target has computed and the head has not: [slot, position % kept].
         self.kept = torch.zeros(
             (num_slots, MOST_BEHIND, self.head.num_read),
             dtype=self.backend.spec.dtype,
@@ -202,7 +202,7 @@ class EagleProposer(Proposer):
 
     def add(self, request: NewRequest) -> None:
         """What the prefix cache has of the target, it has of the head."""
-        self._keep_recent()  # of the slot's last request
+        self._keep_recent()  # tokens of the slot's last request
         self.behind[request.slot] = self.skipped[request.slot] = 0
 
     def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:

@@ -27,7 +27,7 @@ TOKEN_BITS = 20
 KEY_MASK = (1 << SHORTEST * TOKEN_BITS) - 1
 END = (1 << TOKEN_BITS) - 1  # between two outputs; no token
 MAX_PLACES = 64  # looked at for a draft, of each text
-MAX_CACHED_TOKENS = 2**19  # of the outputs of others: at most 60 MB
+MAX_CACHED_TOKENS = 2**19  # outputs of other requests: at most 60 MB
 
 
 class Text:
@@ -35,7 +35,7 @@ class Text:
 
     def __init__(self) -> None:
         self.token_ids = array("i")
-        self.num_outputs = 0  # of others, each with END behind it
+        self.num_outputs = 0  # outputs of other requests, each with END behind it
         self._before = array("i")  # for each place, the one before it in its chain; -1: none
         self._newest: dict[int, int] = {}  # three tokens -> the index of what followed them last
         self._key = END
@@ -112,8 +112,8 @@ class SuffixProposer(Proposer):
                 "speculative method suffix is for --device cpu: it would wait for each step of a "
                 "GPU; use method ngram there"
             )
-        self._rows: dict[int, Row] = {}  # of the slots that are drafted for
-        self._outputs = [Text(), Text()]  # of others; the second one is full, and forgotten next
+        self._rows: dict[int, Row] = {}  # by slot, for those that are drafted for
+        self._outputs = [Text(), Text()]  # other requests'; the second is full, and forgotten next
 
     def add(self, request: NewRequest) -> None:
         """Its prompt is searched too, if anything is drafted for it."""

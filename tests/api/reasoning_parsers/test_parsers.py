@@ -28,7 +28,7 @@ CASES = [
 
 
 def read(name: str, case: Case, pieces) -> tuple[str, str]:
-    """Thoughts and content."""
+    """Reasoning and content."""
     kind = plugins.load(PACKAGE, name, "Parser")
     parser = kind(case.is_thinking or kind.always)
     reasoning, content = "", ""

@@ -156,7 +156,7 @@ def grow(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def logits_of(folder: Path, kv_cache_dtype: str) -> torch.Tensor:
-    """Of a prompt and of a step of one token."""
+    """Logits of a prompt and of a step of one token."""
     config = config_for(
         folder, kv_cache_dtype=kv_cache_dtype, block_size=16, attention_backend="torch_sdpa"
     )

@@ -223,7 +223,7 @@ TREE = [(0, 0), (0, 2), (1, 0), (1, 1), (2, 0), (3, 0)]
     ids=[f"chain, {name}" for name in FREE | IN_TURN] + [f"tree, {name}" for name in FREE],
 )
 def test_drawn_frequencies_around_drafts_fit_the_exact_distribution(shape, case, has_grammar):
-    """Of the token after each input that the text reached: as many requests that differ in their
+    """The token after each input that the text reached: as many requests that differ in their
     seeds, in one step.
     """
     num_rows = 4_000

@@ -198,7 +198,7 @@ def test_a_row_with_few_drafts_beside_one_with_many(target: Path, tmp_path: Path
 def test_a_row_without_drafts_is_followed_when_it_wants_some(
     target: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of what it missed, the head sees the last tokens."""
+    """The head sees the last tokens of those that it missed."""
     monkeypatch.setattr(eagle, "MOST_BEHIND", 6)
     config = {"method": method} | getattr(checkpoints, method)(target, tmp_path)
     driver = Driver(config_for(target, speculative_config=config))

@@ -87,7 +87,7 @@ def test_as_many_drafts_are_kept_as_the_text_says(name: str, target: Path, tmp_p
     ids=lambda options: next(iter(options.values())),
 )
 def test_logits_beside_drafts_have_the_bits_of_plain_steps(options, tiny_llama, monkeypatch):
-    """Of right drafts and of wrong ones, over contexts of one part of the attention and of two."""
+    """Right drafts and wrong ones, over contexts of one part of the attention and of two."""
     options |= {"block_size": 16, "max_model_len": 400, "max_num_batched_tokens": 400}
     draws = [SamplingParams(temperature=i % 2, seed=i, max_tokens=None) for i in range(3)]
     prompts = [[7, 9 + i] * length for i, length in enumerate((2, 30, 125))]
@@ -142,7 +142,7 @@ def allowed_after(outputs: tuple[int, ...], has_grammar: bool) -> list[int]:
 def chances(
     target: Path, params: SamplingParams, has_grammar: bool
 ) -> dict[tuple[int, ...], float]:
-    """Of each text of NUM_TOKENS, or less if it ends before, by enumeration."""
+    """Chance of each text of NUM_TOKENS, or less if it ends before, by enumeration."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for length in range(NUM_TOKENS):
         texts = [text for text in found if len(text) == length and EOS not in text]
