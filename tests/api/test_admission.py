@@ -76,7 +76,7 @@ def test_retry_after_is_the_measured_time_until_there_is_room(clock, entered):
     assert error.value.headers["Retry-After"] == "6"
 
 
-def test_a_full_queue_lets_in_who_has_less_than_a_share_of_it(clock, entered):
+def test_a_full_queue_admits_clients_below_their_share(clock, entered):
     admission = make(clock, max_waiting_requests=8)
     for _ in range(8):
         enter(admission, entered, "a")
@@ -288,7 +288,7 @@ async def test_requests_for_vectors_can_run_in_the_background(served: Served, pa
 # ---- draining ----
 
 
-async def test_a_server_that_drains_finishes_what_is_open_and_lets_nobody_in(served: Served):
+async def test_a_draining_server_finishes_open_requests_and_admits_none(served: Served):
     served.engine.may_step.clear()
     body = {"messages": user("hi"), "max_tokens": 2}
     asking = asyncio.create_task(served.http.post(CHAT, json=body))

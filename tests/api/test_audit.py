@@ -134,7 +134,7 @@ async def test_only_admins_may_ask(tmp_path):
             assert answer.status_code == status
 
 
-async def test_while_there_is_no_engine_it_says_so():
+async def test_requests_while_there_is_no_engine_get_a_clear_error():
     async with serve(is_ready=False) as served:
         answer = await served.http.get("/debug/audit")
         assert answer.status_code == 503 and answer.headers["retry-after"]

@@ -260,7 +260,7 @@ def test_a_file_of_keys_that_is_no_toml_at_all_ends_no_server(tmp_path: Path, da
         read_keys(AccessConfig(api_key_file=str(file)))
 
 
-async def test_a_file_without_keys_lets_nobody_in(tmp_path: Path):
+async def test_a_key_file_without_keys_admits_nobody(tmp_path: Path):
     (tmp_path / "keys.toml").write_text("")
     async with serve(api_key_file=str(tmp_path / "keys.toml")) as served:
         assert (await served.http.get("/v1/models")).status_code == 401

@@ -105,7 +105,7 @@ async def test_a_slot(slow_steps):
         assert [timeline["behind"] for timeline in timelines] == [[], [first]]
 
 
-async def test_behind_whom_is_also_who_came_later_and_went_first(slow_steps):
+async def test_a_later_request_that_overtook_is_among_those_waited_for(slow_steps):
     async with serve(max_num_seqs=1, scheduling_policy="priority") as served:
         tasks = [asyncio.create_task(post(served, "a", 40))]
         await has_token(served)

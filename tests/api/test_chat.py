@@ -46,7 +46,7 @@ async def test_the_whole_answer(http):
     }
 
 
-async def test_cached_tokens_are_told(http):
+async def test_cached_tokens_are_reported(http):
     await ask(http)
     cached = (await ask(http, n=2))["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == 16  # one block of the 19 tokens; counted once, though both choices found it
@@ -244,7 +244,7 @@ async def test_tokens_are_named_by_their_ids_on_demand(http):
     )
 
 
-async def test_the_prompt_is_told_once_on_demand(http):
+async def test_the_prompt_text_is_sent_once_on_demand(http):
     body = {"messages": user("hi"), "max_tokens": 3, "n": 2, "return_prompt_text": True}
     assert (await ask(http, **body))["prompt_text"] == chat_prompt("hi")
     chunks = events((await http.post(CHAT, json={**body, "stream": True})).text)

@@ -72,7 +72,7 @@ async def test_bounds_of_repetition_detection(http, fields):
     )
 
 
-async def test_tokens_are_named_by_their_ids_and_the_prompt_told_on_demand(http):
+async def test_tokens_are_named_by_id_and_the_prompt_is_sent_on_demand(http):
     body = {
         "prompt": [[104, 105], [106]],
         "max_tokens": 3,

@@ -44,7 +44,7 @@ async def test_the_page_needs_nothing_but_its_own_files(http: httpx.AsyncClient)
     assert sum(len(file.content) for file in files().values()) <= 200_000
 
 
-async def test_the_browser_is_told_to_run_nothing_else(http: httpx.AsyncClient):
+async def test_the_content_security_policy_forbids_everything_else(http: httpx.AsyncClient):
     page = await http.get("/", headers=BROWSER)
     rules = dict(
         rule.strip().split(" ", 1) for rule in page.headers["content-security-policy"].split(";")

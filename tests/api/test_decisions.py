@@ -64,7 +64,7 @@ async def test_texts_and_booleans_that_look_alike_are_two_options(http):
     assert [p["value"] for p in answer["probabilities"]] == [True, "true", False]
 
 
-async def test_255_options_of_which_some_begin_others(http):
+async def test_255_options_some_of_which_are_prefixes_of_others(http):
     choices = [{"value": str(number)} for number in range(255)]  # 1, 10, 100
     question = {"type": "choice", "instructions": "How many?", "choices": choices}
     response = await http.post("/v1/decisions", json={"input": "hi", "questions": [question]})

@@ -404,7 +404,7 @@ LONG = f"'{'x' * 49}... (101 characters)"
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_what_is_wrong_is_said_in_a_plain_sentence(http, fields, sentence):
+async def test_errors_are_plain_sentences(http, fields, sentence):
     answer = await http.post(CHAT, json={"messages": user("hi"), **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == sentence

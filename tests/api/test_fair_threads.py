@@ -69,7 +69,7 @@ async def test_clients_take_turns(threads):
     assert max(gate.order.index("c0"), gate.order.index("b1")) < gate.order.index("a4")
 
 
-async def test_what_waits_has_a_limit_of_which_each_client_has_a_share(threads):
+async def test_waiting_work_is_limited_and_shared_between_clients(threads):
     gate = Gate()
     tasks: list[asyncio.Task[str]] = []
 

@@ -242,7 +242,7 @@ def test_a_client_that_has_used_its_share_waits_with_one_grammar(monkeypatch):
         thread.join(30)
 
 
-def test_who_waits_too_long_is_told_and_forgotten():
+def test_a_client_that_waits_too_long_is_refused_and_forgotten():
     turns = Turns()
     with turns.take("a"):
         with pytest.raises(Overloaded, match="retry"), turns.take("b", timeout=0.01):

@@ -77,7 +77,7 @@ async def test_a_batch_of_chats(http):
     assert whole["usage"]["completion_tokens"] == 21
 
 
-async def test_a_batch_of_chats_some_of_which_think():
+async def test_a_batch_of_chats_with_and_without_reasoning():
     template = DEFAULT_TEMPLATE + "{%- if messages[0].content == 'think' %}<think>\n{% endif %}"
     async with serve(
         script="hm</think>ok", reasoning_parser="qwen3", chat_template=template

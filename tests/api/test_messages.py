@@ -210,7 +210,7 @@ async def test_a_call_cut_by_a_stop_sequence_is_not_reported_as_a_tool_call(
     assert [block["input"] for block in whole["content"] if block["type"] == "tool_use"] == inputs
 
 
-async def test_an_answer_that_goes_round_in_circles_is_cut_off():
+async def test_an_answer_that_repeats_itself_is_cut_off():
     async with serve(script="ab" * 50) as served:
         detection = {"max_pattern_size": 2, "min_count": 4}
         answer = await served.http.post(

@@ -78,7 +78,7 @@ def without_identity(value: Any) -> Any:
     return [without_identity(item) for item in value] if isinstance(value, list) else value
 
 
-async def test_an_answer_that_goes_round_in_circles_is_cut_off():
+async def test_an_answer_that_repeats_itself_is_cut_off():
     async with serve(script="ab" * 50) as served:
         body = {"input": "hi", "repetition_detection": {"max_pattern_size": 2, "min_count": 4}}
         answer = SDKResponse.model_validate((await served.http.post(URL, json=body)).json())

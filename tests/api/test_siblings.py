@@ -58,7 +58,7 @@ async def test_each_answers_for_all(tmp_path):
             assert (await served.http.get("/v1/requests/none/timeline")).status_code == 404
 
 
-async def test_a_step_of_which_both_have_heard_is_one(tmp_path):
+async def test_a_step_that_two_servers_report_is_listed_once(tmp_path):
     async with two(tmp_path) as servers:
         for served, numbers in zip(servers, ([0, 1, 2], [1, 2, 3]), strict=True):
             served.async_llm.tracer.steps += [StepRecord(n, 10 * n + 1) for n in numbers]

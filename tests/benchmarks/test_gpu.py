@@ -133,7 +133,7 @@ def test_the_page_has_no_figure_that_was_not_measured():
 
 @pytest.mark.skipif(bool(shutil.which("nvidia-smi")), reason="there is a GPU")
 @pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
-def test_without_a_gpu_it_says_so(target: str):
+def test_a_machine_without_a_gpu_is_named(target: str):
     if not shutil.which("make"):
         pytest.skip("no make")
     result = subprocess.run(["make", target], cwd=ROOT, capture_output=True, text=True, timeout=60)

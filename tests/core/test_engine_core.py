@@ -209,7 +209,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(bad: EngineCoreRequest):
     check_idle(engine)
 
 
-def test_slow_steps_are_told_at_once_to_clients_that_wait(monkeypatch):
+def test_slow_steps_are_reported_at_once_to_waiting_clients(monkeypatch):
     """Or a long prompt, or a queue behind others' requests, would look like an engine that stands
     still.
     """

@@ -88,7 +88,7 @@ def test_drafts_that_cost_more_than_they_yield_are_left_within_a_hundred_steps(
 
 
 @pytest.mark.parametrize("num_requests", [1, 8, 64])
-def test_new_requests_do_not_all_try_what_pays_for_nobody(num_requests):
+def test_new_requests_do_not_all_try_drafts_that_never_pay(num_requests):
     """Nor does a method that costs something whenever any of them drafts."""
     base = 20.0 + num_requests
     got = throughput(base, 0.05, num_requests, 0.5 * base, first_step=200, lifetime=150)
@@ -118,7 +118,7 @@ def started() -> Lookahead:
     return lookahead
 
 
-def test_who_wants_none_gets_none():
+def test_a_request_that_opts_out_gets_no_drafts():
     lookahead = started()
     lookahead.begin_step(1)
     assert lookahead.num_drafts(Acceptance()) > 0

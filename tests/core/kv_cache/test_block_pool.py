@@ -115,7 +115,7 @@ def test_sharing_a_cached_block_makes_it_the_last_to_be_evicted():
     assert pool.take(2) == [blocks[1], blocks[0]]
 
 
-def test_the_times_of_blocks_are_told_once_they_are_evicted(monkeypatch):
+def test_block_times_are_reported_at_eviction(monkeypatch):
     clock = iter([1, 10, 14, 50])
     monkeypatch.setattr(block_times, "now_ns", lambda: next(clock))
     pool = BlockPool(2, BlockTimes(2))

@@ -138,7 +138,7 @@ def shares(policy: str, **weights: float) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("policy", ["fair", "priority"])
-def test_who_asks_for_more_gets_no_more(policy):
+def test_asking_for_more_than_the_share_gains_nothing(policy):
     served = shares(policy, a=1.0, b=1.0)
     assert served["b"] == pytest.approx(served["a"], rel=0.1)
 

@@ -87,7 +87,7 @@ def test_a_request_takes_no_slot_while_its_grammar_compiles():
     assert re.fullmatch(REGEX.value, text(driver.log, "bound"))
 
 
-def test_one_compilation_serves_all_who_wait_and_all_who_follow():
+def test_one_compilation_serves_waiting_and_later_requests():
     engine = make_engine()
     driver = Driver(
         engine,
@@ -102,7 +102,7 @@ def test_one_compilation_serves_all_who_wait_and_all_who_follow():
     )
 
 
-def test_requests_that_wait_for_their_grammars_are_told_of_as_deferred():
+def test_requests_that_wait_for_their_grammars_count_as_deferred():
     engine = make_engine()
     driver = Driver(
         engine,
