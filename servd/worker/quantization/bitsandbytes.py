@@ -48,8 +48,8 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
         scale = _factors(state, module)
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedModel(
-            f"layer {name} has a state of NF4 that cannot be read ({error!r}): download the whole "
-            "checkpoint again"
+            f"layer {name} has a state of NF4 that cannot be read ({type(error).__name__}): "
+            "download the whole checkpoint, also for a plan"
         ) from None
     num_blocks = math.ceil(num_rows * size / block_size)
     if size % block_size or len(scale) != num_blocks or 2 * len(packed) != num_rows * size:

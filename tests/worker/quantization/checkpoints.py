@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from servd import plugins
-from servd.hf import quantization_of, weight_files
+from servd.hf import quantization_of, read_spec, weight_files
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.dry_run import load as load_dry
 from servd.worker.layers.quantized import Quantized
@@ -59,9 +59,11 @@ def read(folder: Path) -> dict[str, Tensor | Quantized]:
     return dict(module(weight_files(folder), config, torch.device("cpu")))
 
 
-def check(folder: Path, original: Path, meant: dict[str, Tensor]) -> None:
+def check(
+    folder: Path, original: Path, meant: dict[str, Tensor], is_plannable: bool = True
+) -> None:
     """Weights are those that are meant, bit by bit, and tokens those of transformers with them; the
-    plan knows how much memory they take.
+    plan knows how much memory they take, from headers alone where it `is_plannable`.
     """
     got = {n: x.dequantize() if isinstance(x, Quantized) else x for n, x in read(folder).items()}
     assert got.keys() == meant.keys()
@@ -78,10 +80,22 @@ def check(folder: Path, original: Path, meant: dict[str, Tensor]) -> None:
     runner = driver.worker.runner
     assert isinstance(runner, CPUModelRunner)
     assert runner.programs is None or (runner.programs.is_recordable and runner.programs.programs)
-    planned = load_dry(CPUModelRunner, config, driver.spec, torch.device("cpu"))
     taken = runner.weights_bytes
-    assert planned.weights_bytes == taken
     assert taken < sum(tensor.nbytes for tensor in meant.values())
+    for planned in (folder, _hollow(folder)) if is_plannable else (folder,):
+        runner = load_dry(CPUModelRunner, config, read_spec(planned), torch.device("cpu"))
+        assert runner.weights_bytes == taken
+
+
+def _hollow(folder: Path) -> Path:
+    """What a plan has of a model on the hub: headers of weights, and a hole."""
+    (made := folder / "hollow").mkdir()
+    (made / "config.json").write_bytes((folder / "config.json").read_bytes())
+    [file] = weight_files(folder)
+    data = file.read_bytes()
+    header = data[: 8 + int.from_bytes(data[:8], "little")]
+    (made / file.name).write_bytes(header.ljust(len(data), b"\0"))
+    return made
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
