@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -95,29 +97,25 @@ class ResponsesBuilder(EventBuilder):
             case Content(text=text):
                 yield from self._content(text)
             case Reasoning(text=text):
-                self.logprobs = []  # only messages have them
+                self._take_logprobs(text)  # only messages have them
                 if not isinstance(self.item, ReasoningItem):
                     yield from self._open_text(ReasoningItem(self._item_id("rs")), ReasoningText())
                 yield from self._text(text)
             case ToolCallStart(id=call_id, name=name):
-                self.logprobs = []
                 yield from self._open(FunctionCallItem(self._item_id("fc"), call_id, name))
             case ToolCallArguments(text=text):
                 assert isinstance(self.item, FunctionCallItem)
                 self.item.arguments += text
-                self.logprobs = []
+                self._take_logprobs(text)
                 yield self._item_event("response.function_call_arguments.delta", delta=text)
 
     def _content(self, text: str) -> Iterator[Event]:
         if not isinstance(self.item, MessageItem):
-            if isinstance(self.item, ReasoningItem):
-                self._drop_logprobs_before(text)  # those of the tag that ended the reasoning
             yield from self._open_text(MessageItem(self._item_id("msg")), OutputText())
         assert isinstance(self.item, MessageItem)
-        shown = choice_logprobs(self.tokenizer, self.logprobs)
+        shown = choice_logprobs(self.tokenizer, self._take_logprobs(text))
         logprobs = shown.content if shown else []
         self.item.content[0].logprobs += logprobs
-        self.logprobs = []
         yield from self._text(text, logprobs=logprobs)
 
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
@@ -202,13 +200,26 @@ class ResponsesBuilder(EventBuilder):
         )
         self.item = None
 
-    def _drop_logprobs_before(self, text: str) -> None:
-        num_bytes = len(text.encode())
-        first = len(self.logprobs)
-        while first and num_bytes > 0:
-            first -= 1
-            num_bytes -= len(self.tokenizer.token_bytes(self.logprobs[first].token_ids[0]))
-        del self.logprobs[:first]
+    def _take_logprobs(self, text: str) -> list[TokenLogprobs]:
+        """Those of the tokens that write a text; those before it, of tags, are dropped. What comes
+        after it stays for what follows, as an output may hold a message and a call.
+        """
+        if not self.logprobs:
+            return []
+        tokens = [self.tokenizer.token_bytes(each.token_ids[0]) for each in self.logprobs]
+        written, wanted = b"".join(tokens), text.encode()
+        # At the end, as in most streams; a short one may be found in a tag too.
+        first = len(written.removesuffix(wanted))
+        if first == len(written):
+            first = written.find(wanted)
+        if first < 0:  # a parser has written it anew
+            taken, self.logprobs = self.logprobs, []
+            return taken
+        ends = list(accumulate(map(len, tokens)))
+        begin = bisect_right(ends, first)
+        end = bisect_left(ends, first + len(wanted)) + 1 if text else begin
+        taken, self.logprobs = self.logprobs[begin:end], self.logprobs[end:]
+        return taken
 
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self.response.id.removeprefix('resp_')}_{len(self.response.output)}"
