@@ -89,6 +89,7 @@ def test_with_the_kernels_of_a_cpu_and_16_bits(tmp_path: Path):
         ),
         ("bamba", "BambaForCausalLM", "model.layers.0.mamba .* keeps a state"),
         ("gptj", "GPTJForCausalLM", "not called through the interface"),
+        ("bart", "BartForCausalLM", "takes no positions"),
         ("bert", "BertLMHeadModel", "neither causal"),
     ],
 )

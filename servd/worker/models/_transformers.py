@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -51,6 +52,8 @@ HEEDLESS = {
     "sliding_window",
 }
 
+# Found by tests/parity/test_causal_classes.py.
+DIFFERENT = ("MoshiForCausalLM",)
 CONTEXT: ContextVar[Any] = ContextVar("CONTEXT")  # a ForwardContext, or Notes
 
 
@@ -134,6 +137,23 @@ class Notes:
             sinks is not None,
         )
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+class Watch(TorchDispatchMode):
+    """Whether anything is computed from a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.is_used = tensor, False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see program_runner.OnlyViews
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs it."""
+        self.is_used |= any(arg is self.tensor for arg in args)
+        return func(*args, **(kwargs or {}))
 
 
 def sees(rule: Callable[..., Any], window: int | None) -> bool:
@@ -304,6 +324,8 @@ def build(spec: ModelSpec) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(spec.folder)
+        if spec.architecture in DIFFERENT:
+            raise UnsupportedModel("its tokens are not those of transformers, for an unknown cause")
         if config.is_encoder_decoder:
             raise UnsupportedModel("encoder-decoders are not supported")
         with without_weights():
@@ -357,16 +379,20 @@ def _note(model: Any) -> dict[str, Attention]:
     if getattr(model.config, "_experts_implementation", None) is not None:
         model.set_experts_implementation("batched_mm")  # its shapes do not depend on numbers
     notes = Notes(model, model.config.get_text_config())
-    ids = torch.zeros(1, 5, dtype=torch.int64, device="meta")
-    mask = torch.ones_like(ids)
+    ids, positions, mask = (torch.zeros(1, 5, dtype=torch.int64, device="meta") for _ in range(3))
+    watch = Watch(positions)
     try:
         # A dry run, which is a function mode, lies about devices.
-        with context(notes), torch.inference_mode(), torch._C.DisableTorchFunction():
-            model.base_model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+        with context(notes), torch.inference_mode(), torch._C.DisableTorchFunction(), watch:
+            model.base_model(
+                input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+            )
     except UnsupportedModel:
         raise
     except Exception as error:  # of code that others wrote
         raise UnsupportedModel(_first_line(error)) from error
+    if notes.found and not watch.is_used:  # BART counts from the first token that it is given
+        raise UnsupportedModel("it takes no positions, and counts tokens by itself")
     return notes.found
 
 

@@ -1,0 +1,82 @@
+"""Every causal class of the transformers that is installed: equal, or refused for a reason. Writes
+the table of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from servd.errors import UnsupportedModel
+from tests.parity.causal_classes import make
+from tests.parity.test_transformers import check
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+HEADING = "## Every causal class of transformers"
+EXPLANATION = (
+    "Tiny random checkpoints of all classes of `MODEL_FOR_CAUSAL_LM_MAPPING`, in float32: logits "
+    "and greedy\ntokens are those of `transformers` in chunked, mixed, cached and restarted "
+    "requests (equal), or servd\nrefuses (refused). Not tried: the test knows no tiny config of "
+    "the class. Written by `make test-slow`\nwith transformers {version}: {counts}.\n"
+)
+
+
+def outcome_of(folder: Path, model_type: str, architecture: str) -> tuple[str, str]:
+    """What became of a class, and why."""
+    try:
+        make(folder, model_type, architecture)
+    except Exception as error:
+        return "not tried", _first_line(error)
+    try:
+        check(folder)
+    except UnsupportedModel as error:
+        return "refused", _first_line(error).split("cannot run in servd: ")[-1]
+    except AssertionError as error:
+        return "differs", _first_line(error)
+    except Exception as error:
+        return "fails", _first_line(error)
+    return "equal", ""
+
+
+def _first_line(error: Exception) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"\S+/config.json", "config.json", line.replace("|", "\\|"))[:160]
+
+
+def architectures() -> Iterator[tuple[str, str]]:
+    """model_type and class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for name in [names] if isinstance(names, str) else names:
+            yield model_type, name
+
+
+def page(rows: list[tuple[str, str, str, str]]) -> str:
+    """docs/models.md with this table."""
+    from transformers import __version__
+
+    kinds = [row[2] for row in rows]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(sorted(kinds)))
+    table = "\n".join(f"| `{n}` | `{t}` | {kind} | {why} |" for t, n, kind, why in sorted(rows))
+    return (
+        PAGE.read_text().partition(HEADING)[0]
+        + f"{HEADING}\n\n{EXPLANATION.format(version=__version__, counts=counts)}\n"
+        + f"| class | model_type | | why |\n|---|---|---|---|\n{table}\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_at_least_70_classes_are_equal_and_none_differs(tmp_path: Path):
+    rows = [
+        (model_type, name, *outcome_of(tmp_path / name, model_type, name))
+        for model_type, name in architectures()
+    ]
+    PAGE.write_text(page(rows))
+    kinds = [row[2] for row in rows]
+    assert kinds.count("equal") >= 70
+    assert "differs" not in kinds and "fails" not in kinds
