@@ -4,6 +4,7 @@ tokens are spread over steps.
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -98,4 +99,28 @@ def test_what_cannot_run_is_refused_by_name(
 ):
     folder = make(tmp_path, model_type, architecture)
     with pytest.raises(UnsupportedModel, match=f"{architecture} cannot run in servd: .*{reason}"):
+        Driver(config_for(folder))
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("olmo2", "dynamic"), ("phi3", "longrope")])
+def test_positions_that_follow_the_longest_request_are_refused(
+    tmp_path: Path, model_type: str, kind: str
+):
+    folder = make(tmp_path, model_type, CLASSES[model_type])
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {
+        "rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="follow the longest request"):
+        Driver(config_for(folder))
+
+
+def test_a_config_that_transformers_refuses_is_a_refusal(tmp_path: Path):
+    folder = make(tmp_path, "phi3", "Phi3ForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="transformers does not build it .*validate_rope"):
         Driver(config_for(folder))

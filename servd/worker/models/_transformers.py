@@ -332,15 +332,15 @@ def build(spec: ModelSpec) -> Any:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.get_default_dtype(), attn_implementation=NOTED
             )
-    except KeyError as error:
-        if error.args != (NOTED,):  # older classes have a table of attention classes
-            raise
-        raise UnsupportedModel("its attention is not called through the interface") from None
-    except (ValueError, ImportError, OSError) as error:
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # of code that others wrote
+        if error.args == (NOTED,):  # older classes have a table of attention classes
+            raise UnsupportedModel("its attention is not called through the interface") from None
         raise UnsupportedModel(
             f"servd has no file for it, and transformers does not build it ({_first_line(error)}): "
             "upgrade transformers if it is new; code that comes with a checkpoint is not run"
-        ) from None
+        ) from error
     return model.requires_grad_(False)
 
 
@@ -355,6 +355,13 @@ def inspect(model: Any, num_layers: int) -> dict[str, Attention]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             raise UnsupportedModel(f"{name} ({type(module).__name__}) mixes tokens")
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in ("dynamic", "longrope"):
+                raise UnsupportedModel(
+                    f"{name}: rotary positions of type {kind!r} follow the longest request of a "
+                    "step, so that one request would change another's result"
+                )
     found = _note(copy.deepcopy(model).to("meta"))
     lists = (m for m in model.named_modules() if isinstance(m[1], nn.ModuleList))
     for name, layers in (each for each in lists if len(each[1]) == num_layers):
