@@ -28,6 +28,10 @@ the record*: accepted, and never changes an answer. *Ignored*: accepted, without
 in the response header `X-Servd-Ignored`; with `--strict-fields` a 400. *Refused*: a 400 with the
 message shown. Images, audio, video and all values out of bounds are refused. The server was started
 with `--fim-template`, which `suffix` needs where the model's tokens do not tell.
+
+`/v1/files` and `/v1/batches` take no `purpose` but `batch` and no `completion_window` but `24h`;
+`expires_after` and `metadata` are supported, `output_expires_after` is ignored; see
+[batch.md](batch.md).
 """
 
 FOR_THE_RECORD = {

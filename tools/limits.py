@@ -102,7 +102,11 @@ def tables() -> dict[str, list[Row]]:
             ),
             ("lines of a batch", f"{batch.MAX_LINES:,}", "the batch fails"),
             ("a line", size(batch.MAX_LINE), "the batch fails"),
-            ("batches run at the same time", f"{batch_runner.MAX_BATCHES}", "the others wait"),
+            (
+                "batches of a key run at the same time",
+                f"{batch_runner.MAX_BATCHES_PER_KEY}",
+                "the others wait",
+            ),
         ],
         "Work": [
             ("prompt plus output", "`--max-model-len` tokens", "400 `context_length_exceeded`"),

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from servd.access import Key
 from servd.api.admission import MAX_RETRY_AFTER, Admission
 from servd.api.auth import ON_BEHALF_OF, Keys
 from servd.api.batch_store import BatchStore, OpenBatch, Shelf, describe_file
-from servd.api.protocol.batches import Batch, FileObject, Problems
+from servd.api.protocol.batches import Batch, FileObject, Problems, RequestCounts
 from servd.batch import (
     MAX_LINES,
     CustomId,
@@ -37,7 +38,7 @@ from servd.batch import (
     read_line,
     results_of,
 )
-from servd.errors import NotFound
+from servd.errors import InvalidRequest, NotFound
 
 log = logging.getLogger("servd.batches")
 
@@ -45,7 +46,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 POLL = 1.0  # seconds between two looks for batches, and at their state
-MAX_BATCHES = 16  # that one process runs at a time; the others wait
+MAX_BATCHES_PER_KEY = 4  # that one process runs at a time; the others wait
 MAX_PROBLEMS = 100  # reported per batch file
 CLEAN_UP_INTERVAL = 3600.0  # seconds
 PAUSE = 60.0  # seconds after a failure of the server's own
@@ -71,7 +72,7 @@ class BatchRunner:
         self.admission = admission
         self.concurrency = concurrency
         self.num_open = 0  # lines that are being answered
-        self._batches: set[asyncio.Task[None]] = set()
+        self._batches: dict[asyncio.Task[None], str] = {}  # and their owners
         self._room = asyncio.Semaphore(concurrency)
 
     async def run(self) -> None:
@@ -85,10 +86,11 @@ class BatchRunner:
                     if time.monotonic() >= next_clean_up:
                         next_clean_up = time.monotonic() + CLEAN_UP_INTERVAL
                         await asyncio.to_thread(self.store.remove_old)
-                    for one in self.store.take(MAX_BATCHES - len(self._batches)):
+                    running = Counter(self._batches.values())
+                    for one in await _in_thread(self.store.take, running, MAX_BATCHES_PER_KEY):
                         task = asyncio.create_task(self._keep_running(one))
-                        self._batches.add(task)
-                        task.add_done_callback(self._batches.discard)
+                        self._batches[task] = one.owner
+                        task.add_done_callback(self._batches.pop)
                 except OSError:  # such as too many open files
                     log.exception("batches could not be looked for; tried again later")
                 await asyncio.sleep(POLL)
@@ -112,33 +114,17 @@ class BatchRunner:
                 await asyncio.sleep(PAUSE)
 
     async def _run(self, one: OpenBatch, shelf: Shelf) -> None:
-        try:
-            batch = shelf.load(one.marker.name, Batch)
-        except NotFound:  # too old
-            return one.end()
-        try:
-            source = shelf.content(shelf.load(batch.input_file_id, FileObject))
-        except NotFound:
-            self._fail(batch, [Problem("input_file_gone", "the input file was deleted")])
-        else:
-            if not batch.in_progress_at and not batch.is_over:
-                num_lines, problems = await asyncio.to_thread(_validate, source, batch.endpoint)
-                batch.request_counts.total = num_lines
-                batch.status, batch.in_progress_at = "in_progress", int(time.time())
-                if problems:
-                    self._fail(batch, problems)
-                shelf.save(batch)
-            if not batch.is_over and not await self._answer_all(one, shelf, batch, source):
+        batch = await asyncio.to_thread(_begin, shelf, one.marker.name)
+        if batch is not None:
+            await _in_thread(shelf.save, batch)
+            if not batch.is_over and not await self._answer_all(one, shelf, batch):
                 return  # the next server goes on
-        shelf.save(batch)
-        one.end()
-        log.info("%s: %s, %s", batch.id, batch.status, batch.request_counts)
+            log.info("%s: %s, %s", batch.id, batch.status, batch.request_counts)
+        await _in_thread(one.end)
 
-    def _fail(self, batch: Batch, problems: list[Problem]) -> None:
-        batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), Problems(problems)
-
-    async def _answer_all(self, one: OpenBatch, shelf: Shelf, batch: Batch, source: Path) -> bool:
+    async def _answer_all(self, one: OpenBatch, shelf: Shelf, batch: Batch) -> bool:
         """Answer the lines that are left; False if the server ends before they are."""
+        source = shelf.folder / batch.input_file_id
         results = await _in_thread(Results, shelf.results(batch))
         counts = batch.request_counts
         counts.completed = sum(status == 200 for status in results.statuses.values())
@@ -151,11 +137,15 @@ class BatchRunner:
                     return await asyncio.to_thread(next, pending, None)
 
             async def work() -> None:
-                while not self.is_draining and (line := await next_line()) is not None:
-                    if (result := await self._answer(one.owner, line)) is not None:
-                        results.add(result)
-                        counts.completed += result.status == 200
-                        counts.failed += result.status != 200
+                while not self.is_draining:
+                    async with self._room:  # before it, or as many lines as tasks are in memory
+                        if (line := await next_line()) is None:
+                            return
+                        if (result := await self._answer(one.owner, line)) is None:
+                            continue
+                    await _in_thread(results.add, result)
+                    counts.completed += result.status == 200
+                    counts.failed += result.status != 200
 
             workers = [
                 asyncio.create_task(work()) for _ in range(min(self.concurrency, counts.total))
@@ -166,11 +156,8 @@ class BatchRunner:
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
-        if outcome == "failed":
-            self._fail(batch, [Problem("key_gone", f"the API key {one.owner} is gone")])
-        elif outcome:
+        if outcome is not None:
             batch.status, batch.finalizing_at = "finalizing", int(time.time())
-            shelf.save(batch)
             await _in_thread(_finish, shelf, batch, source, outcome)
         return outcome is not None
 
@@ -178,39 +165,41 @@ class BatchRunner:
         self, one: OpenBatch, shelf: Shelf, batch: Batch, workers: Sequence[asyncio.Task[None]]
     ) -> str | None:
         """Wait for the workers, or until the batch is to end; None: the server ends first."""
-        pending, saved = set(workers), b""
+        pending, saved = set(workers), RequestCounts()
         while pending:
             done, pending = await asyncio.wait(pending, timeout=POLL)
             for worker in done:
                 worker.result()  # raises what ended it
-            if one.is_cancelled:
-                batch.cancelling_at = int(time.time())
-                return "cancelled"
+            if self.keys.named(one.owner) is None:
+                batch.errors = Problems([Problem("key_gone", f"the API key {one.owner} is gone")])
+                return "failed"
             if time.time() >= batch.expires_at:
                 return "expired"
-            if self.keys.named(one.owner) is None:
-                return "failed"
-            if pending and saved != (counts := msgspec.json.encode(batch.request_counts)):
-                saved = counts
-                shelf.save(batch)
+            if await _in_thread(lambda: one.is_cancelled):
+                batch.cancelling_at = int(time.time())
+                return "cancelled"
+            if pending and saved != batch.request_counts:
+                saved = msgspec.structs.replace(batch.request_counts)
+                try:
+                    await _in_thread(shelf.save_within_bounds, batch)
+                except InvalidRequest as error:
+                    batch.errors = Problems([Problem("no_room", str(error))])
+                    return "failed"
         return None if self.is_draining else "completed"
 
     async def _answer(self, owner: str, line: Line) -> Result | None:
-        """The answer of the line's route, when there is room; None if the server ends before."""
-        async with self._room:
-            while (key := self.keys.named(owner)) and not self.is_draining:
-                self.num_open += 1
-                try:
-                    # Its limits are for those who wait.
-                    free = msgspec.structs.replace(
-                        key, max_concurrency=None, requests_per_minute=None
-                    )
-                    response, seconds = await _call(self.app, free, line)
-                finally:
-                    self.num_open -= 1
-                if response.status_code not in (429, 503):
-                    return Result(line.custom_id, response)
-                await asyncio.sleep(seconds)
+        """The answer of the line's route; None if the server ends before."""
+        while (key := self.keys.named(owner)) and not self.is_draining:
+            self.num_open += 1
+            try:
+                # Its limits are for those who wait.
+                free = msgspec.structs.replace(key, max_concurrency=None, requests_per_minute=None)
+                response, seconds = await _call(self.app, free, line)
+            finally:
+                self.num_open -= 1
+            if response.status_code not in (429, 503):
+                return Result(line.custom_id, response)
+            await asyncio.sleep(seconds)
         return None
 
 
@@ -223,6 +212,30 @@ async def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -
         return await asyncio.shield(task)
     finally:
         await asyncio.wait([task])
+
+
+def _begin(shelf: Shelf, name: str) -> Batch | None:
+    """The batch, which may have failed already; None if it is too old to be there."""
+    try:
+        batch = shelf.load(name, Batch)
+    except NotFound:
+        return None
+    if batch.is_over:
+        return batch
+    num_lines, problems = batch.request_counts.total, []
+    try:
+        file = shelf.load(batch.input_file_id, FileObject)
+    except NotFound:
+        problems = [Problem("input_file_gone", "the input file was deleted")]
+    else:
+        if not batch.in_progress_at:
+            num_lines, problems = _validate(shelf.content(file), batch.endpoint)
+    now = int(time.time())
+    batch.request_counts.total = num_lines
+    batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or now
+    if problems:
+        batch.status, batch.failed_at, batch.errors = "failed", now, Problems(problems)
+    return batch
 
 
 def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
@@ -251,6 +264,7 @@ def _pending(source: Path, done: dict[CustomId, int]) -> Iterator[Line]:
 
 def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
     """Make the files of answers and of failures."""
+    shelf.save(batch)
     results = shelf.results(batch)
     suffix = batch.id.removeprefix("batch_")
     paths = {
@@ -265,8 +279,10 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
         with suppress(FileNotFoundError):  # deleted meanwhile: the answers are worth no less
             for line in _pending(source, statuses):
                 errors.write(msgspec.json.encode(Result(line.custom_id, error=problem)) + b"\n")
-                batch.request_counts.failed += 1
-    now = int(time.time())
+                statuses[line.custom_id] = 0
+    counts = batch.request_counts
+    counts.completed = sum(status == 200 for status in statuses.values())
+    counts.failed = len(statuses) - counts.completed
     for name, path in paths.items():
         if not (size := os.path.getsize(path)):
             path.unlink()
@@ -276,7 +292,7 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
         shelf.save(file)
         setattr(batch, f"{name}_file_id", file.id)
     batch.status = outcome
-    setattr(batch, f"{outcome}_at", now)
+    setattr(batch, f"{outcome}_at", int(time.time()))
     shelf.save(batch)
     results.unlink()
 

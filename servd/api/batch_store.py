@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeVar
@@ -44,7 +44,6 @@ class Shelf:
         self.store = store
         self.owner = owner
         self.folder = store.folder / hashlib.sha256(owner.encode()).hexdigest()[:32]
-        self.folder.mkdir(mode=0o700, exist_ok=True)
 
     def all(self, prefix: str, kind: type[T]) -> list[T]:
         """What there is of a kind, the oldest first."""
@@ -64,6 +63,8 @@ class Shelf:
             if not ID.fullmatch(name):
                 raise FileNotFoundError
             found = msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=kind)
+            if isinstance(found, FileObject) and time.time() >= found.expires_at:
+                raise FileNotFoundError
         except (FileNotFoundError, msgspec.DecodeError):
             what = "file" if kind is FileObject else "batch"
             raise NotFound(f"there is no {what} {name[:200]!r} of this API key") from None
@@ -93,14 +94,39 @@ class Shelf:
         Raises:
             InvalidRequest: there are too many, or they are too large.
         """
-        with os.scandir(self.folder) as entries:
-            sizes = {entry.name: entry.stat().st_size for entry in entries}
+        sizes = self._sizes()
         if (num := sum(name.endswith(".json") for name in sizes)) >= MAX_OBJECTS:
             raise InvalidRequest(
                 f"this API key has {num} files and batches, at most {MAX_OBJECTS} are kept: delete "
                 "files"
             )
-        if (total := sum(sizes.values()) + num_bytes) > MAX_BYTES:
+        self.check_bytes(sum(sizes.values()) + num_bytes)
+
+    def save_within_bounds(self, batch: Batch) -> None:
+        """Keep how far a batch is, if its answers do not exceed what may be kept.
+
+        Raises:
+            InvalidRequest: see `check_bytes`.
+        """
+        self.save(batch)
+        self.check_bytes(sum(self._sizes().values()))
+
+    def _sizes(self) -> dict[str, int]:
+        """What is in the folder, in bytes."""
+        sizes: dict[str, int] = {}
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # replaced meanwhile
+                    sizes[entry.name] = entry.stat().st_size
+        return sizes
+
+    def check_bytes(self, total: int) -> None:
+        """Whether so many bytes may be kept.
+
+        Raises:
+            InvalidRequest: they are too many.
+        """
+        if total > MAX_BYTES:
             raise InvalidRequest(
                 f"the files of this API key would have {total} bytes, at most {MAX_BYTES} are "
                 "kept: delete some"
@@ -122,18 +148,21 @@ class Shelf:
         finally:
             uploads[self.owner] -= 1
 
-    def add_file(self, content: IO[bytes], filename: str) -> FileObject:
-        """Keep an upload.
+    def add_file(self, content: IO[bytes], filename: str, seconds: int = RETENTION) -> FileObject:
+        """Keep an upload for so long.
 
         Raises:
             InvalidRequest: see `check_room`.
         """
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         self.check_room(size := content.seek(0, os.SEEK_END))
         content.seek(0)
-        file = describe_file(f"file-{_unique()}", filename[:255], size)
+        file = describe_file(f"file-{_unique()}", filename[:255], size, seconds)
         with self.content(file).open("wb") as target:
             shutil.copyfileobj(content, target, 2**20)
         self.save(file)
+        for path in (self.content(file), self.folder / f"{file.id}.json"):
+            os.utime(path, (file.created_at, file.expires_at - RETENTION))  # see `remove_old`
         return file
 
     def delete_file(self, file: FileObject) -> None:
@@ -217,16 +246,25 @@ class BatchStore:
         """The files and batches of an API key, by its name."""
         return Shelf(self, owner)
 
-    def take(self, most: int) -> list[OpenBatch]:
+    def take(self, running: Mapping[str, int], most: int) -> list[OpenBatch]:
         """Batches that nobody runs, the oldest first: each is this process's until its lock is
         closed.
+
+        Args:
+            running: number of batches of each owner that this process runs.
+            most: of an owner, at the same time.
         """
         taken: list[OpenBatch] = []
+        num_of = Counter(running)
         for marker in sorted(self.open.glob("batch_*")):
-            if len(taken) == most:
-                break
-            if not marker.suffix and (lock := _lock(marker)) is not None:
-                taken.append(OpenBatch(marker, lock))
+            if marker.suffix or (lock := _lock(marker)) is None:
+                continue
+            one = OpenBatch(marker, lock)
+            if num_of[one.owner] < most:
+                num_of[one.owner] += 1
+                taken.append(one)
+            else:
+                lock.close()
         return taken
 
     def remove_old(self) -> None:
@@ -238,10 +276,10 @@ class BatchStore:
                     path.unlink()
 
 
-def describe_file(name: str, filename: str, size: int) -> FileObject:
-    """A file of now."""
+def describe_file(name: str, filename: str, size: int, seconds: int = RETENTION) -> FileObject:
+    """A file of now, to be kept for so long."""
     now = int(time.time())
-    return FileObject(name, size, now, now + RETENTION, filename)
+    return FileObject(name, size, now, now + seconds, filename)
 
 
 def _unique() -> str:

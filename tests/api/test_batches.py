@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -265,11 +266,11 @@ async def test_a_failure_of_the_folder_does_not_end_the_runner(client, served, m
     store, failures = served.app.state.context.batches.store, []
     take = store.take
 
-    def fail_first(most: int) -> Any:
+    def fail_first(*args: Any) -> Any:
         if len(failures) < 3:
-            failures.append(most)
+            failures.append(args)
             raise OSError("too many open files")
-        return take(most)
+        return take(*args)
 
     monkeypatch.setattr(store, "take", fail_first)
     batch = await finished(client, await create(client, *lines(2)))
@@ -297,6 +298,106 @@ async def test_lines_are_never_read_on_the_event_loop(client, served, monkeypatc
     monkeypatch.setattr(batch_runner, "read_line", read_line)
     await finished(client, await create(client, *lines(5)))
     assert threads and threading.main_thread() not in threads
+
+
+async def test_no_file_is_opened_or_removed_on_the_event_loop(client, served, monkeypatch):
+    """By what batches do; a client's download and upload are those of Starlette."""
+    here, folder = [], str(served.app.state.context.batches.store.folder)
+
+    def watch(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            if threading.current_thread() is threading.main_thread() and folder in str(args):
+                here.append((name, args))
+            return call(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("open", "touch", "mkdir", "unlink"):
+        watch(Path, name)
+    for name in ("replace", "scandir", "stat"):
+        watch(os, name)
+    batch = await finished(client, await create(client, *lines(5)))
+    assert batch.status == "completed"
+    with pytest.raises(openai.BadRequestError):
+        await client.batches.cancel(batch.id)
+    await client.files.retrieve(batch.output_file_id)
+    await client.files.delete(batch.output_file_id)
+    assert not here
+
+
+async def test_a_key_cannot_hold_all_places(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_runner, "MAX_BATCHES_PER_KEY", 2)
+    folder = tmp_path / "batches"
+    folder.mkdir()
+    async with running(folder, api_key=["a", "b"]) as served:
+        served.engine.may_step.clear()
+        first, second = client_of(served, "a"), client_of(served, "b")
+        held = [await create(first, *lines(2)) for _ in range(4)]
+
+        async def count() -> int:
+            return [b.status async for b in first.batches.list()].count("in_progress")
+
+        async with asyncio.timeout(60):
+            while await count() < 2:
+                await asyncio.sleep(0.01)
+        other = await create(second, *lines(2))
+        async with asyncio.timeout(60):
+            while (await second.batches.retrieve(other.id)).status != "in_progress":
+                await asyncio.sleep(0.01)
+        assert await count() == 2
+        served.engine.may_step.set()
+        for batch in held:
+            assert (await finished(first, batch)).status == "completed"
+
+
+async def test_answers_stop_where_a_key_has_too_many_bytes(client, served, monkeypatch):
+    monkeypatch.setattr(batch_store, "MAX_BYTES", 100_000)
+    batch = await finished(client, await create(client, *lines(300, max_tokens=1000)))
+    assert batch.status == "failed" and batch.failed_at
+    assert batch.errors.data[0].code == "no_room"
+    counts = batch.request_counts
+    assert counts.completed + counts.failed == counts.total == 300 and counts.failed
+    assert len(await answers(client, batch.output_file_id)) == counts.completed
+    assert {r["error"]["code"] for r in (await answers(client, batch.error_file_id)).values()} == {
+        "batch_failed"
+    }
+
+
+async def test_a_file_is_kept_as_long_as_its_owner_says(client, served, monkeypatch):
+    expiry: Any = {"anchor": "created_at", "seconds": 3600}
+    short = await client.files.create(file=("a", b"x"), purpose="batch", expires_after=expiry)
+    long = await client.files.create(file=("b", b"x"), purpose="batch")
+    assert short.expires_at == short.created_at + 3600
+    assert long.expires_at == long.created_at + batch_store.RETENTION
+    now = time.time()
+    monkeypatch.setattr(batch_store.time, "time", lambda: now + 3700)
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(short.id)
+    assert [file.id async for file in client.files.list()] == [long.id]
+    store = served.app.state.context.batches.store
+    store.remove_old()
+    assert {path.stem for path in store.folder.glob("*/file-*")} == {long.id}
+    for anchor, seconds in (("now", 3600), ("created_at", 3599), ("created_at", 2592001)):
+        expiry = {"anchor": anchor, "seconds": seconds}
+        with pytest.raises(openai.BadRequestError, match="expires_after"):
+            await client.files.create(file=("a", b""), purpose="batch", expires_after=expiry)
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "words"),
+    [
+        ("text/plain", b"", "must be multipart/form-data, got text/plain"),
+        ("multipart/form-data", b"x", "Missing boundary"),
+        ("multipart/form-data; boundary=b", b"--c\r\n\r\n", "Expected boundary character"),
+        ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--", "Content-Disposition"),
+    ],
+)
+async def test_a_body_that_is_no_form_is_told_why(served, content_type, body, words):
+    headers = {"content-type": content_type}
+    answer = await served.http.post("/v1/files", content=body, headers=headers)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
 async def test_a_server_that_ends_gives_up_a_batch_with_its_files_at_rest(tmp_path, monkeypatch):
@@ -411,9 +512,10 @@ async def test_wrong_requests_are_refused(client, served, monkeypatch):
     file = {"file": ("a.jsonl", b"{}")}
     form = {"content-type": "multipart/form-data"}
     for answer, status, param in (
-        (await http.post("/v1/files", data={"purpose": "batch"}), 400, "file"),
+        (await http.post("/v1/files", data={"purpose": "batch"}), 400, None),
+        (await http.post("/v1/files", data={"purpose": "batch"}, files={"f": b""}), 400, "file"),
         (await http.post("/v1/files", files=file, data={"purpose": "vision"}), 400, "purpose"),
-        (await http.post("/v1/files", json={}), 400, "purpose"),
+        (await http.post("/v1/files", json={}), 400, None),
         (await http.post("/v1/files", content=b"x", headers=form), 400, None),
         (await http.post("/v1/files", files=[("file", ("a", b"1")), ("file", ("b", b"2"))],
                          data={"purpose": "batch"}), 400, None),

@@ -112,6 +112,8 @@ UPLOAD: dict[str, Any] = {
     "properties": {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
     },
     "required": ["file", "purpose"],
 }

@@ -40,7 +40,7 @@ async def list_batches(request: Request) -> Response:
 @describes(Batch)
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """How far a batch is."""
-    return json_response(shelf_of(request).load(batch_id, Batch))
+    return json_response(await asyncio.to_thread(shelf_of(request).load, batch_id, Batch))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
@@ -48,4 +48,4 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Stop a batch; what was answered until then is in its output file."""
     shelf = shelf_of(request)
-    return json_response(shelf.cancel(shelf.load(batch_id, Batch)))
+    return json_response(await asyncio.to_thread(lambda: shelf.cancel(shelf.load(batch_id, Batch))))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from fastapi import APIRouter
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
+from servd.api.batch_store import RETENTION
 from servd.api.context import json_response, shelf_of
 from servd.api.openapi import describes
 from servd.api.paging import page, query
@@ -17,6 +22,8 @@ from servd.errors import InvalidRequest
 
 router = APIRouter()
 
+MIN_RETENTION = 3600  # seconds that a client may have a file kept, at the least
+
 
 @router.post("/v1/files")
 @describes(FileObject, form=UPLOAD, errors=(404, 429))
@@ -24,7 +31,7 @@ async def upload_file(request: Request) -> Response:
     """Keep a file of requests for a batch, up to 200 MiB."""
     shelf = shelf_of(request)
     with shelf.uploading():
-        async with request.form(max_files=1, max_fields=8) as form:
+        async with read_form(request) as form:
             purpose, file = form.get("purpose"), form.get("file")
             if purpose != "batch":
                 raise InvalidRequest("`purpose` must be batch: no other is known", param="purpose")
@@ -33,8 +40,56 @@ async def upload_file(request: Request) -> Response:
                     "`file` is missing: send multipart/form-data with a file of that name",
                     param="file",
                 )
-            added = await asyncio.to_thread(shelf.add_file, file.file, file.filename or "")
+            seconds = kept_for(form)
+            added = await asyncio.to_thread(shelf.add_file, file.file, file.filename or "", seconds)
     return json_response(added)
+
+
+@asynccontextmanager
+async def read_form(request: Request) -> AsyncIterator[FormData]:
+    """The parts of a multipart body.
+
+    Raises:
+        InvalidRequest: it is none; the message says what the parser says.
+    """
+    content_type = request.headers.get("content-type", "none")
+    if not content_type.lower().startswith("multipart/form-data"):
+        raise InvalidRequest(f"Content-Type must be multipart/form-data, got {content_type[:100]}")
+    try:
+        form = await request.form(max_files=1, max_fields=8)
+    except HTTPException as error:
+        if error.status_code != 400:
+            raise
+        parser = error.__context__
+        why = (parser and parser.__cause__) or error.detail
+        raise InvalidRequest(f"the multipart body cannot be read: {str(why)[:200]}") from None
+    try:
+        yield form
+    finally:
+        await form.close()
+
+
+def kept_for(form: FormData) -> int:
+    """Seconds, as `expires_after` says.
+
+    Raises:
+        InvalidRequest: it is out of bounds, or counts from something else.
+    """
+    anchor, text = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and text is None:
+        return RETENTION
+    if anchor != "created_at":
+        raise InvalidRequest("the `anchor` must be created_at", param="expires_after")
+    if (
+        not isinstance(text, str)
+        or not re.fullmatch(r"[0-9]{4,7}", text)
+        or (not MIN_RETENTION <= int(text) <= RETENTION)
+    ):
+        raise InvalidRequest(
+            f"`seconds` must be a whole number from {MIN_RETENTION} to {RETENTION}",
+            param="expires_after",
+        )
+    return int(text)
 
 
 @router.get("/v1/files")
@@ -52,7 +107,7 @@ async def list_files(request: Request) -> Response:
 @describes(FileObject)
 async def retrieve_file(request: Request, file_id: str) -> Response:
     """What is known of a file."""
-    return json_response(shelf_of(request).load(file_id, FileObject))
+    return json_response(await asyncio.to_thread(shelf_of(request).load, file_id, FileObject))
 
 
 @router.get("/v1/files/{file_id}/content")
@@ -60,7 +115,7 @@ async def retrieve_file(request: Request, file_id: str) -> Response:
 async def file_content(request: Request, file_id: str) -> Response:
     """The file itself."""
     shelf = shelf_of(request)
-    path = shelf.content(shelf.load(file_id, FileObject))
+    path = shelf.content(await asyncio.to_thread(shelf.load, file_id, FileObject))
     return FileResponse(path, media_type="application/octet-stream")
 
 
@@ -69,6 +124,5 @@ async def file_content(request: Request, file_id: str) -> Response:
 async def delete_file(request: Request, file_id: str) -> Response:
     """Forget a file. A batch that reads it at this moment goes on, but not after a restart."""
     shelf = shelf_of(request)
-    file = shelf.load(file_id, FileObject)
-    shelf.delete_file(file)
-    return json_response(DeletedFile(file.id))
+    await asyncio.to_thread(lambda: shelf.delete_file(shelf.load(file_id, FileObject)))
+    return json_response(DeletedFile(file_id))
