@@ -43,6 +43,7 @@ class InputBatch:
     # int64 [num_rows], on the host: with the tokens of this step, if all drafts before are kept.
     seq_lens: np.ndarray
     num_drafts: np.ndarray  # int64 [num_rows], on the host: of its last tokens
+    known_ends: np.ndarray  # int64 [num_rows], on the host: index in the step of the last known one
     max_new_drafts: np.ndarray  # int64 [num_rows], on the host: for the next step
     attention_rows: AttentionRows
     # int64 [n], on the host: indices in `scheduled` of the rows that sample.
@@ -64,7 +65,8 @@ class InputBatch:
         offsets = np.arange(ends[-1]) - np.repeat(ends - query_lens, query_lens)
         bounds = np.repeat(computed, query_lens) + offsets + 1
         sample_rows = np.flatnonzero(samples)
-        row_ends, sample_tokens = ends - 1, (ends - num_drafts - 1)[sample_rows]
+        row_ends, known_ends = ends - 1, ends - 1 - num_drafts
+        sample_tokens, places = known_ends[sample_rows], token_slots[:0]
         if num_drafts.any():
             is_end = np.repeat(num_drafts > 0, query_lens)
             is_end[row_ends] = True
@@ -73,7 +75,6 @@ class InputBatch:
             sample_tokens = np.repeat(sample_tokens - np.cumsum(counts) + counts, counts)
             sample_tokens += np.arange(len(sample_tokens))
 
-        places = token_slots[:0]
         if states.tree is not None:
             places = np.maximum(offsets + 1 - np.repeat(query_lens - num_drafts, query_lens), 0)
             places *= states.is_tree[token_slots]
@@ -96,6 +97,7 @@ class InputBatch:
         positions = states.positions(columns, places_d)
         if positions.device.type == "cpu":
             bounds = positions.numpy() + 1  # at hand, so they need not be bounds
+        row_lens = np.diff(row_ends, prepend=-1)
         return cls(
             states=states,
             tokens=packed[: 2 * len(columns) + len(places)].view(-1, len(columns)),
@@ -104,10 +106,9 @@ class InputBatch:
             query_lens=query_lens,
             seq_lens=computed + query_lens,
             num_drafts=num_drafts,
+            known_ends=known_ends,
             max_new_drafts=max_new_drafts,
-            attention_rows=AttentionRows(
-                np.diff(row_ends, prepend=-1), bounds[row_ends], row_ends_d
-            ),
+            attention_rows=AttentionRows(row_lens, bounds[row_ends], row_ends_d),
             sample_rows=sample_rows,
             sample_host_slots=sample_host_slots,
             sample_tokens=sample_tokens_d,

@@ -7,6 +7,7 @@ import torch
 
 from servd.errors import InvalidRequest
 from servd.messages import NewRequest, ScheduledRequest
+from servd.speculative import MOST_DRAFTS
 from servd.worker.block_table import BlockTables
 from servd.worker.device import upload
 from servd.worker.draft_tree import DraftTree
@@ -33,10 +34,11 @@ class RequestStates:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.null_slot = max_num_seqs
-        # One column more: a step launched before a request is known to be full still writes its
-        # token.
+        # More columns: a step launched before a request is known to be full still writes its token,
+        # and a row's drafts may be fewer than the step's.
+        num_columns = max_model_len + 1 + MOST_DRAFTS
         self.token_ids = torch.zeros(
-            (max_num_seqs + 1, max_model_len + 1), dtype=torch.int32, device=device
+            (max_num_seqs + 1, num_columns), dtype=torch.int32, device=device
         )
         self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)

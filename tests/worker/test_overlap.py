@@ -98,7 +98,7 @@ def serve(
             log.step(engine)
         if aborts:
             engine.handle(AbortRequests(["1"]))
-    return log.run(engine)
+    return log.run(engine, max_steps=max(2000, 30 * len(requests)))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -99,6 +99,8 @@ class Proposer(ABC):
         self.config = config
         self.target = target
         self.states = target.states
+        device = self.states.token_ids.device
+        self.after = torch.arange(1, config.num_speculative_tokens + 1, device=device)
 
     def __str__(self) -> str:
         parts: list[Any] = [part for part in vars(self).values() if isinstance(part, nn.Module)]
@@ -213,10 +215,8 @@ class Proposer(ABC):
         if limits.min() < num_drafts:
             is_over = np.arange(num_drafts) >= limits[:, None]
             token_ids = token_ids.masked_fill(upload(is_over, device), -1)
-        after = torch.arange(1, num_drafts + 1, device=device)
-        # Past the row's end there is a column for nobody.
-        columns = (states.num_computed[slots].unsqueeze(1) + after).clamp_(max=states.max_model_len)
-        states.write(slots.unsqueeze(1), columns, token_ids)
+        newest = states.num_computed.index_select(0, slots).unsqueeze(1)
+        states.write(slots.unsqueeze(1), newest + self.after[:num_drafts], token_ids)
         return Drafts(wanted, token_ids)
 
 

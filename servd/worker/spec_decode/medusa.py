@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,7 +83,7 @@ class ResidualLayer(nn.Module):
         made = self.weight.product(x.flatten(0, 1), self.bias).view(n, num_inputs, -1, size)
         # Every input was multiplied with every head: weights are what takes the time to read.
         made = made[:, 0] if num_inputs == 1 else made.diagonal(dim1=1, dim2=2).mT
-        return x + F.silu(made)
+        return F.silu(made, inplace=True).add_(x)
 
 
 class MedusaHeads(nn.Module):
@@ -170,11 +169,12 @@ class MedusaProposer(Proposer):
         wanted = batch.drafting_rows
         if not len(wanted):
             return
-        device = hidden.device
-        last = upload(np.cumsum(batch.query_lens) - batch.num_drafts - 1, device)
+        last, device = upload(batch.known_ends, hidden.device), hidden.device
         if num_kept is not None:
-            last.index_add_(0, upload(batch.sample_rows, device), num_kept)
-        self.hidden = hidden[last if len(wanted) == len(last) else last[upload(wanted, device)]]
+            last = last.index_add(0, upload(batch.sample_rows, device), num_kept)
+        if len(wanted) < len(last):
+            last = last.index_select(0, upload(wanted, device))
+        self.hidden = hidden.index_select(0, last)
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """The first head's token comes after the one just sampled."""
