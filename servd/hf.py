@@ -35,6 +35,9 @@ CONVERTIBLE = (
 )
 
 
+MAX_SIZE = 2**31 - 1  # of what config.json counts
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What servd must know of a model before its weights: config.json in one set of names."""
 
@@ -114,29 +117,39 @@ def read_spec(folder: Path | str) -> ModelSpec:
             if config.get(name) is not None:
                 return config[name]
         if default is None:
-            raise UnsupportedModel(f"{folder}/config.json has none of: {', '.join(names)}")
+            raise UnsupportedModel(
+                f"{folder}/config.json has none of: {', '.join(names)}; servd runs decoders with "
+                "attention, docs/models.md lists them"
+            )
         return default
 
+    def size(*names: str, default: int | None = None) -> int:
+        value = first(*names, default=default)
+        if type(value) is not int or not 0 < value <= MAX_SIZE:
+            raise UnsupportedModel(f"{folder}/config.json: {names[0]} is {value!r:.50}, no size")
+        return value
+
     # GPT-2 says n_embd, n_layer, n_head, n_positions where later models say hidden_size and so on.
-    num_heads = first(
+    num_heads = size(
         "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
         "decoder_attention_heads",
     )  # fmt: skip
-    hidden_size = first("hidden_size", "n_embd", "d_model", "embed_dim")
+    hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim")
+    architectures = first("architectures", default=[""])
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     return ModelSpec(
         folder=str(folder),
         model_type=first("model_type"),
-        architecture=first("architectures", default=[""])[0],
-        vocab_size=first("vocab_size"),
+        architecture=architectures[0] if architectures else "",
+        vocab_size=size("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=first(
-            "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"
-        ),
+        num_layers=size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
         num_heads=num_heads,
-        num_kv_heads=first("num_key_value_heads", default=num_heads),
-        head_dim=first("head_dim", default=hidden_size // num_heads),
-        max_position_embeddings=first(
+        num_kv_heads=size("num_key_value_heads", default=num_heads),
+        head_dim=size("head_dim", default=hidden_size // num_heads),
+        max_position_embeddings=size(
             "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
         ),
         dtype=first("dtype", "torch_dtype", default="float32"),

@@ -104,6 +104,17 @@ def test_a_model_without_an_end_token(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [("n_head", 0), ("n_layer", "12"), ("n_embd", -1), ("n_layer", 10**12), ("architectures", 5)],
+)
+def test_nonsense_in_a_config_is_refused_by_its_key(tmp_path, key, value):
+    write(tmp_path, "config.json", GPT2 | {key: value})
+    names = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+    with pytest.raises(UnsupportedModel, match=names.get(key, key.replace("n_embd", "hidden"))):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
     "key", ["model_type", "vocab_size", "n_embd", "n_layer", "n_head", "n_positions"]
 )
 def test_a_key_that_every_decoder_has_is_named_when_it_is_missing(tmp_path, key):

@@ -181,7 +181,10 @@ def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor
         ) from None
     # In a dry run, sizes are all that is wanted.
     device = torch.device("meta") if weight.is_meta else weight.device
-    return read(files, stated, device)
+    try:
+        return read(files, stated, device)
+    except (AttributeError, TypeError) as error:  # such as a list in place of an object
+        raise UnsupportedModel(f"the quantization_config cannot be read: {error}") from None
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:

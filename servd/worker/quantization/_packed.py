@@ -30,6 +30,7 @@ def read_modules(
 
     Raises:
         ModelNotFound: a file is broken.
+        UnsupportedModel: a module is no matrix of this format.
     """
     found: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -48,10 +49,27 @@ def read_modules(
         for name, leaves in found.items():
             prefix = f"{name}." if name else ""
             module = {leaf: file.get_tensor(prefix + leaf) for leaf, file in leaves.items()}
-            if (weight := decode(name, module)) is not None:
+            if (weight := _decoded(name, module, decode)) is not None:
                 yield f"{prefix}weight", weight
             for leaf, tensor in module.items():
                 yield prefix + leaf, tensor
+
+
+def _decoded(
+    name: str, module: Module, decode: Callable[[str, Module], Quantized | None]
+) -> Quantized | None:
+    try:
+        weight = decode(name, module)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever nonsense in its tensors or in config.json leads to
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise UnsupportedModel(f"layer {name} cannot be read: {why[:200]}") from error
+    if weight is not None and not weight.scale.is_meta:
+        factors = (weight.scale, weight.offset)
+        if not all(bool(each.float().isfinite().all()) for each in factors if each is not None):
+            raise UnsupportedModel(f"layer {name} has a scale that is not a finite number")
+    return weight
 
 
 def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[Tensor]:
@@ -75,6 +93,8 @@ def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """int32 [rows, words] -> uint8 [rows, codes] of 2, 4 or 8 bits, the lowest of a word first."""
+    if words.is_floating_point():
+        raise TypeError(f"words of {str(words.dtype)[6:]}, expected integers")
     data = words.to(torch.int32).contiguous().view(torch.uint8)
     fields = [data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
     return torch.stack(fields, dim=-1).flatten(-2)

@@ -44,13 +44,17 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
     try:
         state = json.loads(bytes(module.pop(STATE).tolist()))
         (num_rows, size), block_size = map(int, state["shape"]), int(state["blocksize"])
+        if min(num_rows, size, block_size) < 1:
+            raise ValueError("a size below 1")
         packed, table = module.pop("weight").flatten(), module.pop("weight.quant_map")
         scale = _factors(state, module)
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise UnsupportedModel(
             f"layer {name} has a state of NF4 that cannot be read ({type(error).__name__}): "
             "download the whole checkpoint, also for a plan"
         ) from None
+    if len(table) != 16 or not bool(table.isfinite().all()):
+        raise UnsupportedModel(f"layer {name} has a quant_map that is not 16 numbers")
     num_blocks = math.ceil(num_rows * size / block_size)
     if size % block_size or len(scale) != num_blocks or 2 * len(packed) != num_rows * size:
         raise UnsupportedModel(
@@ -73,5 +77,8 @@ def _factors(state: dict[str, Any], module: Module) -> Tensor:
     if "nested_offset" not in state:
         return absmax.float()
     table, factor = (module.pop(f"weight.nested_{leaf}") for leaf in ("quant_map", "absmax"))
-    spread = factor.repeat_interleave(int(state["nested_blocksize"]))[: len(absmax)]
+    block_size = min(int(state["nested_blocksize"]), len(absmax))
+    if len(table) != 256 or len(factor) != math.ceil(len(absmax) / block_size):
+        raise ValueError("factors that do not fit")
+    spread = factor.repeat_interleave(block_size)[: len(absmax)]
     return table[absmax.int()] * spread + state["nested_offset"]

@@ -5,6 +5,7 @@ what is refused.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,5 +79,29 @@ def test_what_is_not_known_is_refused_by_name(
 ):
     make = partial(nf4, nested=False, block_size=block_size)
     write(tiny_llama, tmp_path, CONFIG | config, lambda n, w: make(n, w) if "q_proj" in n else None)
+    with pytest.raises(UnsupportedModel, match=message):
+        Driver(config_for(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "damage", "message"),
+    [
+        ("quant_map", lambda t: t[:8], "q_proj has a quant_map that is not 16 numbers"),
+        ("quant_map", lambda t: t * torch.nan, "q_proj has a quant_map that is not 16 numbers"),
+        ("absmax", lambda t: t * torch.inf, "q_proj has a scale that is not a finite number"),
+        ("quant_state.bitsandbytes__nf4", lambda t: t[:0], "q_proj has a state of NF4"),
+        ("quant_state.bitsandbytes__nf4", lambda t: t.new_full((100_000,), ord("[")), "q_proj"),
+    ],
+)
+def test_a_damaged_layer_is_refused_by_name(
+    tiny_llama: Path, tmp_path: Path, leaf: str, damage: Callable[[Tensor], Tensor], message: str
+):
+    def damaged(name: str, weight: Tensor) -> Made | None:
+        if "q_proj" not in name:
+            return None
+        tensors, meant = nf4(name, weight, nested=False)
+        return tensors | {f".weight.{leaf}": damage(tensors[f".weight.{leaf}"])}, meant
+
+    write(tiny_llama, tmp_path, CONFIG, damaged)
     with pytest.raises(UnsupportedModel, match=message):
         Driver(config_for(tmp_path))
