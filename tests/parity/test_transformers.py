@@ -4,14 +4,20 @@ tokens are spread over steps.
 
 from __future__ import annotations
 
+import builtins
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from servd import hf
 from servd.errors import UnsupportedModel
+from servd.worker.layers.attention import attention_layers
+from servd.worker.model_loader import build_model
+from servd.worker.parallel import Parallel
 from tests.parity.causal_classes import make
 from tests.parity.families import greedy, logits_of
 from tests.worker.driver import Driver, config_for
@@ -124,3 +130,35 @@ def test_a_config_that_transformers_refuses_is_a_refusal(tmp_path: Path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="transformers does not build it .*validate_rope"):
         Driver(config_for(folder))
+
+
+def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked_whether_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = {"auto_map": {"AutoConfig": "novel.NovelConfig"}, "max_position_embeddings": 32}
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes | {"model_type": "novel"}))
+    (tmp_path / "novel.py").write_text(f"open({str(tmp_path / 'has_run')!r}, 'w')")
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")
+    with pytest.raises(UnsupportedModel, match="code that comes with a checkpoint is not run"):
+        build(tmp_path)
+    assert not (tmp_path / "has_run").exists()
+
+
+def test_layers_that_training_leaves_out_by_chance_are_all_there(tmp_path: Path):
+    folder = make(tmp_path, "opt", "OPTForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"layerdrop": 1.0}))
+    assert len(attention_layers(build(folder))) == config["num_hidden_layers"]
+
+
+def test_biases_of_routers_keep_their_32_bits(tmp_path: Path):
+    weights = dict(build(make(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM")).named_parameters())
+    precise = {name.rpartition(".")[2] for name, w in weights.items() if w.dtype == torch.float32}
+    assert precise == {"e_score_correction_bias"}
+
+
+def build(folder: Path) -> Any:
+    return build_model(
+        hf.read_spec(folder), torch.bfloat16, torch.device("cpu"), Parallel(), "transformers"
+    )

@@ -323,14 +323,18 @@ def build(spec: ModelSpec) -> Any:
         UnsupportedModel: there is none, or it is none that predicts the next token.
     """
     try:
-        config = AutoConfig.from_pretrained(spec.folder)
+        # Left out, transformers would ask a terminal whether to run the checkpoint's code.
+        config = AutoConfig.from_pretrained(spec.folder, trust_remote_code=False)
         if spec.architecture in DIFFERENT:
             raise UnsupportedModel("its tokens are not those of transformers, for an unknown cause")
         if config.is_encoder_decoder:
             raise UnsupportedModel("encoder-decoders are not supported")
         with without_weights():
             model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.get_default_dtype(), attn_implementation=NOTED
+                config,
+                dtype=torch.get_default_dtype(),
+                attn_implementation=NOTED,
+                trust_remote_code=False,
             )
     except UnsupportedModel:
         raise
@@ -341,7 +345,7 @@ def build(spec: ModelSpec) -> Any:
             f"servd has no file for it, and transformers does not build it ({_first_line(error)}): "
             "upgrade transformers if it is new; code that comes with a checkpoint is not run"
         ) from error
-    return model.requires_grad_(False)
+    return model.requires_grad_(False).eval()  # in training, OPT leaves out layers by chance
 
 
 def inspect(model: Any, num_layers: int) -> dict[str, Attention]:
@@ -417,10 +421,12 @@ def _state_of(model: nn.Module) -> str:
     return next(found, "a layer")
 
 
-def exchange_weights(model: nn.Module, vocab_size: int, parallel: Parallel) -> None:
+def exchange_weights(model: Any, vocab_size: int, parallel: Parallel) -> None:
     """Servd's weights in place of all parameters, and of buffers that checkpoints have."""
     made: dict[int, Weight] = {}
-    for module in list(model.modules()):
+    # Such as biases of routers, where 16 bits choose other experts.
+    precise = "|".join(model._keep_in_fp32_modules_strict or ()) or "$^"
+    for path, module in list(model.named_modules()):
         is_linear = type(module) is nn.Linear
         is_table = isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size
         if is_linear:
@@ -440,8 +446,10 @@ def exchange_weights(model: nn.Module, vocab_size: int, parallel: Parallel) -> N
             if id(old) not in made:
                 is_matrix = name == "weight" and (is_linear or is_table)
                 weight = (Matrix if is_matrix else Weight)(old.shape or (1,), parallel)
-                if not old.dtype.is_floating_point:
-                    weight.data = torch.empty(old.shape, dtype=old.dtype)
+                is_precise = re.search(rf"(^|\.)({precise})($|\.)", f"{path}.{name}")
+                if is_precise or not old.dtype.is_floating_point:
+                    dtype = torch.float32 if is_precise else old.dtype
+                    weight.data = torch.empty(weight.shape, dtype=dtype)
                 made[id(old)] = weight
             module._buffers.pop(name, None)
             module._parameters[name] = made[id(old)]
