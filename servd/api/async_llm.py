@@ -225,10 +225,7 @@ class AsyncLLM:
         return await self.offload(owner, prompt.num_chars, lambda: self.processor.tokenize(prompt))
 
     async def generate(
-        self,
-        prepared: Sequence[Prepared],
-        deadline: float | None = None,
-        in_pieces: bool = True,
+        self, prepared: Sequence[Prepared], deadline: float | None = None, in_pieces: bool = True
     ) -> AsyncGenerator[CompletionOutput, None]:
         """Run prompts of an admitted request.
 
@@ -238,9 +235,8 @@ class AsyncLLM:
             in_pieces: deltas are wanted as they come; else it costs less.
 
         Yields:
-            Deltas of all choices until the last one finishes; index = prompt number * n + i.
-            Pending deltas are merged. Leaving early, by `aclose` or cancellation, aborts the rest
-            at once.
+            Deltas of all choices until the last one finishes, pending ones merged; index = prompt
+            number * n + i. Leaving early, by `aclose` or cancellation, aborts the rest at once.
 
         Raises:
             EngineError: the engine failed on one of them.
