@@ -18,7 +18,9 @@ from servd import plugins
 from servd.hf import quantization_of, read_spec, weight_files
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.dry_run import load as load_dry
+from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.quantized import Quantized
+from servd.worker.parallel import Parallel
 from tests.worker.driver import Driver, config_for
 
 Made = tuple[dict[str, Tensor], Tensor]
@@ -116,3 +118,18 @@ def pack(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tens
     words = codes.to(torch.int64).unflatten(1, (-1, per_word))[..., order or tuple(range(per_word))]
     total = sum(words[..., place] << bits * place for place in range(per_word))
     return (total - ((total >> 31) << 32)).to(torch.int32)
+
+
+def check_slices(folder: Path, shard_dim: int) -> None:
+    """Two ranks with a slice each of a layer make the whole product."""
+    whole = read(folder)["model.layers.0.mlp.gate_proj.weight"]
+    assert isinstance(whole, Quantized)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    parts = []
+    for rank in range(2):
+        matrix = Matrix(whole.shape, Parallel(rank, 2), shard_dim=shard_dim)
+        matrix.load(whole)
+        matrix.reform(lambda _: None)
+        parts.append(matrix.product(x.chunk(2, dim=1)[rank].contiguous() if shard_dim else x))
+    got = parts[0] + parts[1] if shard_dim else torch.cat(parts, dim=1)
+    torch.testing.assert_close(got, x @ whole.dequantize().t())

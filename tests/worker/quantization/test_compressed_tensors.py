@@ -15,13 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from servd.errors import UnsupportedModel
-from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import native
-from servd.worker.parallel import Parallel
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
-from tests.worker.quantization.checkpoints import Made, check, read, write
+from tests.worker.quantization.checkpoints import Made, check, check_slices, read, write
 
 MOST = torch.finfo(torch.float8_e4m3fn).max
 # By name: format, weights of the scheme, type of the scales.
@@ -173,17 +171,7 @@ def test_fp8_of_llama_has_blocks_that_are_cut_off(tiny_llama: Path, tmp_path: Pa
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ranks_take_slices(tiny_llama: Path, tmp_path: Path, scheme: str, shard_dim: int):
     write(tiny_llama, tmp_path, config_of(scheme), partial(make, scheme))
-    whole = read(tmp_path)["model.layers.0.mlp.gate_proj.weight"]
-    assert isinstance(whole, Quantized)
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    parts = []
-    for rank in range(2):
-        matrix = Matrix(whole.shape, Parallel(rank, 2), shard_dim=shard_dim)
-        matrix.load(whole)
-        matrix.reform(lambda _: None)
-        parts.append(matrix.product(x.chunk(2, dim=1)[rank].contiguous() if shard_dim else x))
-    got = parts[0] + parts[1] if shard_dim else torch.cat(parts, dim=1)
-    torch.testing.assert_close(got, x @ whole.dequantize().t())
+    check_slices(tmp_path, shard_dim)
 
 
 NOT_A_NUMBER = torch.full((128, 64), float("nan")).to(torch.float8_e4m3fn)

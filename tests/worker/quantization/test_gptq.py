@@ -21,7 +21,7 @@ from servd.worker.parallel import Parallel
 from servd.worker.quantization import gptq as gptq_file
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
-from tests.worker.quantization.checkpoints import Made, check, pack, read, write
+from tests.worker.quantization.checkpoints import Made, check, check_slices, pack, read, write
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -161,17 +161,7 @@ def test_ranks_take_slices_of_codes_and_scales(
 ):
     config = gptq_config(group_size=64) if make is gptq else {"quant_method": "awq"}
     write(tiny_llama, tmp_path, config, partial(make, group_size=64))
-    whole = read(tmp_path)["model.layers.0.mlp.gate_proj.weight"]
-    assert isinstance(whole, Quantized)
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    parts = []
-    for rank in range(2):
-        matrix = Matrix(whole.shape, Parallel(rank, 2), shard_dim=shard_dim)
-        matrix.load(whole)
-        matrix.reform(lambda _: None)
-        parts.append(matrix.product(x.chunk(2, dim=1)[rank].contiguous() if shard_dim else x))
-    got = parts[0] + parts[1] if shard_dim else torch.cat(parts, dim=1)
-    torch.testing.assert_close(got, x @ whole.dequantize().t())
+    check_slices(tmp_path, shard_dim)
 
 
 def test_ranks_cannot_share_scattered_groups(tiny_llama: Path, tmp_path: Path):
