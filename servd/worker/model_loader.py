@@ -287,7 +287,7 @@ def form_maker(dtype: torch.dtype, quantization: str | None, folder: str) -> Mak
     except AttributeError:
         raise ConfigError(
             f"--quantization {quantization}: that is read from checkpoints that have it, which "
-            "this one has not: int4, int8 and fp8 are made while loading"
+            "this one has not; docs/quantization.md has those that are made while loading"
         ) from None
 
 

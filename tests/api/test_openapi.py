@@ -192,13 +192,14 @@ def number_bounds(schema: dict[str, Any]) -> Iterator[tuple[float, float | None]
     for option in schema.get("anyOf", [schema]):
         if option.get("type") not in ("integer", "number"):
             continue
-        step = 1 if option["type"] == "integer" else 1e-9
         for end, sign in (("inimum", -1), ("aximum", 1)):
-            if f"exclusiveM{end}" in option:
-                bound = option[f"exclusiveM{end}"]
+            is_exclusive = f"exclusiveM{end}" in option
+            bound = option.get(f"exclusiveM{end}" if is_exclusive else f"m{end}")
+            step = 1 if option["type"] == "integer" else 1e-9 * max(1, abs(bound or 0))
+            if is_exclusive:
                 yield bound - sign * step, bound
-            elif f"m{end}" in option:
-                yield option[f"m{end}"], option[f"m{end}"] + sign * step
+            elif bound is not None:
+                yield bound, bound + sign * step
             else:
                 yield sign * 10**20, None
 
