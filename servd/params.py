@@ -144,8 +144,6 @@ class SamplingParams(
     # With logprobs: the log-probabilities of these, too.
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = []
 
-    top_n_sigma: Annotated[float, Meta(ge=0, le=100)] = 0.0  # 0 is off
-
     def verify(self, vocab_size: int) -> None:
         """Check every bound once, before the engine sees the request.
 

@@ -101,8 +101,6 @@ class GenerationRequest(StructuredRequest):
     """Lower tokens by how often they are in the output."""
     repetition_penalty: float | None = None
     """Lower tokens that are in the prompt or the output."""
-    top_n_sigma: float | None = None
-    """Sample among tokens within so many standard deviations of the maximum; 0 is off."""
     seed: int | None = None
     """The same seed and parameters give the same text, whatever else the server is doing."""
     max_tokens: int | None = None
