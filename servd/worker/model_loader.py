@@ -71,8 +71,10 @@ def build_model(
     device: torch.device,
     parallel: Parallel,
     implementation: str = "auto",
+    max_model_len: int | None = None,
 ) -> Model:
-    """The model with uninitialised weights, of the file with its name or by transformers.
+    """The model with uninitialised weights, of the file with its name or by transformers, for
+    requests of up to `max_model_len` tokens.
 
     Raises:
         UnsupportedModel: no file for this model_type, or config.json asks for what the file does
@@ -80,7 +82,11 @@ def build_model(
     """
     is_native = spec.model_type in plugins.names(MODELS)
     if implementation == "transformers" or (implementation == "auto" and not is_native):
-        from servd.worker.models._transformers import TransformersForCausalLM as model_class
+        from servd.worker.models._transformers import TransformersForCausalLM
+
+        model_class: Any = partial(
+            TransformersForCausalLM, max_model_len=max_model_len or spec.max_position_embeddings
+        )
     else:
         try:
             model_class = plugins.load(MODELS, spec.model_type, spec.architecture)

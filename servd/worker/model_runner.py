@@ -162,6 +162,7 @@ class ModelRunner(ABC):
             self.device,
             self.parallel,
             self.config.model.model_impl,
+            self.max_model_len,
         )
         make = model_loader.form_maker(self.dtype, self.config.model.quantization, self.spec.folder)
         if self.config.model.load_format == "dummy":

@@ -28,12 +28,39 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
 }  # fmt: skip
 IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+# Small too where the default is None: not every class computes them then.
+NEEDED = (
+    "head_dim", "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size",
+    "n_routed_experts", "n_shared_experts", "num_experts",
+)  # fmt: skip
+TWO_KINDS = ["sliding_attention", "full_attention"]
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 # Where that is not enough.
 OPTIONS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("bert", "bert-generation", "electra", "ernie", "roc_bert"), {"is_decoder": True}
+    ),
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY}},
     "cwm": {"bos_token_id": 1},
     "codegen": {"n_ctx": 128, "rotary_dim": 8},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 7},
-}
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 5e5, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_top_k": 2},
+    },
+    "gemma3n_text": {
+        "layer_types": TWO_KINDS * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {
+        "layer_types": TWO_KINDS * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 7},
+    "emu3_text_model": dict.fromkeys(IDS, 0),
+    "longcat_flash": {"head_dim": 8, "num_layers": 1},
+    "modernbert-decoder": dict.fromkeys(IDS, 0),
+}  # fmt: skip
 
 
 def make(folder: Path, model_type: str, architecture: str) -> Path:
@@ -48,6 +75,7 @@ def make(folder: Path, model_type: str, architecture: str) -> Path:
         if size > 20_000_000:
             raise ValueError(f"{size} parameters are not tiny")
         model = getattr(transformers, architecture)(config)
+        model.generation_config = transformers.GenerationConfig()  # nothing forced
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn_like(parameter) * 0.1)
@@ -61,10 +89,17 @@ def tiny_config(model_type: str) -> Any:
 
     config_class = transformers.CONFIG_MAPPING[model_type]
     default = config_class()
+    if (text := default.get_text_config()) is not default:
+        return tiny_config(text.model_type)
+    default.allow_global_per_layer_attribute_access = True
     options: dict[str, Any] = {}
     for name, size in SIZES.items():
         value = getattr(default, name, None)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        is_size = isinstance(value, int | float) and not isinstance(value, bool)
+        is_property = isinstance(getattr(config_class, name, None), property)
+        if (is_size and not is_property) or (
+            name in NEEDED and hasattr(default, name) and value is None
+        ):
             options[name] = size
     if hasattr(default, "qk_rope_head_dim"):  # compressed keys: all heads have their own
         options.pop("head_dim", None)

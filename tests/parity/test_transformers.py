@@ -15,6 +15,7 @@ import torch
 
 from servd import hf
 from servd.errors import UnsupportedModel
+from servd.worker.dry_run import plan
 from servd.worker.layers.attention import attention_layers
 from servd.worker.model_loader import build_model
 from servd.worker.parallel import Parallel
@@ -23,25 +24,30 @@ from tests.parity.families import greedy, logits_of
 from tests.worker.driver import Driver, config_for
 
 # Soft caps and windows by layer, sinks, experts, partial rotation, learned positions, compressed
-# keys, norms of queries, parallel residuals, factors on logits; llama has a file.
+# keys, norms of queries, parallel residuals, factors on logits, tables that count tokens, attention
+# twice in a layer, classes that know flash attention only, heads and keys shared that differ by
+# layer, a router whose weight is more than a product's; llama has a file.
 CLASSES = {
+    "bart": "BartForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "diffllama": "DiffLlamaForCausalLM",
+    "falcon": "FalconForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
-    "glm": "GlmForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gpt_neo": "GPTNeoForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "longcat_flash": "LongcatFlashForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "opt": "OPTForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
     "stablelm": "StableLmForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
 }
 NUM_OUTPUTS = 6
 TOLERANCE = 1e-4  # of logits, beside the largest
@@ -95,9 +101,8 @@ def test_with_the_kernels_of_a_cpu_and_16_bits(tmp_path: Path):
             "transformer.blocks.0 .*MptAttention.* does not call attention through the interface",
         ),
         ("bamba", "BambaForCausalLM", "model.layers.0.mamba .* keeps a state"),
-        ("gptj", "GPTJForCausalLM", "not called through the interface"),
-        ("bart", "BartForCausalLM", "takes no positions"),
-        ("bert", "BertLMHeadModel", "neither causal"),
+        ("doge", "DogeForCausalLM", "neither causal"),
+        ("roberta", "RobertaForCausalLM", "counts tokens from the one of padding on"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(
@@ -108,19 +113,36 @@ def test_what_cannot_run_is_refused_by_name(
         Driver(config_for(folder))
 
 
+def rotary_of(folder: Path, kind: str) -> Path:
+    """The checkpoint with these rotary positions, of 64 tokens at first."""
+    config = json.loads((folder / "config.json").read_text())
+    first = {"original_max_position_embeddings": 64}  # Phi-3 has it outside too
+    factors = {"factor": 4.0, "short_factor": [1.5] * 8, "long_factor": [2.0] * 8}
+    config["rope_parameters"] |= first | factors | {"rope_type": kind}
+    config |= first
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.mark.parametrize(("model_type", "kind"), [("olmo2", "dynamic"), ("phi3", "longrope")])
 def test_positions_that_follow_the_longest_request_are_refused(
     tmp_path: Path, model_type: str, kind: str
 ):
-    folder = make(tmp_path, model_type, CLASSES[model_type])
-    config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"] |= {
-        "rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32,
-        "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="follow the longest request"):
-        Driver(config_for(folder))
+    folder = rotary_of(make(tmp_path, model_type, CLASSES[model_type]), kind)
+    remedy = "up to --max-model-len 64" if kind == "longrope" else ""
+    with pytest.raises(UnsupportedModel, match=f"follow the longest request.*{remedy}"):
+        Driver(config_for(folder, max_model_len=128))
+
+
+def test_longrope_runs_up_to_the_first_context(tmp_path: Path):
+    check(rotary_of(make(tmp_path, "phi3", CLASSES["phi3"]), "longrope"), max_model_len=64)
+
+
+def test_memory_is_planned_for_a_model_of_transformers(tmp_path: Path):
+    folder = make(tmp_path, "gemma4_text", CLASSES["gemma4_text"])
+    sizes = plan(config_for(folder), hf.read_spec(folder)).sizes
+    weights = sum(weight.nbytes for weight in build(folder).parameters())
+    assert abs(sizes.weights - 2 * weights) < weights / 4  # of float32, packed in whole panels
 
 
 def test_a_config_that_transformers_refuses_is_a_refusal(tmp_path: Path):

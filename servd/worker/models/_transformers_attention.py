@@ -1,0 +1,346 @@
+"""How a model of transformers comes to servd's attention.
+
+Once, without weights, it runs with an attention that only notes down what each layer asks of it:
+heads, scale, window, and whatever servd could not do, which is refused by the layer's name.
+"""
+# pyright: reportPrivateUsage=false
+# What transformers and torch have no public names for.
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from servd.errors import UnsupportedModel
+from servd.worker.layers.attention import Attention, ForwardContext
+
+OLDER = ("falcon", "gptj", "gpt_neo")  # these have a class for flash attention
+ATTENTION = "servd"  # what models find `attend` by
+NOTED = "servd_noted"  # the same, with masks that can be looked at
+# What an attention function may be given and need not heed, in a model that only predicts.
+HEEDLESS = {
+    "dropout",
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "sliding_window",
+}
+CONTEXT: ContextVar[tuple[Any, Tensor]] = ContextVar("CONTEXT")  # see `context`
+
+
+class Notes:
+    """In the place of the context, before there are weights: what each module asks for."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.found: dict[str, list[dict[str, Any]]] = {}  # what Attention is made of, by module
+
+    def note(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """See `attend`."""
+        name = self.names[module]
+        scale = options.pop("scaling", None)
+        soft_cap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
+        window = options.get("sliding_window") or self.window
+        rule = getattr(mask, "rule", None)
+        strange = sorted(
+            k for k, value in options.items() if value is not None and k not in HEEDLESS
+        )
+        if strange:
+            raise UnsupportedModel(f"{name}: attention with {', '.join(strange)}")
+        if isinstance(scale, Tensor):
+            raise UnsupportedModel(f"{name}: a scale of attention that is learned")
+        if rule is None or not (sees(rule, None) or window and sees(rule, window)):
+            raise UnsupportedModel(f"{name}: a mask that is neither causal nor a sliding window")
+        self.found.setdefault(name, []).append(
+            {
+                "num_heads": q.shape[1],
+                "num_kv_heads": k.shape[1],
+                "head_dim": max(q.shape[3], v.shape[3]),
+                "scale": q.shape[3] ** -0.5 if scale is None else float(scale),
+                "sliding_window": None if sees(rule, None) else window,
+                "soft_cap": soft_cap,
+                "has_sinks": sinks is not None,
+            }
+        )
+        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def layers(self) -> dict[str, list[Attention]]:
+        """One for each call of a step, by module. All have the largest heads, and as many of keys
+        as the one with most, so that their KV caches are alike.
+        """
+        calls = [call for calls in self.found.values() for call in calls]
+        head_dim, num_kv_heads = (max(c[k] for c in calls) for k in ("head_dim", "num_kv_heads"))
+        has_sinks = any(call["has_sinks"] for call in calls)
+        for call in calls:
+            call |= {"head_dim": head_dim, "has_sinks": has_sinks}
+            if num_kv_heads % call["num_kv_heads"] == 0 == call["num_heads"] % num_kv_heads:
+                call["num_kv_heads"] = num_kv_heads
+        made: dict[str, list[Attention]] = {}
+        for name in self.names.values():  # in this order the runner numbers KV caches
+            for call in self.found.get(name, ()):
+                number = sum(map(len, made.values()))
+                made.setdefault(name, []).append(Attention(number, **call))
+        return made
+
+
+class Watch(TorchDispatchMode):
+    """Which of these tensors anything is computed from."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__()
+        self.unused = {id(tensor) for tensor in tensors}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see program_runner.OnlyViews
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs it."""
+        self.unused -= {id(each) for each in tree_iter((args, kwargs))}
+        return func(*args, **(kwargs or {}))
+
+
+def sees(rule: Callable[..., Any], window: int | None) -> bool:
+    """Whether a mask is causal, and hides what is before the window."""
+    far = 3 * (window or 1 << 20)
+    zero = torch.tensor(0)
+
+    def seen(query: int, key: int) -> bool:
+        return bool(rule(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+    if window is None:
+        return seen(far, 0) and seen(far, far) and not seen(far, far + 1)
+    return all(
+        seen(at, at) and seen(at, at - window + 1) and not seen(at, at - window)
+        for at in range(far, far + window, max(window // 64, 1))
+    ) and not seen(far, far + 1)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for an attention layer: [1, heads, num_tokens, head_dim] each ->
+    [1, num_tokens, heads, head_dim].
+    """
+    ctx, _ = CONTEXT.get()
+    if isinstance(ctx, Notes):
+        return ctx.note(module, query, key, value, attention_mask, options), None
+    layer: Attention = next(module.servd_calls)  # type: ignore[arg-type]
+    _, num_kv_heads, head_dim = layer.kv_shape
+    q = _fill(query, query.shape[1], head_dim)
+    k, v = _fill(key, num_kv_heads, head_dim), _fill(value, num_kv_heads, head_dim)
+    sinks = options.get("s_aux")
+    if sinks is None and layer.shape["has_sinks"]:
+        sinks = query.new_full((query.shape[1],), -torch.inf)
+    out = layer(q, k, v, ctx, sinks=sinks)
+    return out.unflatten(1, (-1, head_dim))[None, ..., : value.shape[3]], None
+
+
+def _fill(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """[1, heads, num_tokens, size] -> [num_tokens, num_heads, head_dim]: each head as often as
+    needed, and zeros where heads are larger than these, or keys than values (MLA).
+    """
+    x = x[0].transpose(0, 1)
+    if x.shape[1] < num_heads:
+        x = x.repeat_interleave(num_heads // x.shape[1], dim=1)
+    return F.pad(x, (0, head_dim - x.shape[2])) if x.shape[2] < head_dim else x
+
+
+@contextmanager
+def context(ctx: ForwardContext | Notes, positions: Tensor) -> Iterator[None]:
+    """Within it, `attend` has this context, which not every model hands on to its layers, and
+    tables that count tokens have positions [num_tokens].
+    """
+    token = CONTEXT.set((ctx, positions))
+    try:
+        yield
+    finally:
+        CONTEXT.reset(token)
+
+
+class Mask(Tensor):
+    """Only says how it would be made; so does any part of it."""
+
+    rule: Callable[..., Any]
+
+    def __getitem__(self, index: Any) -> Mask:
+        return self
+
+
+def mask_of_rule(*, mask_function: Callable[..., Any], **_: Any) -> Tensor:
+    """What transformers calls for a mask."""
+    mask = torch.empty(1, 1, 1, 1, device="meta").as_subclass(Mask)
+    mask.rule = mask_function
+    return mask
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(NOTED, attend)
+AttentionMaskInterface.register(NOTED, mask_of_rule)
+
+
+def teach(model_type: str) -> None:
+    """Let classes from before the interface call `attend` where they would call flash attention."""
+    modeling: Any = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    table = next(t for name, t in vars(modeling).items() if name.endswith("_ATTENTION_CLASSES"))
+
+    def flash(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, _: int, **options: Any
+    ) -> Tensor:
+        """[1, num_tokens, heads, head_dim] each, and the result."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        window = None
+        if getattr(module, "attention_type", None) == "local":  # which GPT-Neo forgets here
+            window = module.config.window_size
+            mask = mask_of_rule(mask_function=sliding_window_causal_mask_function(window))
+        scale = options.get("softmax_scale")
+        return attend(module, q, k, v, mask, scaling=scale, sliding_window=window)[0]
+
+    class Flash(table["flash_attention_2"]):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            modeling._flash_attention_forward = partial(flash, self)
+            return super().forward(*args, **kwargs)
+
+    table[NOTED] = Flash
+
+
+def inspect(
+    model: Any, num_layers: int, max_model_len: int
+) -> tuple[dict[str, list[Attention]], set[str]]:
+    """What each layer asks of attention, by the name of its module; and the linear layers that are
+    asked for nothing but their product.
+
+    Raises:
+        UnsupportedModel: tokens meet elsewhere too, or in a way that servd's attention has not.
+    """
+    if model._is_stateful:
+        raise UnsupportedModel(f"{_state_of(model)} keeps a state that is no KV cache")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d | nn.RNNBase):
+            raise UnsupportedModel(f"{name} ({type(module).__name__}) mixes tokens")
+        if hasattr(module, "create_position_ids_from_input_ids"):  # RoBERTa
+            raise UnsupportedModel(f"{name} counts tokens from the one of padding on")
+        parameters = [*signature(module.forward).parameters] if "forward" in dir(module) else []
+        if parameters[1:] == ["past_key_values_length", "position_ids"]:  # BART
+            module.register_forward_pre_hook(_place, with_kwargs=True)
+        _fix_rotary(name, module, max_model_len)
+    found, linears = _note(copy.deepcopy(model).to("meta", torch.bfloat16))
+    lists = (m for m in model.named_modules() if isinstance(m[1], nn.ModuleList))
+    for name, layers in (each for each in lists if len(each[1]) == num_layers):
+        for number, layer in enumerate(layers):
+            if not any(module.startswith(f"{name}.{number}.") for module in found):
+                kinds = sorted({type(child).__name__ for child in layer.children()})
+                raise UnsupportedModel(
+                    f"{name}.{number} ({', '.join(kinds)}) does not call attention through the "
+                    "interface"
+                )
+        break  # the layers; others are inside of them
+    if not found:
+        raise UnsupportedModel("its attention is not called through the interface")
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = ATTENTION
+    return found, linears
+
+
+def _place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Gives a table that counts from the first token of a step the step's positions."""
+    return args, kwargs | {"position_ids": CONTEXT.get()[1]}
+
+
+def _fix_rotary(name: str, module: Any, max_model_len: int) -> None:
+    """Keep frequencies of rotary positions as they are for short requests."""
+    kinds: Any = getattr(module, "rope_type", None)
+    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        if kind not in ("dynamic", "longrope"):
+            continue
+        rope = module.config.rope_parameters
+        rope = rope[layer_type] if layer_type else rope
+        original = rope.get("original_max_position_embeddings", 0)
+        if kind == "dynamic" or max_model_len > original:
+            raise UnsupportedModel(
+                f"{name}: rotary positions of type {kind!r} follow the longest request of a "
+                "step, so that one request would change another's result"
+                + f"; they do not up to --max-model-len {original}"
+                * (kind == "longrope")
+            )
+        if layer_type:
+            kinds[layer_type] = "default"
+        else:
+            module.rope_type = "default"
+
+
+def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
+    """See `inspect`; of a model all of whose tensors have no storage."""
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):  # their shapes may depend on numbers
+            module.forward = _same
+    for linear in linears.values():
+        vars(linear)["forward"] = partial(_product, linear.out_features)
+    notes = Notes(model, model.config.get_text_config())
+    ids, positions, mask = (torch.zeros(1, 5, dtype=torch.int64, device="meta") for _ in range(3))
+    placed = positions[0]
+    watch = Watch(positions, placed, *(linear.weight for linear in linears.values()))
+    try:
+        # A dry run, which is a function mode, lies about devices.
+        inside = context(notes, placed), torch.inference_mode(), torch._C.DisableTorchFunction()
+        with inside[0], inside[1], inside[2], watch:
+            model.base_model(
+                input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+            )
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # of code that others wrote
+        raise UnsupportedModel(first_line(error)) from error
+    if notes.found and {id(positions), id(placed)} <= watch.unused:
+        raise UnsupportedModel("it takes no positions, and counts tokens by itself")
+    only_products = {name for name, linear in linears.items() if id(linear.weight) in watch.unused}
+    return notes.layers() if notes.found else {}, only_products
+
+
+def _same(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden
+
+
+def _product(size: int, x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], size)
+
+
+def first_line(error: Exception) -> str:
+    """Of its message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _state_of(model: nn.Module) -> str:
+    kinds = ("Mixer", "Mamba", "Delta", "Rwkv", "SSM", "LinearA", "Recurrent", "ShortConv", "KDA")
+    found = (
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if re.search(r"\.\d+\.", name) and any(kind in type(module).__name__ for kind in kinds)
+    )
+    return next(found, "a layer")
