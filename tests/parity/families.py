@@ -47,6 +47,14 @@ GPT2 = {
     "eos_token_id": None,
 }
 
+QWEN3_MOE = LLAMA | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "head_dim": 16,
+    "norm_topk_prob": False,
+}
+
 # model_type -> variants of its config.json, by name.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
@@ -69,10 +77,18 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "window": LLAMA | {"sliding_window": 7, "head_dim": 16},
         "no window": LLAMA | {"sliding_window": None, "head_dim": 16},
     },
+    "mixtral": {
+        "experts": LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
+        "window": LLAMA | {"num_local_experts": 4, "sliding_window": 7, "head_dim": 16},
+    },
     "qwen2": {"untied": LLAMA, "tied": LLAMA | {"tie_word_embeddings": True}},
     "qwen3": {
         "head_dim": LLAMA | {"head_dim": 16},
         "bias": LLAMA | {"attention_bias": True, "head_dim": 8},
+    },
+    "qwen3_moe": {
+        "renormalized": QWEN3_MOE | {"norm_topk_prob": True},
+        "some layers dense": QWEN3_MOE | {"mlp_only_layers": [1], "head_dim": 8},
     },
 }
 

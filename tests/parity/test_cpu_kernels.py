@@ -23,7 +23,8 @@ FAMILIES = [
     ("llama", "llama3 rope"),
     ("mistral", "no window"),
     ("mistral", "window"),
-    ("qwen3", "head_dim"),
+    ("mixtral", "window"),
+    ("qwen3_moe", "renormalized"),
 ]
 TOLERANCE = 1e-4
 
@@ -39,8 +40,8 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def test_each_family_has_a_case():
-    assert {family for family, _ in FAMILIES} | {"qwen2"} == set(CASES), (
-        "qwen2 is llama with biases"
+    assert {family for family, _ in FAMILIES} | {"qwen2", "qwen3"} == set(CASES), (
+        "qwen2 is llama with biases, qwen3 is in qwen3_moe"
     )
 
 
@@ -63,7 +64,7 @@ def test_tokens_and_logits_equal_transformers(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3_moe"])
 def test_a_request_gets_the_same_bits_alone_and_among_31_others(
     checkpoints, kernels: str, model_type: str, dtype: str
 ):
@@ -86,7 +87,7 @@ def test_a_request_gets_the_same_bits_alone_and_among_31_others(
         )
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3_moe"])
 def test_int8_weights_give_nearly_the_same_distribution(checkpoints, kernels: str, model_type: str):
     folder = checkpoints(model_type, next(iter(CASES[model_type])))
     [prompt] = prompts(40)

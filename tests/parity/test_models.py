@@ -16,6 +16,7 @@ from tests.worker.driver import Driver, config_for
 
 MODELS = plugins.names("servd.worker.models")
 ALL = [(model_type, variant) for model_type, variants in CASES.items() for variant in variants]
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 NUM_OUTPUTS = 10
 TOLERANCE = 1e-4
 
@@ -35,8 +36,9 @@ def check(driver: Driver, folder: Path, slot: int, prompt: list[int]) -> None:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_every_model_file_has_a_case(model_type: str):
+def test_every_model_file_has_a_case_and_a_line_of_documentation(model_type: str):
     assert model_type in CASES, f"add a tiny config of {model_type} to tests/parity/families.py"
+    assert f"| `{model_type}` |" in PAGE.read_text().partition("## What is refused")[0]
 
 
 @pytest.mark.parametrize(("model_type", "variant"), ALL)

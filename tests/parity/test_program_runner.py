@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAMILIES = [
-    ("gpt2", "tied"), ("llama", "llama3 rope"), ("mistral", "window"), ("qwen3", "head_dim"),
+    ("gpt2", "tied"), ("llama", "llama3 rope"), ("mistral", "window"),
+    ("qwen3_moe", "renormalized"),
 ]  # fmt: skip
 
 

@@ -81,13 +81,19 @@ class LlamaMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """Attention and feed-forward; what they yield is added to the residual by the next norm."""
 
-    def __init__(self, spec: ModelSpec, attention: LlamaAttention, parallel: Parallel) -> None:
+    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
         eps = spec.config.get("rms_norm_eps", 1e-6)
         self.input_layernorm = RMSNorm(spec.hidden_size, eps, parallel)
-        self.self_attn = attention
+        self.self_attn = self.attention(spec, layer, parallel)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps, parallel)
-        self.mlp = LlamaMLP(spec, parallel)
+        self.mlp = self.feed_forward(spec, layer, parallel)
+
+    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        """What follows attention in layer number `layer`."""
+        return LlamaMLP(spec, parallel)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
@@ -101,15 +107,12 @@ class LlamaLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(
-        self, spec: ModelSpec, attention: type[LlamaAttention], parallel: Parallel
-    ) -> None:
+    def __init__(self, spec: ModelSpec, layer: type[LlamaLayer], parallel: Parallel) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
         self.rotary = Rotary(spec)
         self.layers = nn.ModuleList(
-            LlamaLayer(spec, attention(spec, layer, parallel), parallel)
-            for layer in range(spec.num_layers)
+            layer(spec, number, parallel) for number in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6), parallel)
 
@@ -125,7 +128,7 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """The whole model, under the names of the checkpoint."""
 
-    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+    layer: ClassVar[type[LlamaLayer]] = LlamaLayer
     packed: ClassVar[dict[str, tuple[str, int]]] = {
         "q_proj": ("qkv_proj", 0),
         "k_proj": ("qkv_proj", 1),
@@ -138,7 +141,7 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        self.model = LlamaModel(spec, self.attention, parallel)
+        self.model = LlamaModel(spec, self.layer, parallel)
         self.lm_head = self.model.embed_tokens
         if not spec.config.get("tie_word_embeddings", False):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)

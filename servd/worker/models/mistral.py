@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 
 
 class MistralAttention(LlamaAttention):
@@ -16,7 +16,13 @@ class MistralAttention(LlamaAttention):
         return config.get("sliding_window", 4096)
 
 
-class MistralForCausalLM(LlamaForCausalLM):
+class MistralLayer(LlamaLayer):
     """See MistralAttention."""
 
     attention = MistralAttention
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """See MistralAttention."""
+
+    layer = MistralLayer

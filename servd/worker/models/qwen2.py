@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from servd.errors import UnsupportedModel
 from servd.hf import ModelSpec
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from servd.worker.parallel import Parallel
 
 
@@ -19,10 +19,16 @@ class Qwen2Attention(LlamaAttention):
         return True, False
 
 
+class Qwen2Layer(LlamaLayer):
+    """See Qwen2Attention."""
+
+    attention = Qwen2Attention
+
+
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """Full attention in every layer."""
 
-    attention: ClassVar[type[LlamaAttention]] = Qwen2Attention
+    layer = Qwen2Layer
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         refuse_mixed_windows(spec)

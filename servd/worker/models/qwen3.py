@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from servd.hf import ModelSpec
 from servd.worker.layers.norm import RMSNorm
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from servd.worker.models.qwen2 import refuse_mixed_windows
 from servd.worker.parallel import Parallel
 
@@ -27,10 +25,16 @@ class Qwen3Attention(LlamaAttention):
         return self.q_norm(q), self.k_norm(k)
 
 
+class Qwen3Layer(LlamaLayer):
+    """See Qwen3Attention."""
+
+    attention = Qwen3Attention
+
+
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """Full attention in every layer."""
 
-    attention: ClassVar[type[LlamaAttention]] = Qwen3Attention
+    layer = Qwen3Layer
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         refuse_mixed_windows(spec)

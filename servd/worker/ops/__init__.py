@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops import native, reference
+from servd.worker.ops.reference import Routing
 
 
 class Ops(Protocol):
@@ -46,6 +47,18 @@ class Ops(Protocol):
 
     def gate(self, x: Tensor, name: str) -> Tensor:
         """[num_tokens, 2 * size] -> [num_tokens, size]: function(first half) * second half."""
+        ...
+
+    def route(self, logits: Tensor, top_k: int, renormalize: bool) -> Routing:
+        """The `top_k` experts of highest logit [num_tokens, num_experts] of each token, with their
+        probabilities as weights, which add up to 1 if `renormalize`.
+        """
+        ...
+
+    def combine(self, y: Tensor, routing: Routing) -> Tensor:
+        """Rows of places [num_tokens * top_k, size] -> the weighted sum of each token's,
+        [num_tokens, size].
+        """
         ...
 
 

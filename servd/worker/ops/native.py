@@ -14,6 +14,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
@@ -21,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from servd.errors import ConfigError
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import reference
+from servd.worker.ops.reference import Routing
 
 log = logging.getLogger("servd.worker")
 
@@ -259,6 +261,33 @@ def gate(x: Tensor, name: str) -> Tensor:
     return out
 
 
+def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
+    """See `Ops.route`."""
+    if not _fits(logits):
+        return reference.route(logits, top_k, renormalize)
+    num_tokens, num_experts = logits.shape
+    # Of 32 bits each, and made as floats: in a program they lie in its buffers.
+    tokens, starts, places = (
+        torch.empty(shape).view(torch.int32)
+        for shape in ((num_tokens * top_k,), (num_experts + 1,), (num_tokens, top_k))
+    )
+    weights = torch.empty(places.shape)
+    call(
+        "route", logits, *logits.shape, top_k, renormalize, tokens, starts, places, weights
+    )  # fmt: skip
+    return Routing(tokens, starts, places, weights)
+
+
+def combine(y: Tensor, routing: Routing) -> Tensor:
+    """See `Ops.combine`."""
+    if not _fits(y):
+        return reference.combine(y, routing)
+    places = routing.places
+    out = torch.empty(len(places), y.shape[1])
+    call("combine", y, len(y), places, routing.weights, *places.shape, y.shape[1], out)
+    return out
+
+
 # ---- matrices ----
 
 
@@ -373,6 +402,52 @@ class Stacked(Packed):
         for matrix in self.matrices:
             part = slice(start, start := start + matrix.shape[0])
             matrix.multiply_into(out[:, part], x, None if bias is None else bias[part])
+
+
+class ExpertMatrices:
+    """Matrices of one shape and type, of which each multiplies rows of its own, in one call."""
+
+    def __init__(self, matrices: Sequence[PackedMatrix] | Sequence[GroupedMatrix]) -> None:
+        self.matrices = matrices  # which the tables point to
+        first = matrices[0]
+        self.out_features, self.type = first.shape[0], first.type
+        self.packed = _addresses([matrix.packed for matrix in matrices])
+        self.scales = _addresses([matrix.scale for matrix in matrices])
+        self.offsets: Tensor | None = None
+        if isinstance(first, GroupedMatrix):
+            self.offsets = _addresses([m.offset for m in matrices if isinstance(m, GroupedMatrix)])
+
+    @staticmethod
+    def kind(matrix: object) -> tuple[object, ...] | None:
+        """What all of the matrices have in common; None: they cannot be these."""
+        if isinstance(matrix, PackedMatrix):
+            return matrix.type, matrix.scale is None
+        if isinstance(matrix, GroupedMatrix) and matrix.columns is None:
+            table = None if matrix.table is None else tuple(matrix.table.tolist())
+            return matrix.type, matrix.scale_type, matrix.offset is None, matrix.group_size, table
+        return None
+
+    def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
+        """See `GroupedForm`."""
+        x, first = x.contiguous(), self.matrices[0]
+        num_rows = len(x) if index is None else len(index)
+        out = torch.empty(num_rows, self.out_features)
+        given = (self.type, x, *x.shape, index, starts, len(self.matrices), self.packed)
+        if isinstance(first, GroupedMatrix):
+            call(
+                "matmul_experts_grouped", *given, first.table, first.scale_type, self.scales,
+                self.offsets, first.group_size, out, *out.shape,
+            )  # fmt: skip
+        else:
+            call("matmul_experts", *given, self.scales, out, *out.shape)
+        return out
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """int64 [n]; None of tensors that are None."""
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+    # Not by torch: the first step that needs them may be one that is recorded.
+    return torch.from_numpy(np.array(addresses, dtype=np.int64)) if addresses else None
 
 
 def _pack(weight: Tensor) -> Tensor:

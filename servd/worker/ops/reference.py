@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,3 +57,33 @@ def gate(x: Tensor, name: str) -> Tensor:
     """See `Ops.gate`."""
     first, second = x.chunk(2, dim=-1)
     return ACTIVATIONS[name](first) * second
+
+
+class Routing(NamedTuple):
+    """Which experts tokens go through. Each pair of a token and an expert has a place; places are
+    sorted by expert, so that those of an expert are the rows of one product.
+    """
+
+    tokens: Tensor  # int32 [num_tokens * top_k], the token of each place
+    starts: Tensor  # int32 [num_experts + 1], the first place of each expert, and the end
+    places: Tensor  # int32 [num_tokens, top_k], of each token
+    weights: Tensor  # float32, like places
+
+
+def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
+    """See `Ops.route`."""
+    num_experts = logits.shape[1]
+    weights, experts = logits.float().softmax(dim=-1).topk(top_k)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    bounds = torch.arange(num_experts + 1, device=logits.device)
+    starts = torch.searchsorted(sorted_experts, bounds)
+    places = order.argsort().view(experts.shape)
+    return Routing((order // top_k).int(), starts.int(), places.int(), weights)
+
+
+def combine(y: Tensor, routing: Routing) -> Tensor:
+    """See `Ops.combine`."""
+    chosen = y[routing.places.long()].float()  # [num_tokens, top_k, size]
+    return (chosen * routing.weights.unsqueeze(2)).sum(dim=1).to(y.dtype)

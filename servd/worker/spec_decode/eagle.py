@@ -26,7 +26,7 @@ from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.rotary import Rotary
 from servd.worker.model_loader import tensor_shapes
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer
 from servd.worker.spec_decode import Proposer, Target
 
 MOST_BEHIND = 32  # tokens of a row that it may catch up with
@@ -85,8 +85,7 @@ class EagleHead(nn.Module):
         size, parallel = spec.hidden_size, target.parallel
         self.fc = ReplicatedLinear(2 * size, size, parallel, bias="fc.bias" in names)
         self.layers = nn.ModuleList(
-            LlamaLayer(spec, LlamaAttention(spec, layer, parallel), parallel)
-            for layer in range(spec.num_layers)
+            LlamaLayer(spec, layer, parallel) for layer in range(spec.num_layers)
         )
         self.layers[0].input_layernorm = Unnormed()
 

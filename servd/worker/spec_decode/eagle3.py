@@ -80,8 +80,10 @@ class Eagle3Attention(LlamaAttention):
 class Eagle3Layer(LlamaLayer):
     """Norms embeddings and features, each for itself."""
 
+    attention = Eagle3Attention
+
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__(spec, Eagle3Attention(spec, 0, parallel), parallel)
+        super().__init__(spec, 0, parallel)
         eps = spec.config.get("rms_norm_eps", 1e-6)
         self.hidden_norm = RMSNorm(spec.hidden_size, eps, parallel)
         self.norm_before_residual = spec.config.get("norm_before_residual", False)
@@ -124,7 +126,7 @@ class Eagle3Head(EagleHead):
             )
         self.layers = nn.ModuleList([Eagle3Layer(spec, parallel)])
         for layer in range(1, spec.num_layers):
-            self.layers.append(LlamaLayer(spec, LlamaAttention(spec, layer, parallel), parallel))
+            self.layers.append(LlamaLayer(spec, layer, parallel))
         self.norm = RMSNorm(size, eps, parallel)
         self.norm_output = config.get("norm_output", False)
         self.d2t: Weight | None = None

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from servd.worker import ops
-from servd.worker.ops.reference import ACTIVATIONS
+from servd.worker.ops.reference import ACTIVATIONS, Routing
 
 MODULES = [
     module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")
@@ -159,3 +159,38 @@ def test_cuda_has_triton():
     assert ops.for_device(torch.device("cuda")) is importlib.import_module(
         "servd.worker.ops.triton"
     )
+
+
+@each_dtype
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("shape", [(1, 5, 2), (40, 128, 8), (3, 2, 2)], ids=str)
+def test_routing(module: ops.Ops, renormalize: bool, shape, dtype: torch.dtype, device):
+    num_tokens, num_experts, top_k = shape
+    logits = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(1))
+    order = logits.argsort().argsort()  # without two that are equal in 16 bits
+    logits = (order * 0.0625 - 3).to(dtype).to(device)
+    routing = module.route(logits, top_k, renormalize)
+    exact, experts = logits.double().softmax(dim=-1).topk(top_k)
+    if renormalize:
+        exact /= exact.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(routing.weights.double(), exact, rtol=1e-6, atol=0)
+    sizes = experts.flatten().bincount(minlength=num_experts)
+    assert routing.starts.tolist() == [0, *sizes.cumsum(0).tolist()]
+    places = routing.places.long()
+    assert sorted(places.flatten().tolist()) == list(range(num_tokens * top_k))
+    starts = routing.starts.long()
+    assert bool((starts[experts] <= places).all() and (places < starts[experts + 1]).all())
+    tokens = torch.arange(num_tokens, device=device)[:, None].expand(places.shape)
+    assert torch.equal(routing.tokens[places].long(), tokens)
+
+
+@each_dtype
+def test_combine(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+    for num_tokens, top_k, size in [(1, 2, 8), (5, 3, 100), (2, 1, 33)]:
+        y = random((num_tokens * top_k, size), dtype, device)
+        weights = random((num_tokens, top_k), torch.float32, device)
+        places = torch.arange(len(y) - 1, -1, -1, dtype=torch.int32, device=device)
+        places = places.view(num_tokens, top_k)
+        routing = Routing(places.flatten(), places.flatten(), places, weights)
+        terms = y[places.long()].double() * weights.double()[..., None]
+        check(module.combine(y, routing), terms.sum(1), dtype, terms.abs().sum(1))

@@ -19,6 +19,14 @@ void matmul(int type, const float* x, int64_t rows, int64_t k, const void* packe
 void matmul_grouped(int type, const float* x, int64_t rows, int64_t k, const void* packed,
                     const float* table, int scale_type, const void* scale, const void* offset,
                     int64_t group_size, const float* bias, float* y, int64_t y_stride, int64_t n);
+void matmul_experts(int type, const float* x, int64_t x_rows, int64_t k, const int32_t* index,
+                    const int32_t* starts, int64_t num_experts, const void* const* packed,
+                    const float* const* scales, float* y, int64_t rows, int64_t n);
+void matmul_experts_grouped(int type, const float* x, int64_t x_rows, int64_t k,
+                            const int32_t* index, const int32_t* starts, int64_t num_experts,
+                            const void* const* packed, const float* table, int scale_type,
+                            const void* const* scales, const void* const* offsets,
+                            int64_t group_size, float* y, int64_t rows, int64_t n);
 void gather_rows(int type, const void* packed, const float* scale, int64_t n, int64_t k,
                  const int64_t* index, int64_t count, float* out);
 void gather_grouped(int type, const void* packed, const float* table, int scale_type,
@@ -47,6 +55,12 @@ void norm(int centered, const float* x, int64_t per_stride, int64_t stride, cons
           const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
           int64_t size);
 void activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out);
+
+// Which experts a token goes through, and the sum of what they yield: experts.cpp
+void route(const float* logits, int64_t rows, int64_t num_experts, int64_t top_k, int renormalize,
+           int32_t* tokens, int32_t* starts, int32_t* places, float* weights);
+void combine(const float* y, int64_t num_places, const int32_t* places, const float* weights,
+             int64_t rows, int64_t top_k, int64_t size, float* out);
 
 // The sampler: sampling.cpp
 void shift(float* logits, int64_t stride, const void* bitmask, int64_t bitmask_rows, int64_t words,

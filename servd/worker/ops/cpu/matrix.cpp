@@ -158,36 +158,70 @@ void microkernel_for(int rows, const float* x, const Cursor& weights, int64_t kc
     }
 }
 
+// A matrix, and the rows of y that are products with it.
 template <typename Matrix>
-void multiply(const float* x, int64_t rows, const Matrix& matrix, const float* scale,
-              const float* bias, float* y, int64_t y_stride, int64_t n) {
-    const int64_t k = matrix.k;
-    const int64_t num_panels = (n + NR - 1) / NR, num_tiles = (rows + MR - 1) / MR;
-    const auto first_row = [=](int64_t tile) { return rows * tile / num_tiles; };  // nearly equal
+struct Product {
+    Matrix matrix;
+    const float* scale;  // one for each output, or null
+    int64_t first_row, rows;
+};
+
+// The tasks of a product, and where they begin among all of them.
+struct Tasks {
+    int64_t first, num_tiles, num_chunks;
+};
+
+// Row r of y [rows, n] is row `index[r]` of x, or row r if index is null, times its product's
+// matrix. All matrices are of the same shape and type. One loop over the parts of all of them.
+template <typename Matrix>
+void multiply_each(const Product<Matrix>* products, int64_t num_products, const float* x,
+                   const int32_t* index, int64_t rows, int64_t k, const float* bias, float* y,
+                   int64_t y_stride, int64_t n) {
+    const int64_t num_panels = (n + NR - 1) / NR;
     const int64_t num_k_blocks = std::max<int64_t>(1, (k + MAX_KC - 1) / MAX_KC);  // k = 0: bias
     const int64_t max_kc = (k + num_k_blocks - 1) / num_k_blocks;  // the last block may have less
+    const auto row_of_x = [=](int64_t row) { return x + (index ? index[row] : row) * k; };
     std::unique_ptr<float[]> copy;  // [num_k_blocks][rows][X_STRIDE]
     if (rows > 1) {
         copy.reset(new float[num_k_blocks * rows * X_STRIDE]);
         parallel_for(rows, std::max<int64_t>(1, 32768 / (k + 1)), [&](int64_t row) {
             for (int64_t block = 0; block < num_k_blocks; block++)
-                std::copy_n(x + row * k + block * max_kc, std::min(max_kc, k - block * max_kc),
+                std::copy_n(row_of_x(row) + block * max_kc, std::min(max_kc, k - block * max_kc),
                             &copy[(block * rows + row) * X_STRIDE]);
         });
     }
-    const int64_t num_chunks = (num_tiles + MC_TILES - 1) / MC_TILES;
+    std::unique_ptr<Tasks[]> tasks(new Tasks[num_products]);
+    int64_t num_tasks = 0, most_chunks = 1;
+    for (int64_t i = 0; i < num_products; i++) {
+        const int64_t tiles = (products[i].rows + MR - 1) / MR;
+        const int64_t chunks = (tiles + MC_TILES - 1) / MC_TILES;
+        tasks[i] = {num_tasks, tiles, chunks};
+        num_tasks += chunks * num_panels;
+        most_chunks = std::max(most_chunks, chunks);
+    }
     // All k of a chunk is too large for the cache: if there are several chunks, all of them do a
     // block of k before the next block.
-    const int64_t together = num_chunks == 1 ? num_k_blocks : 1;
+    const int64_t together = most_chunks == 1 ? num_k_blocks : 1;
     for (int64_t first = 0; first < num_k_blocks; first += together)
-        parallel_for(num_chunks * num_panels, 1, [&](int64_t part) {
-            const int64_t chunk = part / num_panels, panel = part % num_panels, column = panel * NR;
+        parallel_for(num_tasks, 1, [&](int64_t task) {
+            const int64_t number =
+                std::upper_bound(&tasks[0], &tasks[num_products], task,
+                                 [](int64_t t, const Tasks& of) { return t < of.first; }) -
+                &tasks[1];
+            const auto [first_task, num_tiles, num_chunks] = tasks[number];
+            const Product<Matrix>& product = products[number];
+            const auto first_row = [&, tiles = num_tiles](int64_t tile) {  // nearly equal
+                return product.rows * tile / tiles;
+            };
+            const int64_t chunk = (task - first_task) / num_panels;
+            const int64_t panel = (task - first_task) % num_panels, column = panel * NR;
             const int64_t first_tile = num_tiles * chunk / num_chunks;
             const int64_t last_tile = num_tiles * (chunk + 1) / num_chunks;
             for (int64_t block = first; block < first + together; block++) {
                 const int64_t start = block * max_kc, kc = std::min(max_kc, k - start);
-                const float* from = rows > 1 ? &copy[block * rows * X_STRIDE] : x + start;
-                const auto weights = matrix.at(panel, start);
+                const float* from = rows > 1 ? &copy[(block * rows + product.first_row) * X_STRIDE]
+                                             : row_of_x(0) + start;
+                const auto weights = product.matrix.at(panel, start);
                 constexpr int64_t ROW = Matrix::ROW_BYTES;
                 const char* here = (const char*)weights.row;
                 const bool is_last_here = block == first + together - 1;
@@ -195,19 +229,19 @@ void multiply(const float* x, int64_t rows, const Matrix& matrix, const float* s
                                                 : here + kc * ROW;
                 const bool has_next = !is_last_here || panel + 1 < num_panels;
                 // A tile alone prefetches what it will need itself; several share what comes after.
-                const auto ahead = [&](int64_t tile) -> Prefetch {
-                    if (num_tiles == 1) return {here + PREFETCH_DISTANCE, ROW};
+                const auto ahead = [&, tiles = num_tiles](int64_t tile) -> Prefetch {
+                    if (tiles == 1) return {here + PREFETCH_DISTANCE, ROW};
                     if (!has_next) return {(const char*)from, 0};
-                    const int64_t tiles = last_tile - first_tile, step = (ROW + tiles - 1) / tiles;
+                    const int64_t count = last_tile - first_tile, step = (ROW + count - 1) / count;
                     return {next + (tile - first_tile) * kc * step, step};
                 };
                 for (int64_t tile = first_tile; tile < last_tile; tile++) {
                     const int64_t row = first_row(tile);
                     const int height = int(first_row(tile + 1) - row);
-                    const OutputTile out{y + row * y_stride + column,
+                    const OutputTile out{y + (product.first_row + row) * y_stride + column,
                                          y_stride,
                                          int(std::min<int64_t>(NR, n - column)),
-                                         scale ? scale + column : nullptr,
+                                         product.scale ? product.scale + column : nullptr,
                                          bias ? bias + column : nullptr,
                                          block == 0,
                                          block == num_k_blocks - 1};
@@ -216,6 +250,30 @@ void multiply(const float* x, int64_t rows, const Matrix& matrix, const float* s
                 }
             }
         });
+}
+
+template <typename Matrix>
+void multiply(const float* x, int64_t rows, const Matrix& matrix, const float* scale,
+              const float* bias, float* y, int64_t y_stride, int64_t n) {
+    const Product<Matrix> product{matrix, scale, 0, rows};
+    multiply_each(&product, 1, x, nullptr, rows, matrix.k, bias, y, y_stride, n);
+}
+
+// The products of experts; `matrix_of` gives the one of an expert.
+template <typename MatrixOf>
+void multiply_experts(const float* x, const int32_t* index, int64_t x_rows, const int32_t* starts,
+                      int64_t num_experts, const float* const* scales, float* y, int64_t rows,
+                      int64_t k, int64_t n, MatrixOf matrix_of) {
+    using Matrix = decltype(matrix_of(0));
+    if (index) check_ids("index", index, 0, rows, x_rows);
+    check_ids("starts", starts, 0, num_experts + 1, rows + 1);
+    std::unique_ptr<Product<Matrix>[]> products(new Product<Matrix>[num_experts]);
+    int64_t number = 0;
+    for (int64_t i = 0; i < num_experts; i++)
+        if (const int64_t count = starts[i + 1] - starts[i]; count > 0)
+            products[number++] = {matrix_of(i), scales ? scales[i] : nullptr, starts[i], count};
+    if (number > 0)
+        multiply_each(&products[0], number, x, index, rows, k, nullptr, y, n, n);
 }
 
 template <typename W>
@@ -307,6 +365,36 @@ void matmul_grouped(int type, const float* x, int64_t rows, int64_t k, const voi
         const Groups groups{table, scale_type, scale, offset, group_size};
         multiply(x, rows, Grouped<W>{(const uint8_t*)packed, k, groups}, nullptr, bias, y,
                  y_stride, n);
+    });
+}
+
+// Row r of y [rows, n] is row index[r] of x [x_rows, k], or row r if index is null, times the
+// matrix of the expert whose rows, from starts[expert] to starts[expert + 1], it is among. Tables
+// [num_experts] have the matrices, packed, and their scales; that of scales may be null.
+void matmul_experts(int type, const float* x, int64_t x_rows, int64_t k, const int32_t* index,
+                    const int32_t* starts, int64_t num_experts, const void* const* packed,
+                    const float* const* scales, float* y, int64_t rows, int64_t n) {
+    with_type(type, [&](auto* p) {
+        using W = std::remove_pointer_t<decltype(p)>;
+        multiply_experts(x, index, x_rows, starts, num_experts, scales, y, rows, k, n,
+                         [=](int64_t i) { return Plain<W>{(const W*)packed[i], k}; });
+    });
+}
+
+// The same of weights in groups; the table of offsets may be null.
+void matmul_experts_grouped(int type, const float* x, int64_t x_rows, int64_t k,
+                            const int32_t* index, const int32_t* starts, int64_t num_experts,
+                            const void* const* packed, const float* table, int scale_type,
+                            const void* const* scales, const void* const* offsets,
+                            int64_t group_size, float* y, int64_t rows, int64_t n) {
+    with_group_type(type, [&](auto* p) {
+        using W = std::remove_pointer_t<decltype(p)>;
+        multiply_experts(x, index, x_rows, starts, num_experts, nullptr, y, rows, k, n,
+                         [=](int64_t i) {
+                             const Groups groups{table, scale_type, scales[i],
+                                                 offsets ? offsets[i] : nullptr, group_size};
+                             return Grouped<W>{(const uint8_t*)packed[i], k, groups};
+                         });
     });
 }
 

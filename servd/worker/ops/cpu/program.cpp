@@ -71,7 +71,8 @@ extern const Kernel servd_kernels[] = {
     KERNEL(write_kv),    KERNEL(attend),     KERNEL(embed),      KERNEL(rotation),
     KERNEL(norm),        KERNEL(activate),   KERNEL(shift),      KERNEL(to_weights),
     KERNEL(narrow),      KERNEL(draw),       KERNEL(score),      KERNEL(matmul_grouped),
-    KERNEL(gather_grouped),
+    KERNEL(gather_grouped), KERNEL(matmul_experts), KERNEL(matmul_experts_grouped),
+    KERNEL(route),       KERNEL(combine),
 };
 extern const int servd_num_kernels = std::size(servd_kernels);
 

@@ -1,7 +1,16 @@
 """The operations as Triton kernels, for CUDA; TRITON_INTERPRET=1 interprets them on a CPU."""
 
-from servd.worker.ops.reference import embed, rotation
+from servd.worker.ops.reference import combine, embed, rotation, route
 from servd.worker.ops.triton.activation import activate, gate
 from servd.worker.ops.triton.norm import layer_norm, rms_norm
 
-__all__ = ["activate", "embed", "gate", "layer_norm", "rms_norm", "rotation"]
+__all__ = [
+    "activate",
+    "combine",
+    "embed",
+    "gate",
+    "layer_norm",
+    "rms_norm",
+    "rotation",
+    "route",
+]

@@ -1,0 +1,59 @@
+"""Mixtral (https://arxiv.org/abs/2401.04088): Mistral with experts as feed-forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from servd.hf import ModelSpec
+from servd.worker.layers.experts import SparseMoE
+from servd.worker.layers.quantized import Quantized
+from servd.worker.models.llama import LlamaForCausalLM
+from servd.worker.models.mistral import MistralAttention, MistralLayer
+from servd.worker.parallel import Parallel
+
+
+class MixtralAttention(MistralAttention):
+    """Without a word of config.json, it has no window."""
+
+    @staticmethod
+    def window(config: dict[str, Any]) -> int | None:
+        """See MistralAttention."""
+        return config.get("sliding_window")
+
+
+class MixtralLayer(MistralLayer):
+    """Has experts in every layer."""
+
+    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
+        """See LlamaLayer."""
+        config = spec.config
+        return SparseMoE(
+            spec.hidden_size,
+            config["intermediate_size"],
+            config["num_local_experts"],
+            config["num_experts_per_tok"],
+            renormalize=True,
+            activation=config.get("hidden_act", "silu"),
+            parallel=parallel,
+        )
+
+
+class MixtralForCausalLM(LlamaForCausalLM):
+    """See MixtralLayer."""
+
+    layer = MixtralLayer
+    packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed | {
+        "w1": ("gate_up_proj", 0),
+        "w3": ("gate_up_proj", 1),
+        "w2": ("down_proj", 0),
+    }
+
+    def convert(
+        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
+    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        """Under the names that other models have."""
+        for name, tensor in tensors:
+            yield name.replace(".block_sparse_moe.", ".mlp."), tensor

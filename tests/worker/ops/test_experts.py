@@ -1,0 +1,105 @@
+"""Products of several experts: those of each by itself, in every form, the same bits whatever the
+batch; routing by the definition.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from servd.worker.layers._matrix import Form
+from servd.worker.layers.experts import OneByOne
+from servd.worker.ops import native
+from servd.worker.ops.native import PackedMatrix
+from servd.worker.quantization import int4, int8
+from tests.worker.cpu_kernels import forced
+
+NUM_EXPERTS, SIZE = 6, 1000
+FORMS = {
+    "float32": PackedMatrix,
+    "bfloat16": lambda weight: PackedMatrix(weight.bfloat16()),
+    "int8": int8.quantize,
+    "int4": int4.quantize,
+}
+
+
+@pytest.fixture(params=native.CAPABILITIES)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    yield from forced(request.param, monkeypatch)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def bounds(*counts: int) -> Tensor:
+    """The first row of each expert, and the end."""
+    return torch.tensor([0, *counts]).cumsum(0).int()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("form", FORMS)
+def test_each_expert_multiplies_its_own_rows(form: str):
+    matrices: list[Form] = [FORMS[form](random(33 + i, SIZE)[:33]) for i in range(NUM_EXPERTS)]
+    x, counts = random(40, SIZE), (3, 0, 131, 1, 14, 0)
+    starts = bounds(*counts)
+    index = (torch.arange(sum(counts)) * 7 % 40).int()
+    for rows in (index, None):
+        given = x if rows is not None else x[index]
+        got = native.ExpertMatrices(matrices).multiply(given, rows, starts)  # type: ignore[arg-type]
+        parts = x[index].split(counts)
+        for part, alone, matrix in zip(got.split(counts), parts, matrices, strict=True):
+            assert torch.equal(part, matrix.multiply(alone, None))
+
+
+def test_kinds_differ_by_what_a_call_has_once():
+    weight = random(8, 64)
+    kinds = {native.ExpertMatrices.kind(make(weight)) for make in FORMS.values()}
+    assert len(kinds) == len(FORMS)
+    assert native.ExpertMatrices.kind(None) is None
+
+
+@pytest.mark.usefixtures("kernels")
+def test_rows_outside_of_x_are_refused():
+    matrices = [PackedMatrix(random(8, 16)) for _ in range(2)]
+    experts, x = native.ExpertMatrices(matrices), random(3, 16)
+    with pytest.raises(IndexError, match=r"index\[1\] is 3"):
+        experts.multiply(x, torch.tensor([0, 3], dtype=torch.int32), bounds(1, 1))
+    with pytest.raises(IndexError, match=r"starts\[2\] is 5"):
+        experts.multiply(x, None, bounds(1, 4))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("counts", [(3, 0, 20, 1), (0, 0, 0, 2), (130, 70, 64, 0)], ids=str)
+def test_triton_multiplies_the_rows_of_each(dtype: torch.dtype, counts: tuple[int, ...]):
+    pytest.importorskip("triton")
+    from servd.worker.ops.triton.experts import ExpertMatrices
+
+    matrices = [random(70 + i, 100)[:70].contiguous().to(dtype) for i in range(len(counts))]
+    x, starts = random(30, 100).to(dtype), bounds(*counts)
+    index = (torch.arange(sum(counts)) * 7 % 30).int()
+    parts = x[index].float().split(counts)
+    expected = torch.cat([p @ m.float().T for p, m in zip(parts, matrices, strict=True)])
+    for rows in (index, None):
+        got = ExpertMatrices(matrices).multiply(x if rows is not None else x[index], rows, starts)
+        torch.testing.assert_close(
+            got.float(), expected, atol=2e-2 if dtype.itemsize == 2 else 1e-4, rtol=0
+        )
+
+
+def test_one_by_one_is_the_same():
+    from servd.worker.layers._matrix import Matrix
+    from servd.worker.parallel import Parallel
+
+    matrices = [Matrix((9, 20), Parallel()) for _ in range(3)]
+    for i, matrix in enumerate(matrices):
+        matrix.data.copy_(random(9 + i, 20)[:9])
+    x, index = random(4, 20), torch.tensor([3, 0, 1, 1, 2], dtype=torch.int32)
+    got = OneByOne(matrices).multiply(x, index, bounds(2, 0, 3))
+    expected = torch.cat([x[[3, 0]] @ matrices[0].T, x[[1, 1, 2]] @ matrices[2].T])
+    torch.testing.assert_close(got, expected)
