@@ -13,9 +13,12 @@ KERNELS = setup.py $(wildcard servd/worker/ops/cpu/*)
 HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
 # On a machine with a GPU: its own torch, and beside it what comes as wheels in .whl/ (docs/gpu.md). No network is needed.
 GPU_PYTHON = python3
+# Compiling kernels takes most of the time: eight processes share what they compile, on disk. What measures memory
+# has the device for itself.
 GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization tests/worker/sample \
-	tests/worker/test_staging.py tests/worker/test_graph_runner.py tests/worker/test_memory.py \
-	tests/worker/test_gpu_model_runner.py tests/worker/test_compile.py tests/parity/test_gpu.py
+	tests/worker/test_staging.py tests/worker/test_graph_runner.py tests/worker/test_compile.py tests/parity/test_gpu.py
+GPU_TESTS_ALONE = tests/worker/test_memory.py tests/worker/test_gpu_model_runner.py
+GPU_PYTEST = PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' --durations=10
 
 # Beside each other: those of whole servers mostly wait. Two processes that compute are enough for two CPUs.
 SERVERS = tests/integration
@@ -74,7 +77,9 @@ test-sanitizers: $(VENV)/.dev ## Run the tests of the CPU kernels with AddressSa
 		-k '(native or avx or generic) and not without_memory' $(ARGS)
 
 test-gpu: .gpu ## Run the tests that need a GPU with GPU_PYTHON, in less than 8 minutes
-	@if $(HAS_GPU); then PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' $(GPU_TESTS) $(ARGS); \
+	@if $(HAS_GPU); then failed=0; \
+		for tests in "tests/worker/test_kernels_compile.py" "-n 8 $(GPU_TESTS)" "$(GPU_TESTS_ALONE)"; do \
+			$(GPU_PYTEST) $$tests $(ARGS) || failed=1; done; exit $$failed; \
 	else echo "no NVIDIA GPU here: nothing to test"; fi
 
 check: format-check lint ## Check format, lint, types, import rules; run the fast tests, in less than 2 minutes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from servd.errors import ConfigError
 from servd.worker.ops import native
 
 log = logging.getLogger("servd.worker")
@@ -41,6 +43,20 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
         wanted or "not set",
     )  # fmt: skip
     return num_threads
+
+
+def require_c_compiler() -> None:
+    """Check for what Triton compiles the launchers of kernels with, when they are first used.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+        raise ConfigError(
+            f"kernels for the GPU need a C compiler, and there is no {named or 'gcc or clang'} on "
+            "PATH: install gcc and Python's headers (python3-dev), or set CC"
+        )
 
 
 def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from servd.errors import ConfigError
 from servd.messages import GrammarBitmask, NewRequest, ScheduledRequest, SchedulerOutput
+from servd.params import SamplingParams
 from servd.worker.graph_runner import CudaRecorder, GraphRunner, Record
 from servd.worker.input_batch import InputBatch, decode_attention
 from servd.worker.memory import CudaMeter, MemoryUse, Meter
@@ -33,10 +34,23 @@ class GPUModelRunner(ModelRunner):
         super().allocate_kv_cache(num_blocks + 1)
         self.states.block_tables.tables[self.states.null_slot] = num_blocks
         self.graphs = self.make_graphs()
-        if self.graphs is not None:
-            # The largest first: the others fit into its memory.
-            self._capture(self.graphs, self.graphs.sizes[-1])
-            self._capture(self.graphs, self.graphs.sizes[0])
+
+    def warm_up(self, progress: Callable[[float], None]) -> None:
+        """Capture all graphs and run each way to sample, so that no request waits for a capture or
+        a compiler.
+        """
+        # The largest first: the others fit into its memory.
+        sizes = self.graphs.sizes[::-1] if self.graphs is not None else []
+        ways = self.sampler.examples
+        for done, size in enumerate(sizes, 1):
+            assert self.graphs is not None
+            self._capture(self.graphs, size)
+            progress(done / (len(sizes) + len(ways)))
+        for done, params in enumerate(ways, len(sizes) + 1):
+            for has_grammar in (False, True):
+                self._launch(1, 1, 0, params)
+                self._sample_all(1, has_grammar)
+            progress(done / (len(sizes) + len(ways)))
 
     def make_graphs(self) -> GraphRunner | None:
         """None where graphs are switched off, or the attention backend cannot be captured."""
@@ -116,7 +130,7 @@ class GPUModelRunner(ModelRunner):
             steps.append((num_rows, 1 + num_drafts, num_drafts))
         for num_rows, num_tokens, num_drafts in steps:
             meter.peak()
-            self._launch(num_rows, num_tokens, num_drafts)
+            self._launch(num_rows, num_tokens, num_drafts, self.sampler.costliest)
             forward = max(forward, meter.peak())
             self._sample_all(num_rows)
             sampling = max(sampling, meter.peak())
@@ -136,7 +150,9 @@ class GPUModelRunner(ModelRunner):
             max_num_seqs=self.max_num_seqs,
         )
 
-    def _launch(self, num_rows: int, num_tokens: int, num_drafts: int) -> None:
+    def _launch(
+        self, num_rows: int, num_tokens: int, num_drafts: int, params: SamplingParams
+    ) -> None:
         """Begin a step of prompts; all rows share the blocks, since only sizes matter."""
         num_blocks = -(-num_tokens // self.config.cache.block_size)
         new_requests = [
@@ -146,7 +162,7 @@ class GPUModelRunner(ModelRunner):
                 num_prompt_tokens=num_tokens,
                 num_computed_tokens=0,
                 block_ids=list(range(num_blocks)),
-                params=self.sampler.costliest,
+                params=params,
             )
             for slot in range(num_rows)
         ]
@@ -161,11 +177,11 @@ class GPUModelRunner(ModelRunner):
         ]
         self.execute_model(SchedulerOutput(step=0, new_requests=new_requests, scheduled=scheduled))
 
-    def _sample_all(self, num_rows: int) -> None:
-        """End the step, every row with a grammar too, and free its rows."""
+    def _sample_all(self, num_rows: int, has_grammar: bool = True) -> None:
+        """End the step, every row with a grammar or none, and free its rows."""
         words = bytes([255]) * (4 * -(-self.spec.vocab_size // 32))
         bitmask = GrammarBitmask(list(range(num_rows)), [0] * num_rows, words * num_rows)
-        self.sample_tokens(bitmask).result()
+        self.sample_tokens(bitmask if has_grammar else None).result()
         self.execute_model(SchedulerOutput(step=0, scheduled=[], freed_slots=list(range(num_rows))))
         self.sample_tokens()
 

@@ -232,6 +232,9 @@ class ModelRunner(ABC):
         if self.proposer is not None:
             self.proposer.allocate_kv_cache(num_blocks)
 
+    def warm_up(self, progress: Callable[[float], None]) -> None:  # noqa: B027
+        """Do ahead what the first requests would wait for; `progress` gets fractions."""
+
     # ---- steps ----
 
     @torch.inference_mode()

@@ -14,7 +14,7 @@ from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
 from servd.worker import dry_run
 from servd.worker.compile import compile_layers
 from servd.worker.cpu_model_runner import CPUModelRunner
-from servd.worker.device import name_of, set_num_threads
+from servd.worker.device import name_of, require_c_compiler, set_num_threads
 from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.model_runner import AsyncOutput, ModelRunner
 from servd.worker.parallel import Parallel
@@ -46,6 +46,7 @@ class Worker:
         size = config.parallel.tensor_parallel_size
         runner_class: type[ModelRunner]
         if config.parallel.device == "cuda":
+            require_c_compiler()
             self.device = torch.device("cuda", rank)
             torch.cuda.set_device(self.device)
             runner_class = GPUModelRunner
@@ -88,6 +89,7 @@ class Worker:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make the cache: the smallest number of blocks over all workers."""
         self.runner.allocate_kv_cache(num_blocks)
+        self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Launch the forward pass of a step.

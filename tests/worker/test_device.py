@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from servd.worker.device import available_memory, cpu_quota, set_num_threads
+from servd.errors import ConfigError
+from servd.worker.device import available_memory, cpu_quota, require_c_compiler, set_num_threads
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -86,3 +87,16 @@ def test_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert set_num_threads(1, tmp_path) == torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_missing_c_compiler_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no gcc or clang on PATH: install gcc"):
+        require_c_compiler()
+    (tmp_path / "mine").touch(mode=0o755)
+    monkeypatch.setenv("CC", "mine")
+    require_c_compiler()
+    monkeypatch.setenv("CC", "theirs")
+    with pytest.raises(ConfigError, match="no theirs on PATH"):
+        require_c_compiler()

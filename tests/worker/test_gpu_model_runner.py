@@ -98,7 +98,7 @@ def test_drafts_change_no_output(folder: Path, depth: int):
     assert serve(folder, depth, speculative_config={"method": "ngram"}) == expected
 
 
-def test_a_decode_step_never_waits_for_the_device(folder: Path):
+def test_a_decode_step_never_waits_for_the_device(folder: Path, sync_mode):
     driver = Driver(config_for(folder, **ON_DEVICE))
     slots = [driver.add([1, 2, 3]), driver.add([4, 5])]
     driver.generate(slots, 3)
@@ -107,17 +107,13 @@ def test_a_decode_step_never_waits_for_the_device(folder: Path):
 
     def watched(bitmask=None) -> SimpleNamespace:
         output = sample(bitmask)
-        torch.cuda.set_sync_debug_mode("default")  # the harvest may wait
-        done = output.result()
-        torch.cuda.set_sync_debug_mode("error")
+        with sync_mode("default"):  # the harvest may wait
+            done = output.result()
         return SimpleNamespace(result=lambda: done)
 
     runner.sample_tokens = watched
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_mode("error"):
         driver.generate(slots, 6)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_what_is_promised_is_enough_for_all_graphs_and_the_largest_step(tmp_path: Path):
@@ -131,12 +127,7 @@ def test_what_is_promised_is_enough_for_all_graphs_and_the_largest_step(tmp_path
     )  # fmt: skip
     driver = Driver(config)
     runner = driver.worker.runner
-    if runner.graphs is not None:
-        with torch.inference_mode():
-            for size in reversed(runner.graphs.sizes):
-                if size not in runner.graphs.graphs:
-                    runner.graphs.capture(size)
-    runner._launch(256, 16)
+    runner._launch(256, 16, 0, runner.sampler.costliest)
     runner._sample_all(256)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

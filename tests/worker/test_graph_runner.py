@@ -110,7 +110,7 @@ def test_graphs_compute_what_is_computed_without(folder: Path):
     )
     assert eager.worker.runner.graphs is None
     # The largest is for all requests, one of them with as many forced tokens as it may have.
-    assert sorted(graphs.worker.runner.graphs.graphs) == [1, 2, 4, 8, 8 + MAX_FORCED_TOKENS]
+    assert sorted(graphs.worker.runner.graphs.graphs) == [1, 2, 4, 8, 16, 8 + MAX_FORCED_TOKENS]
     assert tokens == expected_tokens
     torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), atol=1e-5, rtol=0)
     for cache, expected in zip(
@@ -143,6 +143,32 @@ def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int)
         assert log.total("num_preemptions") > 0
         results.append([log.token_ids(str(i)) for i in range(8)])
     assert results[0] == results[1]
+
+
+def test_all_that_is_captured_and_every_way_to_sample_comes_before_the_first_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    captured, phases = [], []
+    monkeypatch.setattr(GraphRunner, "capture", count_calls(GraphRunner.capture, captured))
+    config = config_for(folder, load_format="dummy", max_num_seqs=6)
+    driver = Driver(config, progress=lambda phase, fraction: phases.append((phase, fraction)))
+    at_start = list(captured)
+    fractions = [fraction for phase, fraction in phases if phase == "warming up"]
+    assert fractions == sorted(fractions) and fractions[-1] == 1
+    runner = driver.worker.runner
+    assert set(at_start) >= set(runner.graphs.sizes)
+    assert not runner.sampler.uses.any(), "no slot keeps what it had"
+    used = [SamplingParams(temperature=0.0), runner.sampler.costliest]
+    driver.generate([driver.add([1, 2, 3], params) for params in used], 5)
+    assert captured == at_start
+
+
+def count_calls(capture, captured: list[int]):
+    def counted(self: GraphRunner, size: int) -> None:
+        captured.append(size)
+        capture(self, size)
+
+    return counted
 
 
 def test_a_backend_that_cannot_be_captured_serves_without(

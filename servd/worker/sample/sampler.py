@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +94,16 @@ class Sampler:
         return SamplingParams(
             top_p=0.9, top_k=50, min_p=0.1, seed=0, logprobs=MAX_LOGPROBS, **fields
         )
+
+    @property
+    def examples(self) -> list[SamplingParams]:
+        """One of each way to sample, which kernels and their variants may differ by."""
+        plain: list[dict[str, Any]] = [
+            {"temperature": 0.0}, {}, {"logprobs": 1}, {"top_p": 0.9}, {"top_k": 50},
+            {"min_p": 0.1},
+        ]  # fmt: skip
+        featured = [dict(processor.example) for _, processor in self.processors]
+        return [SamplingParams(seed=0, **fields) for fields in [*plain, *featured]]
 
     def add(
         self,

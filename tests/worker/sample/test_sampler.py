@@ -295,7 +295,7 @@ def test_a_step_in_which_no_row_samples():
 
 
 @pytest.mark.gpu
-def test_cuda_draws_the_same_tokens_and_never_waits():
+def test_cuda_draws_the_same_tokens_and_never_waits(sync_mode):
     params = [SamplingParams(seed=1), SamplingParams(seed=2, top_k=9),
         SamplingParams(seed=3, top_p=0.7), EVERYTHING,
               SamplingParams(temperature=0, logprobs=3, min_tokens=9)]  # fmt: skip
@@ -310,11 +310,10 @@ def test_cuda_draws_the_same_tokens_and_never_waits():
         bitmask = torch.full((len(params), 2), -1, dtype=torch.int32, device=device)
         for slot, p in enumerate(params):
             sampler.add(slot, p, [1, 2, 3], [], EOS)
-        torch.cuda.set_sync_debug_mode("error" if device.type == "cuda" else "default")
-        outputs = [
-            sampler(logits, on_device, slots, positions, bitmask) for logits, positions in steps
-        ]
-        torch.cuda.set_sync_debug_mode("default")
+        with sync_mode("error" if device.type == "cuda" else "default"):
+            outputs = [
+                sampler(logits, on_device, slots, positions, bitmask) for logits, positions in steps
+            ]
         tokens.append([output.token_ids.tolist() for output in outputs])
     assert tokens[0] == tokens[1]
 
