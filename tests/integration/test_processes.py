@@ -89,10 +89,13 @@ def complete(server: Server, **body: Any) -> dict[str, Any]:
     [
         (["--executor", "uniproc"], signal.SIGKILL),
         (["--executor", "uniproc", "--engine-hang-timeout", "2"], signal.SIGSTOP),
-        (["--executor", "multiproc", "--tensor-parallel-size", "2"], signal.SIGKILL),
+        pytest.param(
+            ["--executor", "multiproc", "--tensor-parallel-size", "2"], signal.SIGKILL,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["killed", "stopped", "worker killed"],
-)
+)  # fmt: skip
 def test_answers_are_the_same_though_the_engine_dies(start, long_llama, options, signum):
     server = start(str(long_llama), "--device", "cpu", *options)
     bodies = [

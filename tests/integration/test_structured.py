@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 
 import openai
@@ -83,28 +82,3 @@ async def test_an_explosive_schema_is_refused_while_others_stream(llama_server: 
             model="tiny", prompt="to", max_tokens=50, extra_body={"guided_regex": "[0-9]{4}"}
         )
         assert re.fullmatch("[0-9]{4}", after.choices[0].text)
-
-
-async def test_two_steps_in_flight_give_the_same_outputs(start, tiny_llama):
-    texts = []
-    for scheduling in ("--async-scheduling", "--no-async-scheduling"):
-        server = start(
-            str(tiny_llama), "--device", "cpu", "--served-model-name", "tiny", scheduling
-        )
-        async with client_of(server) as client:
-            answers = await asyncio.gather(
-                *(
-                    client.completions.create(
-                        model="tiny",
-                        prompt=f"number {i}",
-                        max_tokens=300,
-                        seed=i,
-                        extra_body={"guided_json": SCHEMA},
-                    )
-                    for i in range(4)
-                )
-            )
-        texts.append([answer.choices[0].text for answer in answers])
-        server.stop()
-    assert texts[0] == texts[1]
-    assert all(set(json.loads(text)) == {"name", "addresses"} for text in texts[0])

@@ -76,16 +76,23 @@ def flat(value: Any, within: float = 0.0) -> Any:
     return value
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("batch", "num_blocks"), [(1, 200), (7, 200), (7, 30)])
+@pytest.fixture(scope="module")
+def without_drafts(tiny_llama: Path) -> Log:
+    """One request at a time."""
+    return serve_all(tiny_llama, 1, 1, 200, None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_blocks", "depth"), [(1, 200, 1), (7, 200, 1), (7, 30, 2), (7, 200, 2)]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_change_no_output(name, batch, num_blocks, depth, tiny_llama, tmp_path, counts):
+def test_drafts_change_no_output(
+    name, batch, num_blocks, depth, tiny_llama, tmp_path, counts, without_drafts
+):
     make = getattr(checkpoints, name, None)
     config = {"method": name} | (make(tiny_llama, tmp_path) if make else {})
-    expected = serve_all(tiny_llama, 1, 1, 200, None)
-    counts.clear()
     log = serve_all(tiny_llama, batch, depth, num_blocks, config)
-    assert_equal(log, expected)
+    assert_equal(log, without_drafts)
     assert (log.total("num_preemptions") > 0) == (num_blocks == 30)
     num_drafts, num_kept = (sum(column) for column in zip(*counts, strict=True))
     assert num_drafts > 0

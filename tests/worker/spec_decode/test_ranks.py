@@ -47,7 +47,10 @@ def draft(
     worker.shutdown()
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("medusa", "eagle")]
+
+
+@pytest.mark.parametrize("method", [*SLOW, "eagle3"])
 def test_two_ranks_draft_what_one_does(tmp_path: Path, method: str):
     target = make_checkpoint(tmp_path / "model", "llama", CASES["llama"]["llama3 rope"])
     speculative = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
