@@ -26,9 +26,7 @@ from tools import compatibility
 DOCUMENT = document(load_routers(), needs_key=False)
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
-DRIVEN = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+DRIVEN = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # A right body, to which generated fields are added: all at once are hardly ever right.
 BASES = {path: base for path, (base, _) in compatibility.ROUTES.items()}
 BASES |= {
@@ -127,8 +125,9 @@ KNOWN = {
 }
 
 
+@pytest.mark.parametrize("num_cases", [15, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_generated_requests_are_answered_as_described(name, url):
+def test_generated_requests_are_answered_as_described(name, num_cases, url):
     operation = OPERATIONS[name]
     base = BASES.get(operation.path)
     modes = [operation.as_strategy(mode) for mode in schemathesis.GenerationMode]
@@ -136,7 +135,7 @@ def test_generated_requests_are_answered_as_described(name, url):
         modes.pop()
     answered = []
 
-    @settings(DRIVEN)
+    @settings(DRIVEN, max_examples=num_cases)
     @given(st.one_of(modes), st.data())
     def drive(case, data):
         if isinstance(case.body, dict):

@@ -57,7 +57,7 @@ def generate(rank: int, size: int, folder: str, address: str | None, result: str
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
-        ("gpt2", GPT2 | {"n_inner": 71}),
+        pytest.param("gpt2", GPT2 | {"n_inner": 71}, marks=pytest.mark.slow),
         ("llama", LLAMA | {"attention_bias": True}),
         ("qwen3_moe", QWEN3_MOE),
     ],
