@@ -193,6 +193,9 @@ class SchedulerConfig(Section, frozen=True):
             "so many tokens of each step. Default: half of --max-num-batched-tokens."
         ),
     ] = None
+    enable_chunked_prefill: Annotated[
+        bool, about("Prompts may be computed in parts, over several steps. Encoders never do it.")
+    ] = True
     async_scheduling: Annotated[
         bool | None,
         about("Schedule the next step while the device computes this one. Default: on with CUDA."),

@@ -186,11 +186,17 @@ class PoolingParams(
     frozen=True,
     gc=False,
 ):
-    """How the hidden states of a prompt become one vector, or with "all" one for each token."""
+    """How the hidden states of a prompt become one vector, or with "all" one for each token, or the
+    numbers of a classification head.
 
-    pooling: Literal["last", "mean", "all"] = "last"
-    normalize: bool = True
+    None is what the model's files say; the API room fills it in.
+    """
+
+    pooling: Literal["last", "mean", "cls", "all"] | None = None
+    normalize: bool | None = None
     dimensions: Count | None = None  # keep only the first ones
+    task: Literal["embed", "classify"] = "embed"
+    second_text: Count = 0  # of two texts that a model tells apart: where the other begins; 0: one
 
     def verify(self, hidden_size: int) -> None:
         """Check every bound once, before the engine sees the request.

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from servd import plugins
+from servd import plugins, pooling
 from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec
+from servd.pooling import ENCODERS, is_encoder
 
 log = logging.getLogger("servd.resolve")
 
@@ -90,7 +91,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
         why = "what the checkpoint has" if on_cuda else "a CPU computes in float32"
         decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
     if config.model.model_impl == "auto":
-        decided["model_impl"] = _choose_implementation(spec.model_type)
+        decided["model_impl"] = _choose_implementation(spec)
     decided |= _resolve_lengths(config, spec, on_cuda)
     if config.scheduler.async_scheduling is None:
         why = (
@@ -221,17 +222,37 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
     return decided
 
 
-def _choose_implementation(model_type: str) -> Decision:
-    if model_type in plugins.names("servd.worker.models"):
+def _choose_implementation(spec: ModelSpec) -> Decision:
+    model_type = spec.model_type
+    is_decoder = model_type in ENCODERS and not is_encoder(spec)  # the file has no such class
+    if model_type.replace("-", "_") in plugins.names("servd.worker.models") and not is_decoder:
         return Decision("servd", f"servd has a file for {model_type}")
     return Decision("transformers", f"servd has no file for {model_type}")
 
 
+def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
+    """What follows for an encoder.
+
+    Raises:
+        ConfigError: --model-impl has no encoders.
+    """
+    if config.model.model_impl == "transformers":
+        raise ConfigError(
+            f"--model-impl transformers has no encoders, and {spec.model_type} is one: leave it out"
+        )
+    why = f"tokens of {spec.model_type} see those after them"
+    decided = {
+        name: Decision(False, why) for name in ("enable_prefix_caching", "enable_chunked_prefill")
+    }
+    return decided | {"enforce_eager": Decision(True, "there are no decode steps")}
+
+
 def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str, Decision]:
-    decided: dict[str, Decision] = {}
+    files = pooling.read(spec)
+    decided = {} if files.is_causal else _whole_prompts(config, spec)
     max_model_len = config.model.max_model_len
     if max_model_len is None:
-        max_model_len = spec.max_position_embeddings
+        max_model_len = files.max_tokens or spec.max_position_embeddings
         decided["max_model_len"] = Decision(max_model_len, "the positions that the model has")
     elif max_model_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -248,13 +269,20 @@ def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str
         max_num_seqs = 256 if on_cuda else 64
         decided["max_num_seqs"] = Decision(max_num_seqs, "the default " + where)
     budget = config.scheduler.max_num_batched_tokens
+    is_whole = not (files.is_causal and config.scheduler.enable_chunked_prefill)
+    longest = max_model_len if is_whole else 1
     if budget is None:
-        budget = max(8192 if on_cuda else 512, max_num_seqs)
+        budget = max(8192 if on_cuda else 512, max_num_seqs, longest)
         why = f"the default {where}, and at least --max-num-seqs"
         decided["max_num_batched_tokens"] = Decision(budget, why)
     elif budget < max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {budget} is below --max-num-seqs {max_num_seqs}: "
             "a step could not hold one token of each request"
+        )
+    elif budget < longest:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is below the {longest} tokens of --max-model-len: "
+            "a prompt that may not be computed in parts would never run"
         )
     return decided

@@ -80,7 +80,7 @@ PLUGINS = {
     "servd/core/executor": "Executor",
     "servd/core/queues": "WaitingQueue",
     "servd/worker/attention": "Backend",
-    "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel)",
+    "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel|ForMaskedLM)",
     "servd/worker/quantization": "quantize|read",
     "servd/worker/readers": "Reader",
     "servd/worker/sample/logits_processors": "Processor",

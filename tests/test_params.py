@@ -119,7 +119,7 @@ def test_a_bad_word_has_a_limited_number_of_tokens():
 
 
 @pytest.mark.parametrize(("field", "inside", "outside"), [
-    ("pooling", ["last", "mean", "all"], ["cls", ""]),
+    ("pooling", [None, "last", "mean", "cls", "all"], ["max", ""]),
     ("dimensions", [None, 1, 64], [0, 65]),
 ])  # fmt: skip
 def test_bounds_of_pooling_params(field, inside, outside):

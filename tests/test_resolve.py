@@ -204,3 +204,19 @@ def test_what_a_plugin_option_may_be_are_the_files_of_its_package(option):
         assert getattr(getattr(Config.load({option: value}), section), option) == value
     with pytest.raises(ConfigError, match=f"there are: {', '.join(known)}"):
         decide(**{option: "nonsense"})
+
+
+def test_an_encoder_computes_prompts_whole():
+    spec = msgspec.structs.replace(SPEC, model_type="bert", architecture="BertModel")
+
+    def decide(**options):
+        return resolve(Config.load(options), spec, CPU)
+
+    config = decide()
+    assert not config.cache.enable_prefix_caching and config.model.enforce_eager
+    assert not config.scheduler.enable_chunked_prefill
+    assert config.scheduler.max_num_batched_tokens == config.model.max_model_len == 2048
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 512 is below the 2048 tokens"):
+        decide(max_num_batched_tokens=512)
+    with pytest.raises(ConfigError, match="--model-impl transformers has no encoders"):
+        decide(model_impl="transformers")

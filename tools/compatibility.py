@@ -112,7 +112,7 @@ EMBEDDINGS: dict[str, Any] = {
     "model": "fake", "input": "hi", "encoding_format": "base64", "dimensions": 4, "pooling": "mean",
     "normalize": False, "truncate_prompt_tokens": 1, "priority": 1, "user": "u",
     "service_tier": "flex", "messages": user("hi"), "add_special_tokens": False,
-    "add_generation_prompt": True,
+    "add_generation_prompt": True, "prompt_name": "query",
     "chat_template_kwargs": {"a": 1},
 }  # fmt: skip
 POOLING: dict[str, Any] = EMBEDDINGS | {"pooling": "all", "task": "token_embed"}

@@ -1,4 +1,4 @@
-"""Vectors: compute the vectors of prompts, and the similarity of two vectors."""
+"""Vectors: compute the vectors of prompts, and how well texts fit together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from starlette.requests import Request
 
 from servd.api.admission import until
 from servd.api.context import admit, context_of, offload
-from servd.api.prompt import Prompt
+from servd.api.prompt import Pair, Prompt
 from servd.api.protocol.embeddings import EmbeddingUsage
+from servd.api.protocol.score import SimilarityRequest
 from servd.api.streaming import until_disconnect
+from servd.errors import InvalidRequest
 from servd.messages import RequestOptions
 from servd.outputs import unpack_vector
 from servd.params import PoolingParams
+
+CLASSIFY = PoolingParams(task="classify", normalize=False)
 
 
 class Vectors(msgspec.Struct):
@@ -83,10 +87,46 @@ async def embed(
         return await until(request.state.deadline, answer)
 
 
-async def similarities(
+async def compare(
+    request: Request,
+    prefix: str,
+    firsts: Sequence[Prompt],
+    seconds: Sequence[Prompt],
+    body: SimilarityRequest,
+) -> tuple[list[float], EmbeddingUsage]:
+    """Scores of texts, one with all others or pair by pair: those of the model's head, or without
+    one cosines of embeddings; with the arguments of `embed`.
+
+    Raises:
+        InvalidRequest: the model's head sorts into classes; and see `embed`.
+    """
+    pooling = context_of(request).async_llm.processor.pooling
+    if pooling.task != "classify":
+        params = PoolingParams(pooling=body.pooling, normalize=True)
+        vectors = await embed(request, prefix, [*firsts, *seconds], params, body.request_options)
+        split = len(firsts)
+        return await _cosines(request, vectors.data[:split], vectors.data[split:]), vectors.usage
+    if len(pooling.labels) != 1:
+        raise InvalidRequest(
+            f"the model sorts texts into {len(pooling.labels)} classes and scores no pairs: use "
+            "/classify",
+            param="model",
+        )
+    pairs = [
+        Prompt(
+            content=Pair(str(one.content), str(two.content), one.keep_first, two.keep_first),
+            param=two.param,
+        )
+        for one, two in zip(list(firsts) * (len(seconds) // len(firsts)), seconds, strict=True)
+    ]
+    vectors = await embed(request, prefix, pairs, CLASSIFY, body.request_options)
+    return [pooling.score(unpack_vector(data)) for data in vectors.data], vectors.usage
+
+
+async def _cosines(
     request: Request, firsts: Sequence[bytes], seconds: Sequence[bytes]
 ) -> list[float]:
-    """Cosines of float32 vectors of length 1: of one with all others, or of pairs."""
+    """Those of float32 vectors of length 1: of one with all others, or of pairs."""
 
     def compute() -> list[float]:
         left = [unpack_vector(vector) for vector in firsts]

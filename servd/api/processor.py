@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from servd import hf
+from servd import hf, pooling
 from servd.api.chat_template import SPLIT_HERE, ChatTemplate
 from servd.api.fill_in_middle import FillInMiddle
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.model_format import ModelFormat
 from servd.api.output_parser import ExpectedOutput
-from servd.api.prompt import Chat, Prompt
+from servd.api.prompt import Chat, Pair, Prompt
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
@@ -78,6 +78,7 @@ class Processor:
         self.config = config
         self.spec = spec
         self.tokenizer = tokenizer
+        self.pooling = pooling.read(spec)
         self.max_model_len = max_model_len
         self.client = client
         server = config.server
@@ -113,14 +114,17 @@ class Processor:
             options: how the request is served.
 
         Raises:
-            InvalidRequest: a parameter is out of bounds, the template refuses the chat, the form of
-                the output cannot be held, or the prompt is empty or not in the vocabulary.
+            InvalidRequest: the model is for something else, a parameter is out of bounds, the
+                template refuses the chat, the form of the output cannot be held, or the prompt is
+                empty or not in the vocabulary.
             ContextTooLong: prompt and max_tokens together exceed `max_model_len`.
         """
         if isinstance(params, PoolingParams):
-            params.verify(self.spec.hidden_size)
+            prompt, params = self._complete_pooling(prompt, params, options)
             asked = PROMPT_ONLY
         else:
+            if self.pooling.task != "generate":
+                self.pooling.check("generate")
             params.verify(self.spec.vocab_size)
             asked = params
         marked = self.render(prompt)
@@ -151,13 +155,8 @@ class Processor:
             eos_token_ids=[] if asked.ignore_eos else self._eos_token_ids,
             options=options,
         )
-        return Prepared(
-            prompt=text if isinstance(text, str) and not was_cut else None,
-            params=asked,
-            request=request,
-            expected=expected,
-            marks=marks,
-        )
+        shown = text if isinstance(text, str) and not was_cut else None
+        return Prepared(prompt=shown, params=asked, request=request, expected=expected, marks=marks)
 
     def check_structured_output(self, prepared: Prepared) -> None:
         """Block until the requested form of output is known to be possible.
@@ -178,6 +177,9 @@ class Processor:
         content = prompt.content
         if isinstance(content, Chat):
             return self.chat_template.render(content)
+        assert not isinstance(content, Pair), "`process` has made token ids of it"
+        if isinstance(content, str):
+            content = self.pooling.prompt(prompt.prompt_name) + content
         if not prompt.suffix or not isinstance(content, str):
             return content
         if self.fill_in_middle is None:
@@ -240,6 +242,30 @@ class Processor:
                 param=param,
             )
 
+    def _complete_pooling(
+        self, prompt: Prompt, params: PoolingParams, options: RequestOptions
+    ) -> tuple[Prompt, PoolingParams]:
+        """With what the model's files say. Two texts become token ids."""
+        params, pair = self.pooling.complete(params), prompt.content
+        if not isinstance(pair, Pair):
+            return prompt, params
+        if prompt.num_chars > MAX_CHARS:
+            raise InvalidRequest(
+                f"a pair of texts has {prompt.num_chars} characters, at most {MAX_CHARS} are "
+                "tokenised: send less",
+                param=prompt.param,
+            )
+        limit = options.truncate_prompt_tokens
+        token_ids, start = self.tokenizer.encode_pair(
+            pair.first,
+            pair.second,
+            (pair.keep_first, pair.keep_second),
+            self.max_model_len if limit == -1 else limit,
+        )
+        second = start if self.pooling.has_token_types else 0
+        params = msgspec.structs.replace(params, second_text=second)
+        return msgspec.structs.replace(prompt, content=token_ids), params
+
     def _encode(
         self, prompt: Prompt, text: str | list[int], keep: int | None, least: int
     ) -> tuple[list[int], bool]:
@@ -289,7 +315,7 @@ class Processor:
         # A chat template writes its own special tokens.
         adds = prompt.add_special_tokens and not isinstance(prompt.content, Chat)
         first, *rest = text.split(SPLIT_HERE)
-        token_ids = self.tokenizer.encode(first, adds)
+        token_ids = self.tokenizer.encoding(first, adds).ids
         for piece in rest:
             token_ids += self.tokenizer.encode(piece, False)
         return token_ids

@@ -36,19 +36,32 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.messages[-1].get("content") or "") if self.continue_final_message else ""
 
 
+class Pair(msgspec.Struct, frozen=True):
+    """Two texts that the model scores together; each may be cut off after so many tokens."""
+
+    first: str
+    second: str
+    keep_first: int | None = None
+    keep_second: int | None = None
+
+
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a request."""
 
-    content: str | list[int] | Chat
+    content: str | list[int] | Chat | Pair
     request_id: str = ""  # unique among those running; not needed to count tokens
     param: str = "prompt"  # the field of the request that holds it, for errors
     add_special_tokens: bool = True  # let the tokenizer add e.g. BOS to a text
     suffix: str | None = None  # of a text: what comes after the one that the model is to write
     keep_first: int | None = None  # tokens; cuts the end off
+    # What the model's files let a text begin with, by its name there; None: their default.
+    prompt_name: str | None = None
 
     @property
     def num_chars(self) -> int:
         """About how much there is to render and to tokenise."""
+        if isinstance(self.content, Pair):
+            return len(self.content.first) + len(self.content.second)
         if not isinstance(self.content, Chat):
             return len(self.content)
         chat = self.content

@@ -129,13 +129,40 @@ class Tokenizer:
         Raises:
             InvalidRequest: `text` holds half of a surrogate pair, so it is not Unicode text.
         """
+        return self.encoding(text, add_special_tokens).ids
+
+    def encode_pair(
+        self, first: str, second: str, keep: tuple[int | None, int | None], limit: int | None
+    ) -> tuple[list[int], int]:
+        """Token ids of two texts with the special tokens around them, and where the second begins;
+        0 if the tokenizer does not tell them apart.
+
+        Args:
+            first: any string.
+            second: any string.
+            keep: tokens after which each is cut off.
+            limit: of all tokens; beyond it the longer text is cut off.
+        """
+        parts = [self.encoding(text, False) for text in (first, second)]
+        for part, length in zip(parts, keep, strict=True):
+            part.truncate(len(part) if length is None else length)
+        if limit is not None:
+            room = max(limit - self._backend.num_special_tokens_to_add(is_pair=True), 0)
+            parts[1].truncate(max(room - len(parts[0]), room // 2))
+            parts[0].truncate(room - min(len(parts[1]), room))
+        encoding = self._backend.post_process(parts[0], pair=parts[1])
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else 0
+
+    def encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """What `encode` takes the ids of, and what can be cut and joined."""
         try:
             if (
                 len(text) > MAX_HELD_CHARS
             ):  # `encode` would hold the interpreter's lock, and with it all other requests
                 encode = self._backend.encode_batch_fast
-                return encode([text], add_special_tokens=add_special_tokens)[0].ids
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return encode([text], add_special_tokens=add_special_tokens)[0]
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:
             raise InvalidRequest(
                 "the text holds a lone surrogate (U+D800 to U+DFFF): not valid Unicode"

@@ -98,7 +98,8 @@ class Request:
         num_prompt_tokens = len(message.prompt_token_ids)
         assert num_prompt_tokens > 0
         if isinstance(params, PoolingParams):
-            max_output, min_tokens, reads_prompt = 0, 0, params.pooling != "last"
+            max_output, min_tokens = 0, 0
+            reads_prompt = params.pooling not in (None, "last")
             is_drafted_for = False
         else:
             max_output = max_model_len if params.max_tokens is None else params.max_tokens

@@ -75,6 +75,9 @@ class Scheduler:
         self.running: list[Request] = []  # by order: the last is preempted first
         self.max_background_tokens = max(self.max_num_batched_tokens // BACKGROUND_SHARE, 1)
         self.long_prompt = config.long_prefill_token_threshold or self.max_num_batched_tokens // 2
+        self.chunks_prompts = config.enable_chunked_prefill
+        if not self.chunks_prompts:  # none may wait for more than a whole step has
+            self.max_background_tokens = self.long_prompt = self.max_num_batched_tokens
         policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
         self.waiting: WaitingQueue = policy(self.long_prompt)
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -261,6 +264,11 @@ class Scheduler:
                 continue
             room = budget if queue.is_long(request) else budget - for_long
             num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
+            if (
+                not self.chunks_prompts
+                and num_tokens < request.num_tokens - request.num_computed_tokens
+            ):
+                break
             if request.status is RequestStatus.WAITING:
                 cached = self.kv_cache.match_prefix(request)
                 # Preempted with a token in flight, it is harvested before the next step.

@@ -14,7 +14,7 @@ from servd.config import Config
 from servd.errors import NotEnoughMemory
 from servd.sizes import format_bytes
 from servd.worker.attention import Backend
-from servd.worker.layers.attention import attention_layers
+from servd.worker.layers.attention import num_caches
 from servd.worker.model_loader import Loadable
 
 log = logging.getLogger("servd.worker")
@@ -23,7 +23,7 @@ log = logging.getLogger("servd.worker")
 def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
     """Keys and values of one block over all layers, on this rank."""
     num_elements = torch.Size(backend.kv_cache_shape(1)).numel()
-    return len(attention_layers(model)) * num_elements * backend.spec.kv_dtype.itemsize
+    return num_caches(model) * num_elements * backend.spec.kv_dtype.itemsize
 
 
 def dtype_of(config: Config, dtype: torch.dtype) -> torch.dtype:
@@ -91,12 +91,12 @@ def allocate(backend: Backend[Any], model: Loadable, num_blocks: int) -> list[Te
     shape = backend.kv_cache_shape(num_blocks)
     dtype, device = backend.spec.kv_dtype, backend.spec.device
     if device.type != "cpu":
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in attention_layers(model)]
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_caches(model))]
     # torch.zeros would write every page now: seconds of start-up, and memory that may never be
     # used. NumPy's zeros come from calloc, whose pages the system gives when they are first
     # written; huge ones, where it can.
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return [
         torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
-        for _ in attention_layers(model)
+        for _ in range(num_caches(model))
     ]

@@ -194,7 +194,7 @@ class ModelRunner(ABC):
             self.spec.vocab_size,
         )
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
-        self.readers = readers.load(self.states, self.model.compute_logits)
+        self.readers = readers.load(self.states, self.model.compute_logits, self.spec)
         self.proposer = spec_decode.load(
             Target(
                 self.config, self.spec, self.model, self.states, self.parallel, self.backend,

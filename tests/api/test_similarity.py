@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 
 import pytest
 
 from servd.core.executor.fake import next_state, vector
 from servd.params import PoolingParams
+from servd.pooling import PoolingSpec
 from tests.api.harness import MODEL, Served, chat_prompt, user
 from tests.api.test_embeddings import SIZE, expected
 from tests.api.test_errors import check
@@ -144,12 +146,93 @@ async def test_classify_names_the_remedy(http):
     )
 
 
+def numbers(text: str) -> list[float]:
+    """What the fake model's head makes of a text."""
+    return expected(text, normalize=False)
+
+
+async def test_classes(served: Served):
+    labels = [f"label {i}" for i in range(SIZE)]
+    served.async_llm.processor.pooling = PoolingSpec(task="classify", labels=labels, size=SIZE)
+    answer = (await served.http.post("/classify", json={"input": ["ab", "c"]})).json()
+    assert answer["object"] == "list" and answer["usage"]["prompt_tokens"] == 3
+    for text, entry in zip(("ab", "c"), answer["data"], strict=True):
+        weights = [math.exp(number) for number in numbers(text)]
+        assert entry["probs"] == pytest.approx([weight / sum(weights) for weight in weights])
+        assert entry["label"] == labels[weights.index(max(weights))]
+        assert entry["num_classes"] == SIZE
+    answer = (await served.http.post("/pooling", json={"input": "ab", "task": "classify"})).json()
+    assert answer["data"][0]["data"] == pytest.approx(numbers("ab"))
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    assert "16 classes" in check(await served.http.post("/rerank", json=body), 400, "model")
+
+
+async def test_a_head_scores_pairs(served: Served, monkeypatch):
+    pooling = PoolingSpec(task="classify", labels=["LABEL_0"], size=SIZE)
+    served.async_llm.processor.pooling = pooling
+    # The fake model's head has more than one number.
+    monkeypatch.setattr(PoolingSpec, "score", lambda self, found: found[0])
+    expected_scores = [numbers(QUERY + text)[0] for text in DOCUMENTS]
+    body = {"query": QUERY, "documents": DOCUMENTS, "return_documents": False}
+    answer = (await served.http.post("/rerank", json=body)).json()
+    scores = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
+    assert [scores[i] for i in range(len(DOCUMENTS))] == pytest.approx(expected_scores)
+    assert [*scores.values()] == sorted(scores.values(), reverse=True)
+    cut = {"max_tokens_per_query": 2, "max_tokens_per_doc": 3}
+    answer = (await served.http.post("/rerank", json=body | cut)).json()
+    scores = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
+    assert scores[1] == pytest.approx(numbers("wh" + "the")[0])
+    body = {"text_1": QUERY, "text_2": DOCUMENTS}
+    answer = (await served.http.post("/score", json=body)).json()
+    assert [entry["score"] for entry in answer["data"]] == pytest.approx(expected_scores)
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "body"),
+    [
+        ("embed", "/v1/chat/completions", {"messages": user("x")}),
+        ("embed", "/v1/completions", {"prompt": "x", "stream": True}),
+        ("embed", "/v1/responses", {"input": "x"}),
+        ("embed", "/v1/messages", {"messages": user("x"), "max_tokens": 1}),
+        ("embed", "/classify", {"input": "x"}),
+        ("classify", "/v1/chat/completions", {"messages": user("x")}),
+        ("classify", "/v1/embeddings", {"input": "x"}),
+        ("classify", "/v2/embed", {"texts": ["x"]}),
+        ("classify", "/pooling", {"input": "x"}),
+    ],
+)
+async def test_what_a_model_is_not_for_is_refused(served: Served, task, path, body):
+    served.async_llm.processor.pooling = PoolingSpec(task=task, labels=["a", "b"], size=SIZE)
+    answer = await served.http.post(path, json={"model": MODEL, **body})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("the model")
+    assert (await served.http.get("/v1/models")).json()["data"][0]["id"] == MODEL
+
+
+async def test_prompts_of_the_models_files(served: Served):
+    prompts = {"query": "q: ", "document": "d: "}
+    pooling = PoolingSpec(task="embed", prompts=prompts, default_prompt="document", size=SIZE)
+    served.async_llm.processor.pooling = pooling
+    for fields, text in (({}, "d: x"), ({"prompt_name": "query"}, "q: x")):
+        answer = (await served.http.post("/v1/embeddings", json={"input": "x", **fields})).json()
+        assert answer["data"][0]["embedding"] == pytest.approx(expected(text))
+    check(
+        await served.http.post("/v1/embeddings", json={"input": "x", "prompt_name": "z"}),
+        400,
+        "prompt_name",
+    )
+    body = {"texts": ["x"], "input_type": "search_query"}
+    answer = (await served.http.post("/v2/embed", json=body)).json()
+    assert answer["embeddings"]["float"][0] == pytest.approx(expected("q: x"))
+    answer = (await served.http.post("/rerank", json={"query": "a", "documents": ["b"]})).json()
+    score = answer["results"][0]["relevance_score"]
+    assert score == pytest.approx(cosine("q: a", "d: b"), abs=1e-6)
+
+
 async def test_cohere_embeddings(http):
     body = {"texts": ["ab", "x" * 5000], "model": MODEL, "input_type": "search_query"}
     answer = await http.post(
         "/v2/embed", json={**body, "embedding_types": ["float", "base64", "binary", "ubinary"]}
     )
-    assert answer.headers["x-servd-ignored"] == "input_type"
     found = answer.json()
     vectors = [expected("ab"), expected("x" * 4096)]
     assert found["embeddings"]["float"] == [pytest.approx(vector) for vector in vectors]
@@ -189,7 +272,8 @@ async def test_cohere_embeddings(http):
         ("/rerank", {"query": "a", "documents": ["a"] * 1025}, "documents"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
         ("/pooling", {}, "input"),
-        ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/pooling", {"input": "a", "task": "classify"}, "model"),
+        ("/pooling", {"input": "a", "task": "token_classify"}, "task"),
         ("/pooling", {"input": "a", "task": "embed", "pooling": "all"}, "task"),
         ("/classify", {}, "input"),
         ("/v2/embed", {"texts": []}, "texts"),

@@ -262,3 +262,22 @@ def test_a_failed_conversion_names_the_reason(tmp_path: Path, monkeypatch):
     )
     with pytest.raises(ModelNotFound, match="the file is empty"):
         Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "keep", "limit", "expected"),
+    [
+        ((3, 4), (None, None), None, (3, 4)),
+        ((3, 4), (2, 1), None, (2, 1)),
+        ((3, 9), (None, None), 8, (3, 5)),
+        ((9, 2), (None, None), 8, (6, 2)),
+        ((9, 9), (None, None), 7, (4, 3)),
+        ((9, 9), (1, None), 7, (1, 6)),
+        ((9, 9), (None, None), 1, (1, 0)),
+    ],
+    ids=str,
+)
+def test_of_two_texts_the_longer_is_cut(lengths, keep, limit, expected):
+    tokenizer = Tokenizer.bytes()
+    token_ids, start = tokenizer.encode_pair("a" * lengths[0], "b" * lengths[1], keep, limit)
+    assert bytes(token_ids) == b"a" * expected[0] + b"b" * expected[1] and start == 0

@@ -351,3 +351,14 @@ def test_logprobs_come_with_their_token():
         assert [entry.token_ids[0] for entry in output.logprobs] == output.new_token_ids
     assert all(output.logprobs is None for output in log.outputs["b"])
     assert EOS[0] not in log.token_ids("a")
+
+
+def test_prompts_that_may_not_be_split_wait_for_a_step_with_room():
+    whole = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
+    engine = make_engine(max_num_batched_tokens=32, max_model_len=32, **whole)
+    lengths = {"a": 20, "b": 20, "c": 12, "d": 31}
+    requests = [make_request(name, [1] * n, 0) for name, n in lengths.items()]
+    requests.append(make_request("background", [1] * 32, 0, lane=1))
+    _, steps = run_and_list_steps(engine, *requests)
+    assert sorted(n for step in steps for n in step.values()) == [12, 20, 20, 31, 32]
+    assert all(sum(step.values()) <= 32 for step in steps)

@@ -92,6 +92,37 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+ENCODER = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 130,
+    "initializer_range": 0.15,
+}
+PADDED = ENCODER | {"pad_token_id": 1, "type_vocab_size": 1}
+MODERN = ENCODER | {
+    "num_hidden_layers": 4,
+    "local_attention": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
+# model_type -> variants of its config.json, by name.
+ENCODERS: dict[str, dict[str, dict[str, Any]]] = {
+    "bert": {"types": ENCODER, "gelu_new": ENCODER | {"hidden_act": "gelu_new"}},
+    "roberta": {"positions": PADDED},
+    "xlm-roberta": {"positions": PADDED | {"pad_token_id": 3, "num_labels": 1}},
+    "modernbert": {
+        "first token": MODERN,
+        "mean, biases": MODERN
+        | {"classifier_pooling": "mean", "norm_bias": True, "mlp_bias": True, "num_labels": 3},
+    },
+}
+
 
 @cache
 def reference(folder: Path) -> Any:
@@ -121,16 +152,18 @@ def logits_of(folder: Path, token_ids: list[int]) -> torch.Tensor:
     return reference(folder)(torch.tensor([token_ids])).logits[0]
 
 
-def make_checkpoint(folder: Path, model_type: str, options: dict[str, Any]) -> Path:
-    """Write a seeded random checkpoint whose biases and norms are random too, so that none can be
-    forgotten.
+def make_checkpoint(
+    folder: Path, model_type: str, options: dict[str, Any], kind: str = "AutoModelForCausalLM"
+) -> Path:
+    """Write a seeded random checkpoint of a class of transformers; its biases and norms are random
+    too, so that none can be forgotten.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **options), dtype=torch.float32
+        model = getattr(transformers, kind).from_config(
+            transformers.AutoConfig.for_model(model_type, **options), dtype=torch.float32
         )
         for parameter in model.parameters():
             if parameter.dim() == 1:

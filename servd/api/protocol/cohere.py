@@ -15,9 +15,12 @@ from servd.errors import InvalidRequest
 
 
 class CohereEmbedRequest(RequestBody):
-    """Body of POST /v2/embed. `input_type` has no effect: prompts are part of the texts."""
+    """Body of POST /v2/embed."""
 
     texts: Texts
+    input_type: str = ""
+    """`search_query` and `search_document` choose among the prompts in the model's files, others by
+    their name; without such a prompt there is none."""
     embedding_types: Annotated[
         list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1, fail_fast=True)
     ] = ["float"]

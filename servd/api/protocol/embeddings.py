@@ -53,6 +53,8 @@ class VectorRequest(PooledRequest):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     normalize: bool | None = None
+    prompt_name: str | None = None
+    """Of a prompt in the model's files, which `input` begins with, e.g. `query`."""
 
     @model_validator(mode="after")
     def _check_input(self) -> VectorRequest:
@@ -65,7 +67,7 @@ class VectorRequest(PooledRequest):
         idle = (
             ("add_generation_prompt", "chat_template_kwargs")
             if self.messages is None
-            else ("add_special_tokens",)
+            else ("add_special_tokens", "prompt_name")
         )
         return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
 
@@ -73,7 +75,12 @@ class VectorRequest(PooledRequest):
         """The inputs; a chat is one."""
         if self.messages is None:
             return [
-                Prompt(content=item, param="input", add_special_tokens=self.add_special_tokens)
+                Prompt(
+                    content=item,
+                    param="input",
+                    add_special_tokens=self.add_special_tokens,
+                    prompt_name=self.prompt_name,
+                )
                 for item in self.input
             ]
         chat = Chat(
@@ -85,8 +92,11 @@ class VectorRequest(PooledRequest):
 
     def params(self, pooling: str | None) -> PoolingParams:
         """How the hidden states of each input become its vector, or its vectors."""
-        given = {"pooling": pooling, "normalize": self.normalize, "dimensions": self.dimensions}
-        return PoolingParams(**{name: value for name, value in given.items() if value is not None})
+        return PoolingParams(
+            pooling=pooling,  # type: ignore[arg-type]
+            normalize=self.normalize,
+            dimensions=self.dimensions,
+        )
 
 
 class EmbeddingRequest(VectorRequest):

@@ -12,8 +12,6 @@ from pydantic import model_validator
 from servd.api.protocol.embeddings import EmbeddingUsage, VectorRequest
 from servd.errors import InvalidRequest
 
-CLASSIFY = "the model has no classification head"
-
 
 class PoolingRequest(VectorRequest):
     """Body of POST /pooling."""
@@ -23,10 +21,13 @@ class PoolingRequest(VectorRequest):
 
     @model_validator(mode="after")
     def _check_task(self) -> PoolingRequest:
-        if self.task in ("classify", "token_classify"):
-            raise InvalidRequest(f"{CLASSIFY}: `task` may be embed or token_embed", param="task")
+        if self.task == "token_classify":
+            raise InvalidRequest(
+                "classes of tokens are not supported: `task` may be embed, token_embed or classify",
+                param="task",
+            )
         if (
-            self.task is not None
+            self.task in ("embed", "token_embed")
             and self.pooling is not None
             and (self.task == "embed") == (self.pooling == "all")
         ):

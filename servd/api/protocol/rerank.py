@@ -33,7 +33,7 @@ class RankedDocument(msgspec.Struct):
     """A document's place is its rank."""
 
     index: int  # in the request
-    relevance_score: float  # -1 to 1
+    relevance_score: float  # see Score
     document: RankedText | UnsetType = UNSET
 
 

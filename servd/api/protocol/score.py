@@ -13,7 +13,6 @@ from typing_extensions import TypedDict
 from servd.api.protocol.completions import MAX_PROMPTS
 from servd.api.protocol.embeddings import EmbeddingUsage, PooledRequest
 from servd.errors import InvalidRequest
-from servd.params import PoolingParams
 
 
 def list_of_texts(value: Any) -> Any:
@@ -48,10 +47,6 @@ class SimilarityRequest(PooledRequest):
 
     pooling: Literal["last", "mean"] | None = None
 
-    def params(self) -> PoolingParams:
-        """How texts become the vectors whose cosine is the score."""
-        return PoolingParams(pooling=self.pooling or "last")
-
 
 class ScoreRequest(SimilarityRequest):
     """Body of POST /score: one text against one or many, or as many on both sides."""
@@ -76,7 +71,7 @@ class Score(msgspec.Struct, tag_field="object", tag="score"):
     """How similar the two texts of a pair are."""
 
     index: int
-    score: float  # -1 to 1
+    score: float  # cosine, -1 to 1; of a model with a head its own, mostly 0 to 1
 
 
 class Scores(msgspec.Struct, tag_field="object", tag="list"):

@@ -1,4 +1,4 @@
-"""POST /classify: refused, since no model that servd runs has a classification head."""
+"""POST /classify: the classes of texts, by the model's classification head."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import read_body
+from servd.api.context import context_of, json_response, read_body
+from servd.api.embedding import CLASSIFY, embed
 from servd.api.openapi import describes
+from servd.api.protocol.classify import Classification, Classifications
 from servd.api.protocol.embeddings import VectorRequest
-from servd.api.protocol.pooling import CLASSIFY
-from servd.errors import InvalidRequest
+from servd.outputs import unpack_vector
 
 router = APIRouter()
 
 
 @router.post("/classify")
-@describes(body=VectorRequest)
+@describes(Classifications, body=VectorRequest)
 async def classify(request: Request) -> Response:
-    """Say what to use instead.
-
-    Raises:
-        InvalidRequest: always.
-    """
-    await read_body(request, VectorRequest)
-    model = request.state.model[:200]
-    raise InvalidRequest(
-        f"{CLASSIFY}, {model!r} writes text: ask it for a class by /v1/chat/completions with "
-        '`structured_outputs`: {"choice": [...]}, or compare embeddings by /score',
-        param="model",
+    """The most likely class of each input, and how likely each is."""
+    body = await read_body(request, VectorRequest)
+    pooling = context_of(request).async_llm.processor.pooling
+    vectors = await embed(request, "classify", body.prompts(), CLASSIFY, body.request_options)
+    found = [pooling.probabilities(unpack_vector(data)) for data in vectors.data]
+    labels = pooling.labels
+    answer = Classifications(
+        f"classify-{request.state.unique_id}",
+        request.state.model,
+        [
+            Classification(i, labels[probs.index(max(probs))], probs, len(probs))
+            for i, probs in enumerate(found)
+        ],
+        vectors.usage,
     )
+    return json_response(answer, headers=request.state.ignored)

@@ -36,7 +36,11 @@ async def create_cohere_embeddings(request: Request) -> Response:
     limit = min(body.max_tokens or context.max_model_len, context.max_model_len)
     parts = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}
     first, last = parts[body.truncate]
-    prompts = [Prompt(content=text, param="texts", keep_first=first) for text in body.texts]
+    name = context.async_llm.processor.pooling.name_for(body.input_type)
+    prompts = [
+        Prompt(content=text, param="texts", keep_first=first, prompt_name=name)
+        for text in body.texts
+    ]
     options = RequestOptions(body.priority or 0, truncate_prompt_tokens=last)
     params = PoolingParams(dimensions=body.output_dimension)
     with renamed({"dimensions": "output_dimension"}):

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import built_response, context_of, read_body
-from servd.api.embedding import embed
+from servd.api.embedding import CLASSIFY, embed
 from servd.api.openapi import describes
 from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
 from servd.errors import InvalidRequest
@@ -27,6 +27,9 @@ async def pool(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, PoolingRequest)
     size = body.dimensions or context.async_llm.spec.hidden_size
+    params = body.params("all" if body.by_token else body.pooling)
+    if body.task == "classify":
+        params = CLASSIFY
 
     def check(num_tokens: int) -> None:
         if body.by_token and num_tokens * size > MAX_NUMBERS:
@@ -37,7 +40,6 @@ async def pool(request: Request) -> Response:
                 param="input",
             )
 
-    params = body.params("all" if body.by_token else body.pooling)
     vectors = await embed(request, "pool", body.prompts(), params, body.request_options, check)
 
     def shown(data: bytes) -> list[float] | list[list[float]] | str:

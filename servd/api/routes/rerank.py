@@ -1,4 +1,4 @@
-"""POST /rerank, /v1/rerank and /v2/rerank: documents by the cosine with the query's embedding."""
+"""POST /rerank, /v1/rerank and /v2/rerank: documents by how well they fit a query."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import json_response, read_body
-from servd.api.embedding import embed, similarities
+from servd.api.context import context_of, json_response, read_body
+from servd.api.embedding import compare
 from servd.api.openapi import describes
 from servd.api.prompt import Prompt
 from servd.api.protocol.rerank import RankedDocument, RankedText, Ranking, RerankRequest
@@ -21,13 +21,25 @@ router = APIRouter()
 @router.post("/v2/rerank")
 @describes(Ranking, body=RerankRequest)
 async def rerank(request: Request) -> Response:
-    """The most similar documents first."""
+    """The documents that fit best first."""
     body = await read_body(request, RerankRequest)
-    prompts = [Prompt(content=body.query, param="query", keep_first=body.max_tokens_per_query)]
-    for text in body.documents:
-        prompts.append(Prompt(content=text, param="documents", keep_first=body.max_tokens_per_doc))
-    vectors = await embed(request, "rerank", prompts, body.params(), body.request_options)
-    scores = await similarities(request, vectors.data[:1], vectors.data[1:])
+    pooling = context_of(request).async_llm.processor.pooling
+    query = Prompt(
+        content=body.query,
+        param="query",
+        keep_first=body.max_tokens_per_query,
+        prompt_name=pooling.name_for("search_query"),
+    )
+    documents = [
+        Prompt(
+            content=text,
+            param="documents",
+            keep_first=body.max_tokens_per_doc,
+            prompt_name=pooling.name_for("search_document"),
+        )
+        for text in body.documents
+    ]
+    scores, usage = await compare(request, "rerank", [query], documents, body)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = [
         RankedDocument(
@@ -36,5 +48,5 @@ async def rerank(request: Request) -> Response:
         for i in order[: body.top_n or None]
     ]
     response_id = f"rerank-{request.state.unique_id}"
-    answer = Ranking(response_id, request.state.model, results, vectors.usage)
+    answer = Ranking(response_id, request.state.model, results, usage)
     return json_response(answer, headers=request.state.ignored)

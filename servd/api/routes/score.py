@@ -1,4 +1,4 @@
-"""POST /score and /v1/score: how similar texts are, by the cosine of their embeddings."""
+"""POST /score and /v1/score: how well texts fit together, by the model's head or by embeddings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import json_response, read_body
-from servd.api.embedding import embed, similarities
+from servd.api.embedding import compare
 from servd.api.openapi import describes
 from servd.api.prompt import Prompt
 from servd.api.protocol.score import Score, ScoreRequest, Scores
@@ -21,15 +21,13 @@ router = APIRouter()
 async def create_scores(request: Request) -> Response:
     """A score for each pair."""
     body = await read_body(request, ScoreRequest)
-    prompts = [Prompt(content=text, param="text_1") for text in body.text_1]
-    prompts += [Prompt(content=text, param="text_2") for text in body.text_2]
-    vectors = await embed(request, "score", prompts, body.params(), body.request_options)
-    firsts, seconds = vectors.data[: len(body.text_1)], vectors.data[len(body.text_1) :]
-    scores = await similarities(request, firsts, seconds)
+    firsts = [Prompt(content=text, param="text_1") for text in body.text_1]
+    seconds = [Prompt(content=text, param="text_2") for text in body.text_2]
+    scores, usage = await compare(request, "score", firsts, seconds, body)
     answer = Scores(
         f"score-{request.state.unique_id}",
         request.state.model,
         [Score(index, score) for index, score in enumerate(scores)],
-        vectors.usage,
+        usage,
     )
     return json_response(answer, headers=request.state.ignored)

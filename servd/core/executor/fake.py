@@ -83,7 +83,7 @@ def vector(state: int, params: PoolingParams, size: int) -> bytes:
     """
     hashes = b"".join(next_state(state, i).to_bytes(8, "little") for i in range(-(-size // 8)))
     numbers = [byte - 127.5 for byte in hashes[: params.dimensions or size]]
-    norm = math.sqrt(sum(x * x for x in numbers)) if params.normalize else 1.0
+    norm = math.sqrt(sum(x * x for x in numbers)) if params.normalize is not False else 1.0
     return struct.pack(f"<{len(numbers)}f", *[x / norm for x in numbers])
 
 

@@ -44,13 +44,16 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    sliding_window: int | None  # a token sees itself and the sliding_window - 1 tokens before
+    # A token sees itself and the sliding_window - 1 tokens before, or to either side.
+    sliding_window: int | None
     dtype: torch.dtype  # queries, keys and values
     kv_dtype: torch.dtype  # the cache
     device: torch.device
     exact_seq_lens: bool = True  # see AttentionBatch.seq_lens
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
     has_sinks: bool = False  # see Backend.attend
+    # False: a token sees those after it too; all tokens of a row are computed in one step.
+    is_causal: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Backend(ABC, Generic[Metadata]):
     supports_tails: ClassVar[bool] = False  # see AttentionBatch.tails
     is_batch_invariant: ClassVar[bool] = False  # a token has the same bits whatever is beside it
     supports_soft_cap: ClassVar[bool] = False  # and sinks
+    supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
     # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.
     auto_order: ClassVar[Mapping[str, int]] = {}
 
@@ -220,6 +224,8 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
         reason = backend.supports(spec)
         if (spec.soft_cap or spec.has_sinks) and not backend.supports_soft_cap:
             reason = "the model caps its scores or has attention sinks, which only torch_sdpa does"
+        if not (spec.is_causal or backend.supports_bidirectional):
+            reason = "an encoder's tokens see those after them: only native and torch_sdpa do that"
         if reason is None:
             return candidate, backend(spec)
         if name != "auto":

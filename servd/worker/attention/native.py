@@ -36,6 +36,7 @@ class Backend(AttentionBackend[Metadata]):
 
     auto_order = {"cpu": 10}
     supports_tails = True
+    supports_bidirectional = True
     is_batch_invariant = True
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -128,6 +129,7 @@ class Backend(AttentionBackend[Metadata]):
             "attend", self.type, q, q.stride(0), len(q), *kv_cache, kv_cache.shape[1],
             tables, tables.shape[1], metadata.query_lens, metadata.seq_lens, len(tables),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
-            spec.sliding_window or 0, tails, 0 if tails is None else tails.shape[1], scale, out,
+            spec.sliding_window or 0, int(spec.is_causal), tails,
+            0 if tails is None else tails.shape[1], scale, out,
         )  # fmt: skip
         return out

@@ -52,6 +52,7 @@ class Backend(AttentionBackend[Metadata]):
 
     auto_order = {"cuda": 90, "cpu": 90}  # copies what it reads
     supports_tails = True
+    supports_bidirectional = True
     supports_soft_cap = True
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -109,9 +110,11 @@ class Backend(AttentionBackend[Metadata]):
             num_blocks * block_size, device=device
         )
         queries = last_d[:, None, None] + torch.arange(query_len, device=device)[:, None]
-        hidden = keys > queries
-        if self.spec.sliding_window is not None:
-            hidden |= keys <= queries - self.spec.sliding_window
+        window = self.spec.sliding_window
+        is_after = keys > queries if self.spec.is_causal else keys > queries[:, -1:]
+        hidden = is_after if window is None else is_after | (keys <= queries - window)
+        if window is not None and not self.spec.is_causal:
+            hidden |= keys >= queries + window
         mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=device).masked_fill_(
             hidden, -torch.inf
         )

@@ -39,13 +39,14 @@ class ForwardContext:
 
 
 class Attention(nn.Module):
-    """Causal attention of layer number `layer` over the paged KV cache.
+    """Attention of layer number `layer` over the paged KV cache, causal or not.
 
     A cache of float8_e4m3fn has keys and values divided by `kv_scales`, which a calibrated
     checkpoint brings along.
 
     Args:
-        layer: number of its KV cache.
+        layer: number of its KV cache; layers of an encoder share one, which is read in the same
+            step only.
         num_heads: of queries, on this rank.
         num_kv_heads: of keys and values, on this rank.
         head_dim: numbers of a head.
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         sliding_window: a token sees itself and so many tokens before, less one; None: all.
         soft_cap: see AttentionSpec.
         has_sinks: see AttentionSpec.
+        is_causal: see AttentionSpec.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         has_sinks: bool = False,
+        is_causal: bool = True,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -79,6 +82,7 @@ class Attention(nn.Module):
             "head_dim": head_dim,
             "soft_cap": soft_cap,
             "has_sinks": has_sinks,
+            "is_causal": is_causal,
         }
 
     def forward(
@@ -104,8 +108,13 @@ class Attention(nn.Module):
 
 
 def attention_layers(model: Loadable) -> list[Attention]:
-    """Every one that has a KV cache, in the order of the caches."""
+    """All of them, in their order."""
     return [module for _, module in model.named_modules() if isinstance(module, Attention)]
+
+
+def num_caches(model: Loadable) -> int:
+    """KV caches that the layers have, some of them together."""
+    return len({layer.layer for layer in attention_layers(model)})
 
 
 def spec_of(model: Loadable, **options: Any) -> AttentionSpec:

@@ -29,12 +29,12 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`(x - mean(x)) / std(x) * weight + bias`."""
+    """`(x - mean(x)) / std(x) * weight + bias`; the bias is zero if it has none."""
 
-    def __init__(self, size: int, eps: float, parallel: Parallel) -> None:
+    def __init__(self, size: int, eps: float, parallel: Parallel, bias: bool = True) -> None:
         super().__init__()
         self.weight = Weight((size,), parallel)
-        self.bias = Weight((size,), parallel)
+        self.bias = Weight((size,), parallel) if bias else nn.Buffer(torch.zeros(size))
         self.eps = eps
         self.ops = ops.for_device(torch.get_default_device())
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from servd import plugins
+from servd.hf import ModelSpec
 from servd.messages import ModelRunnerOutput, NewRequest
 from servd.worker.input_batch import InputBatch
 from servd.worker.request_states import RequestStates
@@ -31,12 +32,17 @@ class Reader(ABC):
 
     Args:
         states: those of all slots.
-        compute_logits: hidden states [n, hidden] to logits [n, vocab].
+        compute_logits: hidden states [n, hidden] to logits [n, vocab], or to what the model's head
+            has in their place.
+        spec: the model's.
     """
 
-    def __init__(self, states: RequestStates, compute_logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, states: RequestStates, compute_logits: Callable[[Tensor], Tensor], spec: ModelSpec
+    ) -> None:
         self.states = states
         self.compute_logits = compute_logits
+        self.spec = spec
 
     @abstractmethod
     def add(self, request: NewRequest) -> None:
@@ -51,7 +57,9 @@ class Reader(ABC):
         """Take what is wanted of a step's hidden states [num_tokens, hidden]."""
 
 
-def load(states: RequestStates, compute_logits: Callable[[Tensor], Tensor]) -> list[Reader]:
+def load(
+    states: RequestStates, compute_logits: Callable[[Tensor], Tensor], spec: ModelSpec
+) -> list[Reader]:
     """One of each file; with the arguments of `Reader`."""
     classes = [plugins.load(__name__, name, "Reader") for name in plugins.names(__name__)]
-    return [each(states, compute_logits) for each in classes]
+    return [each(states, compute_logits, spec) for each in classes]

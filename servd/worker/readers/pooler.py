@@ -1,14 +1,21 @@
-"""Pooler: a vector per prompt, or per token of it, from the hidden states of its tokens."""
+"""Pooler: a vector per prompt, or per token of it, or what a classification head makes of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from servd import pooling
+from servd.errors import ModelNotFound, UnsupportedModel
+from servd.hf import read_json
 from servd.messages import ModelRunnerOutput, NewRequest
 from servd.params import PoolingParams
 from servd.worker import readers
@@ -16,12 +23,17 @@ from servd.worker.input_batch import InputBatch
 
 
 class Reader(readers.Reader):
-    """Keeps the sum of a mean so far, and the chunks of what is wanted token by token."""
+    """Keeps the sum of a mean so far, the first token, and the chunks of what is wanted token by
+    token.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        device = self.states.token_ids.device
+        self.dense = [Dense.read(folder, device) for folder in pooling.read(self.spec).dense]
         self.params: dict[int, PoolingParams] = {}  # by slot
         self.sums: dict[int, Tensor] = {}  # by slot: [hidden] float32
+        self.firsts: dict[int, Tensor] = {}  # by slot: the first token's [hidden]
         # What "all" has so far, by slot: [chunk, hidden] each. On the host, since the device's
         # memory is all given out.
         self.chunks: dict[int, list[Tensor]] = {}
@@ -31,7 +43,10 @@ class Reader(readers.Reader):
         if not isinstance(request.params, PoolingParams):
             return
         self.params[request.slot] = request.params
-        if request.params.pooling == "last":
+        if (start := request.params.second_text) > 0:
+            second = self.states.token_ids[request.slot, start : len(request.token_ids)]
+            second.bitwise_or_(pooling.SECOND_TEXT)
+        if request.params.pooling in (None, "last"):
             return
         assert request.num_computed_tokens == 0, "every token's hidden state is needed"
         if request.params.pooling == "all":
@@ -42,6 +57,7 @@ class Reader(readers.Reader):
         self.params.pop(slot, None)
         self.chunks.pop(slot, None)
         self.sums.pop(slot, None)
+        self.firsts.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> Pooled | None:
         """The vectors of the prompts that end in this step. `hidden`: [num_tokens, hidden]."""
@@ -59,6 +75,8 @@ class Reader(readers.Reader):
             chunk = hidden[starts[row] : ends[row]]
             if p.pooling == "all":
                 self.chunks[slot].append(chunk.to("cpu", torch.float32, copy=True))
+            elif p.pooling == "cls":
+                self.firsts.setdefault(slot, chunk[0].clone())
             elif p.pooling == "mean":
                 total = chunk.sum(dim=0, dtype=torch.float32)
                 self.sums[slot] = self.sums[slot] + total if slot in self.sums else total
@@ -67,18 +85,59 @@ class Reader(readers.Reader):
             if p.pooling == "all":
                 pooled.by_token[row] = p, torch.cat(self.chunks[slot])
             else:
-                mean = p.pooling == "mean"
-                vectors.append(
-                    self.sums[slot] / int(batch.seq_lens[row]) if mean else chunk[-1].float()
-                )
+                vectors.append(self._vector(slot, p, chunk, int(batch.seq_lens[row])))
                 pooled.params[row] = p
-        return (
-            replace(pooled, vectors=torch.stack(vectors))
-            if vectors
-            else pooled
-            if pooled.by_token
-            else None
-        )
+        if vectors:
+            return replace(pooled, vectors=self._finish(torch.stack(vectors), pooled, hidden.dtype))
+        return pooled if pooled.by_token else None
+
+    def _vector(self, slot: int, params: PoolingParams, chunk: Tensor, num_tokens: int) -> Tensor:
+        """[hidden] float32 of a prompt whose last chunk is [chunk, hidden]."""
+        if params.pooling == "mean":
+            return self.sums[slot] / num_tokens
+        return (self.firsts[slot] if params.pooling == "cls" else chunk[-1]).float()
+
+    def _finish(self, vectors: Tensor, pooled: Pooled, dtype: torch.dtype) -> Tensor:
+        """What the model's files put after the pooling, [n, hidden] -> [n, size]; a model embeds or
+        classifies.
+        """
+        if any(params.task == "classify" for params in pooled.params.values()):
+            return self.compute_logits(vectors.to(dtype)).float()
+        for layer in self.dense:
+            vectors = layer(vectors)
+        return vectors
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A layer that stands between pooling and normalization, in float32."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+    activation: nn.Module
+
+    @classmethod
+    def read(cls, folder: str, device: torch.device) -> Dense:
+        """The layer of sentence-transformers' files in `folder`.
+
+        Raises:
+            ModelNotFound: a file is missing or broken.
+            UnsupportedModel: its activation is not one of torch.
+        """
+        config, file = read_json(Path(folder) / "config.json"), Path(folder) / "model.safetensors"
+        path = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+        name = path.rpartition(".")[2]
+        if not path.startswith("torch.nn.modules.") or not hasattr(nn, name):
+            raise UnsupportedModel(f"{folder}/config.json: activation {path} is not supported")
+        try:
+            found = {key: tensor.float().to(device) for key, tensor in load_file(file).items()}
+            return cls(found["linear.weight"], found.get("linear.bias"), getattr(nn, name)())
+        except (OSError, KeyError, SafetensorError) as error:
+            raise ModelNotFound(f"{file} cannot be read: {error}") from None
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """[n, in] -> [n, out]."""
+        return self.activation(F.linear(vectors, self.weight, self.bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +147,7 @@ class Pooled:
     # Row of the step -> [num_prompt_tokens, hidden].
     by_token: dict[int, tuple[PoolingParams, Tensor]]
     params: dict[int, PoolingParams]  # row of the step -> what its row of `vectors` becomes
-    vectors: Tensor  # [n, hidden] float32
+    vectors: Tensor  # [n, size] float32
 
     def to_host(self) -> Pooled:
         """Start the copy to the host."""
@@ -102,7 +161,7 @@ class Pooled:
         }
         for row, (params, vectors) in (found | self.by_token).items():
             vectors = vectors[:, : params.dimensions].numpy()
-            if params.normalize:
+            if params.normalize is not False:
                 vectors = vectors / np.maximum(
                     np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12
                 )

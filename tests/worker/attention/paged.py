@@ -11,8 +11,10 @@ from servd.worker.attention import AttentionBatch, AttentionSpec, Backend
 from servd.worker.layers.rotary import Rotation
 
 
-def dense(q, keys, values, window: int | None, scale: float) -> torch.Tensor:
-    """Causal attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim]
+def dense(
+    q, keys, values, window: int | None, scale: float, is_causal: bool = True
+) -> torch.Tensor:
+    """Attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim]
     each.
     """
     groups = q.shape[1] // keys.shape[1]
@@ -24,7 +26,8 @@ def dense(q, keys, values, window: int | None, scale: float) -> torch.Tensor:
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
     at_key = torch.arange(len(keys), device=q.device)
     at_query = at_key[len(keys) - len(q) :, None]
-    sees = (at_key <= at_query) & (at_key > at_query - (window or len(keys)))
+    window = window or len(keys)
+    sees = (at_key > at_query - window) & (at_key < at_query + (1 if is_causal else window))
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
 
 
@@ -196,7 +199,12 @@ class Rows:
             q, keys = rotated(self.q[row], rotation), rotated(self.keys[row], rotation)
             outputs.append(
                 dense(
-                    q[computed:], keys, self.values[row], spec.sliding_window, spec.head_dim**-0.5
+                    q[computed:],
+                    keys,
+                    self.values[row],
+                    spec.sliding_window,
+                    spec.head_dim**-0.5,
+                    spec.is_causal,
                 )
             )
         return torch.cat(outputs)

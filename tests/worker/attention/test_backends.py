@@ -69,6 +69,23 @@ def test_equals_dense_attention(name, device, dtype, batch, shape, block_size, w
     torch.testing.assert_close(out.double(), rows.expected(), atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_tokens_of_an_encoder_see_those_after_them(name, shape, window):
+    *sizes, rotary = SHAPES[shape]
+    options = {"device": torch.device("cpu"), "is_causal": False}
+    spec = AttentionSpec(*sizes, 16, window, torch.float32, torch.float32, **options)
+    backend = plugins.load("servd.worker.attention", name, "Backend")
+    if not backend.supports_bidirectional or backend.supports(spec) is not None:
+        with pytest.raises(ConfigError):
+            make_backend(name, spec)
+        return
+    rows = Rows(spec, [(0, 1), (0, 37), (0, 16), (0, 300)], rotary)
+    out = rows.run(make_backend(name, spec)[1])
+    torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
+
+
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize(("tail", "window"), [(1, None), (5, None), (5, 3), (1, 20)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -33,6 +33,7 @@ struct Attention {
     const void* keys;
     const void* values;
     int64_t num_heads, kv_heads, head_dim, block_size, window, max_blocks;
+    bool causal;
     const int32_t* block_tables;  // [num_rows, max_blocks]
     const int64_t* tails;  // [num_rows, tail_size]
     int64_t tail_size;
@@ -41,6 +42,12 @@ struct Attention {
     // The first key that a query sees which sees the keys before `key_end`.
     int64_t key_begin(int64_t key_end) const {
         return window > 0 ? std::max<int64_t>(0, key_end - window) : 0;
+    }
+
+    // The end of the keys that the query at a position of a sequence sees.
+    int64_t key_end(int64_t position, int64_t seq_len) const {
+        if (causal) return position + 1;
+        return window > 0 ? std::min(position + window, seq_len) : seq_len;
     }
 };
 
@@ -350,8 +357,8 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
             const int64_t head = task.kv_head * group + (task.query + i) % group;
             places[i] = (tokens[row] + position) * a.num_heads + head;
             tile.q[i] = a.q + (tokens[row] + position) * a.q_stride + head * a.head_dim;
-            tile.key_end[i] = num_computed + position + 1;
-            tile.key_begin[i] = a.key_begin(tile.key_end[i]);
+            tile.key_end[i] = a.key_end(num_computed + position, seq_lens[row]);
+            tile.key_begin[i] = a.key_begin(num_computed + position + 1);
         }
         const int64_t first_place = tokens[row] * a.num_heads;
         const auto partial_of = [&](int i, int64_t split) {
@@ -443,17 +450,18 @@ void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_
 }
 
 // Row r computes the last query_lens[r] of its seq_lens[r] tokens; q has those of one row after
-// those of another. A window of 0 is none. The last tail_size tokens of a row are not where its
+// those of another. A query sees the keys before its own, and all after it too if not `causal`; of
+// either at most window - 1, unless that is 0. The last tail_size tokens of a row are not where its
 // block table says, but at the slots tails[row] of the cache; those before its first may be any.
 void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, const void* keys,
             const void* values, int64_t num_blocks, const int32_t* block_tables,
             int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
             int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
-            int64_t block_size, int64_t window, const int64_t* tails, int64_t tail_size,
-            float scale, float* out) {
-    const Attention a{q,        q_stride,   keys,   values,     num_heads,    kv_heads,
-                      head_dim, block_size, window, max_blocks, block_tables, tails,
-                      tail_size, scale};
+            int64_t block_size, int64_t window, int causal, const int64_t* tails,
+            int64_t tail_size, float scale, float* out) {
+    const Attention a{q,        q_stride,   keys,   values,     num_heads,   kv_heads,
+                      head_dim, block_size, window, max_blocks, causal != 0, block_tables,
+                      tails,    tail_size,  scale};
     check_at_most("tail_size", tail_size, MAX_TAIL);
     check_ids("tails", tails, 0, num_rows * tail_size, num_blocks * block_size);
     int64_t num_queries = 0;

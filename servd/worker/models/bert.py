@@ -1,0 +1,158 @@
+"""BERT (https://arxiv.org/abs/1810.04805): an encoder, whose tokens see all of their prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from servd.errors import UnsupportedModel
+from servd.hf import ModelSpec
+from servd.pooling import SECOND_TEXT, num_labels
+from servd.worker.layers.activation import Activation
+from servd.worker.layers.attention import Attention, ForwardContext
+from servd.worker.layers.embedding import Embedding, VocabEmbedding
+from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from servd.worker.layers.norm import LayerNorm
+from servd.worker.parallel import Parallel
+
+# Parts of the checkpoint's names, and what they are here.
+NAMES = {
+    "bert.": "",
+    "roberta.": "",
+    "encoder.layer.": "layers.",
+    "attention.self.": "attention.",
+    "attention.output.dense": "attention.dense",
+    "attention.output.LayerNorm": "attention_norm",
+    "intermediate.dense": "up",
+    "output.dense": "down",
+    "output.LayerNorm": "mlp_norm",
+    "LayerNorm.gamma": "LayerNorm.weight",  # of checkpoints that were TensorFlow's
+    "LayerNorm.beta": "LayerNorm.bias",
+}
+UNUSED = ("cls.", "lm_head.")  # heads that predict masked tokens
+
+
+class BertEmbeddings(nn.Module):
+    """Tokens, positions and which of two texts; `first_position` is that of the first token."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel, first_position: int) -> None:
+        super().__init__()
+        size, num_types = spec.hidden_size, spec.config.get("type_vocab_size", 2)
+        num_positions = spec.config["max_position_embeddings"]
+        self.first_position, self.last_type = first_position, max(num_types - 1, 0)
+        self.word_embeddings = VocabEmbedding(spec.vocab_size, size, parallel)
+        self.position_embeddings = Embedding(num_positions, size, parallel)
+        self.token_type_embeddings = Embedding(num_types, size, parallel) if num_types else None
+        self.LayerNorm = LayerNorm(size, spec.config.get("layer_norm_eps", 1e-12), parallel)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """[num_tokens] each -> [num_tokens, hidden]."""
+        x = self.word_embeddings(input_ids & ~SECOND_TEXT)
+        if self.token_type_embeddings is not None:
+            types = (input_ids >= SECOND_TEXT).long().clamp(max=self.last_type)
+            x = x + self.token_type_embeddings(types)
+        return self.LayerNorm.add(x, self.position_embeddings(positions + self.first_position))[0]
+
+
+class BertAttention(nn.Module):
+    """Multi-head self-attention to both sides."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__()
+        size, num_heads = spec.hidden_size, parallel.share(spec.num_heads)
+        self.qkv = ColumnParallelLinear(size, [size, size, size], parallel, bias=True)
+        self.dense = RowParallelLinear(size, size, parallel, bias=True)
+        scale = spec.head_dim**-0.5
+        self.attention = Attention(0, num_heads, num_heads, spec.head_dim, scale, is_causal=False)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        return self.dense(self.attention(*self.qkv(x).chunk(3, dim=-1), ctx))
+
+
+class BertLayer(nn.Module):
+    """Attention and feed-forward, each normed after the residual is added."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__()
+        size, eps = spec.hidden_size, spec.config.get("layer_norm_eps", 1e-12)
+        inner = spec.config["intermediate_size"]
+        self.attention = BertAttention(spec, parallel)
+        self.attention_norm = LayerNorm(size, eps, parallel)
+        self.up = ColumnParallelLinear(size, [inner], parallel, bias=True)
+        self.down = RowParallelLinear(inner, size, parallel, bias=True)
+        self.mlp_norm = LayerNorm(size, eps, parallel)
+        self.act = Activation(spec.config.get("hidden_act", "gelu"))
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        x = self.attention_norm.add(self.attention(x, ctx), x)[0]
+        return self.mlp_norm.add(self.down(self.act(self.up(x))), x)[0]
+
+
+class BertModel(nn.Module):
+    """The encoder, whose last hidden states embeddings are made of."""
+
+    packed: ClassVar[dict[str, tuple[str, int]]] = {
+        "query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2),
+    }  # fmt: skip
+    ignored: ClassVar[tuple[str, ...]] = (
+        "position_ids",
+        "pooler.dense.weight",
+        "pooler.dense.bias",
+    )
+    base_prefix: ClassVar[str] = ""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__()
+        for key, only in (("position_embedding_type", "absolute"), ("is_decoder", False)):
+            if spec.config.get(key, only) != only:
+                raise UnsupportedModel(f"{key} {spec.config[key]!r} is not supported in encoders")
+        self.embeddings = BertEmbeddings(spec, parallel, self.first_position(spec))
+        self.layers = nn.ModuleList(BertLayer(spec, parallel) for _ in range(spec.num_layers))
+
+    @staticmethod
+    def first_position(spec: ModelSpec) -> int:
+        """Row of the position table for the first token."""
+        return 0
+
+    def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors under the names that they have here."""
+        for name, tensor in tensors:
+            if not name.startswith(UNUSED):
+                for old, new in NAMES.items():
+                    name = name.replace(old, new)
+                yield name, tensor
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        x = self.embeddings(input_ids, positions)
+        for layer in self.layers:
+            x = layer(x, ctx)
+        return x
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """No token follows: [n, hidden] -> [n, 1]."""
+        return hidden.new_zeros(len(hidden), 1)
+
+
+class BertForMaskedLM(BertModel):
+    """Embeds without its head."""
+
+
+class BertForSequenceClassification(BertModel):
+    """The pooler and a head on the first token."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("position_ids",)
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel)
+        size, labels = spec.hidden_size, num_labels(spec.config)
+        self.pooler = nn.ModuleDict({"dense": ReplicatedLinear(size, size, parallel, bias=True)})
+        self.classifier = ReplicatedLinear(size, labels, parallel, bias=True)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """First tokens' [n, hidden] -> [n, num_labels]."""
+        return self.classifier(self.pooler["dense"](hidden).tanh())

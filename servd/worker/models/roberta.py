@@ -1,0 +1,44 @@
+"""RoBERTa (https://arxiv.org/abs/1907.11692): BERT whose positions begin after that of padding."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from servd.hf import ModelSpec
+from servd.pooling import num_labels
+from servd.worker.layers.linear import ReplicatedLinear
+from servd.worker.models.bert import BertModel
+from servd.worker.parallel import Parallel
+
+
+class RobertaModel(BertModel):
+    """See BertModel."""
+
+    @staticmethod
+    def first_position(spec: ModelSpec) -> int:
+        """That of padding is the token's id."""
+        return spec.config.get("pad_token_id", 1) + 1
+
+
+class RobertaForMaskedLM(RobertaModel):
+    """Embeds without its head."""
+
+
+class RobertaForSequenceClassification(RobertaModel):
+    """A head of two layers on the first token."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("position_ids",)
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel)
+        size, labels = spec.hidden_size, num_labels(spec.config)
+        self.classifier = nn.ModuleDict({
+            "dense": ReplicatedLinear(size, size, parallel, bias=True),
+            "out_proj": ReplicatedLinear(size, labels, parallel, bias=True),
+        })  # fmt: skip
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """First tokens' [n, hidden] -> [n, num_labels]."""
+        return self.classifier["out_proj"](self.classifier["dense"](hidden).tanh())

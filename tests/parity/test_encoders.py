@@ -1,0 +1,147 @@
+"""Encoders give transformers' hidden states and scores, however long the prompts of a step are."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
+
+from servd import LLM, pooling
+from servd.api.prompt import Pair
+from servd.hf import read_spec
+from servd.params import PoolingParams
+from tests.parity.families import ENCODER, ENCODERS, make_checkpoint
+from tests.worker.driver import Driver, config_for
+
+ALL = [(model_type, variant) for model_type, variants in ENCODERS.items() for variant in variants]
+TOLERANCE = 1e-5
+LENGTHS = (50, 7, 1, 33, 100)
+WORDS = "the cat sat on a mat while rain fell over green hills and nobody came".split()
+TEXTS = ["the cat sat", "rain fell over green hills and nobody came", "a"]
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(4, 199) for _ in range(length)] for length in LENGTHS]
+
+
+def run(folder: Path, params: PoolingParams, **options: Any) -> list[torch.Tensor]:
+    """What one step makes of `prompts()`, flat."""
+    driver = Driver(config_for(folder, block_size=16, enable_prefix_caching=False, **options))
+    slots = [driver.add(prompt, params) for prompt in prompts()]
+    output = driver.step({slot: driver.left(slot) for slot in slots})
+    return [
+        torch.frombuffer(bytearray(output.pooled[row]), dtype=torch.float32)
+        for row in range(len(slots))
+    ]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch_sdpa"])
+@pytest.mark.parametrize(("model_type", "variant"), ALL)
+@torch.inference_mode()
+def test_hidden_states(tmp_path: Path, model_type: str, variant: str, backend: str):
+    from transformers import AutoModel
+
+    folder = make_checkpoint(tmp_path, model_type, ENCODERS[model_type][variant], "AutoModel")
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    params = PoolingParams(pooling="all", normalize=False)
+    for prompt, got in zip(prompts(), run(folder, params, attention_backend=backend), strict=True):
+        expected = model(torch.tensor([prompt])).last_hidden_state[0]
+        torch.testing.assert_close(got.view(expected.shape), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("model_type", "variant"), ALL)
+@torch.inference_mode()
+def test_classification_heads(tmp_path: Path, model_type: str, variant: str):
+    from transformers import AutoModelForSequenceClassification
+
+    kind, options = "AutoModelForSequenceClassification", ENCODERS[model_type][variant]
+    folder = make_checkpoint(tmp_path, model_type, options, kind)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    files = pooling.read(read_spec(folder))
+    assert len(files.labels) == model.config.num_labels
+    params = files.complete(PoolingParams(task="classify", normalize=False))
+    for prompt, got in zip(prompts(), run(folder, params), strict=True):
+        expected = model(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def make_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Words, with [CLS] and [SEP] around one text or two, as BERT has it."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    vocab = {token: i for i, token in enumerate([*special, *WORDS, "query", ":"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    backend.add_special_tokens(special)
+    backend.save(str(folder / "tokenizer.json"))
+    return backend
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+@torch.inference_mode()
+def test_embeddings_are_made_as_the_files_say(tmp_path: Path):
+    from transformers import AutoModel
+
+    folder = make_checkpoint(tmp_path, "bert", ENCODER, "AutoModel")
+    tokenizer = make_tokenizer(folder)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_N": "Normalize"}
+    write(
+        folder / "modules.json",
+        [
+            {"type": f"sentence_transformers.models.{kind}", "path": path}
+            for path, kind in kinds.items()
+        ],
+    )
+    write(folder / "1_Pooling/config.json", {"pooling_mode_mean_tokens": True})
+    activation = "torch.nn.modules.activation.Tanh"
+    write(
+        folder / "2_Dense/config.json",
+        {"in_features": 48, "out_features": 20, "activation_function": activation},
+    )
+    texts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    write(folder / "config_sentence_transformers.json", texts)
+    weight, bias = torch.randn(20, 48), torch.randn(20)
+    save_file({"linear.weight": weight, "linear.bias": bias}, folder / "2_Dense/model.safetensors")
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def embedding(text: str, dimensions: int) -> torch.Tensor:
+        ids = torch.tensor([tokenizer.encode(f"query: {text}").ids])
+        vector = torch.tanh(weight @ model(ids).last_hidden_state[0].mean(0) + bias)
+        return torch.nn.functional.normalize(vector[:dimensions], dim=0)
+
+    with closing(LLM(model=str(folder), device="cpu", kv_cache_memory=1 << 22)) as llm:
+        for size in (20, 8):
+            got = torch.tensor(llm.embed(TEXTS, PoolingParams(dimensions=size)))
+            expected = torch.stack([embedding(text, size) for text in TEXTS])
+            torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+@torch.inference_mode()
+def test_pairs_are_scored_with_their_token_types(tmp_path: Path):
+    from transformers import AutoModelForSequenceClassification
+
+    kind = "AutoModelForSequenceClassification"
+    folder = make_checkpoint(tmp_path, "bert", ENCODER | {"num_labels": 1}, kind)
+    tokenizer = make_tokenizer(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    params = PoolingParams(task="classify", normalize=False)
+    with closing(LLM(model=str(folder), device="cpu", kv_cache_memory=1 << 22)) as llm:
+        got = llm.embed([Pair(TEXTS[0], text) for text in TEXTS], params)  # type: ignore[list-item]
+    for text, (score,) in zip(TEXTS, got, strict=True):
+        found = tokenizer.encode(TEXTS[0], text)
+        assert 1 in found.type_ids
+        ids, types = torch.tensor([found.ids]), torch.tensor([found.type_ids])
+        expected = model(ids, token_type_ids=types).logits.item()
+        assert score == pytest.approx(expected, abs=TOLERANCE)
