@@ -251,6 +251,8 @@ def _target(
             candidate = f"{parent}.{last}.{leaf}"
         if candidate in weights:
             return weights[candidate], part
+        if (unpacked := f"{module}.{leaf}") in weights:
+            return weights[unpacked], None
     if name == "lm_head.weight":  # tied: the embedding is used
         return None, None
     raise UnsupportedModel(

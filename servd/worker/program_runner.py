@@ -171,6 +171,10 @@ class Recorder(TorchFunctionMode):
         if func is torch.empty and not kwargs:
             shape = torch.Size(args if isinstance(args[0], int) else args[0])
             return self.memory.take(shape, self.num_rows)
+        if func is Tensor.add and len(args) == 2 and native.can_add(*args):
+            with self:
+                native.add(args[0], args[1], out := torch.empty(args[0].shape))
+            return out
         result = func(*args, **(kwargs or {}))
         if func is native.call:
             self.calls.append(native.loaded_library().encode(*args))

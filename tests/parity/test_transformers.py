@@ -8,16 +8,18 @@ import builtins
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from servd import hf
 from servd.errors import UnsupportedModel
+from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.dry_run import plan
 from servd.worker.layers.attention import attention_layers
 from servd.worker.model_loader import build_model
+from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 from tests.parity.causal_classes import make
 from tests.parity.families import greedy, logits_of
@@ -90,6 +92,23 @@ def test_with_the_kernels_of_a_cpu_and_16_bits(tmp_path: Path):
     exact = logits_of(folder, [5, 6, 7, 8])[-1].log_softmax(-1)
     got = driver.logits[slot][0].log_softmax(-1)
     assert 0 < torch.nn.functional.kl_div(got, exact, log_target=True, reduction="sum") < 1e-2
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_decode_steps_are_programs_where_servd_has_all_parts(tmp_path: Path, architecture: str):
+    folder = make(tmp_path, architecture.removesuffix("ForCausalLM").lower(), architecture)
+    check(folder, block_size=16)
+    driver = Driver(config_for(folder, block_size=16, model_impl="transformers"))
+    slot = driver.add([5, 6, 7, 8])
+    driver.generate([slot], 3)
+    programs = cast("CPUModelRunner", driver.worker.runner).programs
+    assert native.library() is None or (programs and programs.is_recordable and programs.programs)
+
+
+def test_a_part_that_only_looks_like_servds_keeps_its_own_code(tmp_path: Path):
+    folder = make(tmp_path, "gemma2", CLASSES["gemma2"])  # its norms add 1 to the weight
+    kinds = {type(module).__name__ for module in build(folder).modules()}
+    assert "Gemma2RMSNorm" in kinds and not kinds & {"FusedNorm", "Gemma2MLP"}
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from servd.worker.models._transformers_attention import (
     inspect,
     teach,
 )
+from servd.worker.models._transformers_fusion import PACKED, fuse
 from servd.worker.parallel import Parallel
 
 # Found by tests/parity/test_causal_classes.py.
@@ -102,7 +103,7 @@ def without_weights() -> Iterator[None]:
 class TransformersForCausalLM(nn.Module):
     """Any causal model of transformers whose tokens meet in attention layers only."""
 
-    packed: ClassVar[dict[str, tuple[str, int]]] = {}
+    packed: ClassVar[dict[str, tuple[str, int]]] = PACKED
     ignored: ClassVar[tuple[str, ...]] = ()  # see `convert`
     base_prefix: ClassVar[str] = "hf."
 
@@ -125,6 +126,8 @@ class TransformersForCausalLM(nn.Module):
         # Not what nn.Module would list as its own.
         self.__dict__["attentions"] = [self.hf.get_submodule(name) for name in layers]
         self.hf.tie_weights()
+        self.__dict__["state"] = self.hf.state_dict()  # with the names that transformers knows
+        fuse(self.hf, self.__dict__["attentions"], linears, parallel)
         exchange_weights(self.hf, spec.vocab_size, linears, parallel)
         head = copy.copy(self.hf)
         head._modules = {**self.hf._modules, self.hf.base_model_prefix: Given()}
@@ -153,7 +156,7 @@ class TransformersForCausalLM(nn.Module):
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {p: rule for rule in converters for p in rule.source_patterns}
         unneeded = [*(self.hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-        state, prefix = self.hf.state_dict(), self.hf.base_model_prefix
+        state, prefix = self.__dict__["state"], self.hf.base_model_prefix
         pending: dict[str, tuple[WeightConverter, list[tuple[str, str, Tensor]]]] = {}
         for source, tensor in tensors:
             name, pattern = rename_source_key(source, renamings, converters, prefix, state)
@@ -239,7 +242,11 @@ def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: P
             kind = type(module)
             bases = (Table,) if kind is nn.Embedding else (kind, Table)
             module.__class__ = type(kind.__name__, bases, {})
-        stored = {n: p for n, p in module._parameters.items() if p is not None}
+        stored = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not isinstance(parameter, Weight)
+        }
         stored |= {
             name: buffer
             for name, buffer in module._buffers.items()

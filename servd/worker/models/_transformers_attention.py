@@ -102,6 +102,17 @@ class Notes:
         return made
 
 
+class Probe:
+    """In the place of the context: what the last call was given; its result is the queries."""
+
+    seen: tuple[Tensor, ...] = ()
+
+    def note(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        """See `attend`."""
+        self.seen = q, k, v
+        return q.transpose(1, 2)
+
+
 class Watch(TorchDispatchMode):
     """Which of these tensors anything is computed from."""
 
@@ -147,7 +158,7 @@ def attend(
     [1, num_tokens, heads, head_dim].
     """
     ctx, _ = CONTEXT.get()
-    if isinstance(ctx, Notes):
+    if isinstance(ctx, Notes | Probe):
         return ctx.note(module, query, key, value, attention_mask, options), None
     layer: Attention = next(module.servd_calls)  # type: ignore[arg-type]
     _, num_kv_heads, head_dim = layer.kv_shape
@@ -171,7 +182,7 @@ def _fill(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 @contextmanager
-def context(ctx: ForwardContext | Notes, positions: Tensor) -> Iterator[None]:
+def context(ctx: ForwardContext | Notes | Probe, positions: Tensor) -> Iterator[None]:
     """Within it, `attend` has this context, which not every model hands on to its layers, and
     tables that count tokens have positions [num_tokens].
     """

@@ -233,8 +233,14 @@ def _norm(
     return out, sums
 
 
+def can_add(x: Any, residual: Any) -> bool:
+    """Whether `add` takes them."""
+    are_tensors = isinstance(x, Tensor) and isinstance(residual, Tensor)
+    return are_tensors and x.shape == residual.shape and _fits(x, residual)
+
+
 def add(x: Tensor, residual: Tensor, out: Tensor) -> None:
-    """`x + residual`, contiguous float32 [n, size] each, to `out`: the sums of a norm that nobody
+    """`x + residual`, contiguous float32 [..., size] each, to `out`: the sums of a norm that nobody
     reads.
     """
     assert _fits(x, residual, out)

@@ -1,0 +1,267 @@
+"""Parts of a model of transformers that compute what a layer of servd computes, which takes their
+place: q, k and v in one product, rotation inside of attention, gate and up in one product, norms.
+
+What a part computes is found by running it, small and on random numbers: names alone prove nothing.
+"""
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from servd.worker import ops
+from servd.worker.layers.activation import Gate
+from servd.worker.layers.attention import Attention
+from servd.worker.layers.linear import ColumnParallelLinear
+from servd.worker.layers.rotary import Rotation, rotate
+from servd.worker.model_loader import defaults
+from servd.worker.models._transformers_attention import CONTEXT, Probe, context
+from servd.worker.ops import reference
+from servd.worker.parallel import Parallel
+
+# By the name that a checkpoint has; see `Loadable.packed`.
+PACKED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+SIZE = 8  # of hidden states, in trials
+NUM_TOKENS = 3
+
+
+class FusedAttention(nn.Module):
+    """Of Llama, with or without norms of heads."""
+
+    qkv_proj: Any
+    q_norm: Any
+    k_norm: Any
+    o_proj: Any
+    servd_calls: Any
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Rotation, **_: Any
+    ) -> tuple[Tensor, None]:
+        """[1, num_tokens, hidden] -> the same."""
+        layer: Attention = next(self.servd_calls)
+        q, k, v = self.qkv_proj(hidden_states[0]).split(self.qkv_proj.local_features, dim=-1)
+        if hasattr(self, "q_norm"):
+            q = self.q_norm(q.unflatten(-1, layer.query_shape[1:])).flatten(1)
+            k = self.k_norm(k.unflatten(-1, layer.kv_shape[1:])).flatten(1)
+        out = layer(q, k, v, CONTEXT.get()[0], position_embeddings)
+        return self.o_proj(out[None]), None
+
+
+class FusedMLP(nn.Module):
+    """Gated."""
+
+    gate_up_proj: Any
+    down_proj: Any
+    gate: Gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> the same."""
+        out = self.gate(self.gate_up_proj(x.reshape(-1, x.shape[-1])))
+        return self.down_proj(out).view(x.shape)
+
+
+class FusedNorm(nn.Module):
+    """RMSNorm with the module's own weight."""
+
+    weight: Tensor
+    servd_ops: ops.Ops
+    servd_eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> the same."""
+        x = x if x.dim() == 3 else x.contiguous()
+        return self.servd_ops.rms_norm(x, None, self.weight, self.servd_eps)[0]
+
+
+class FusedRotary(nn.Module):
+    """cos and sin of each pair once."""
+
+    inv_freq: Tensor
+    attention_scaling: float
+    servd_ops: ops.Ops
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
+        """[1, num_tokens] -> [num_tokens, head_dim / 2] each."""
+        scale, positions = self.attention_scaling, position_ids[0]
+        return self.servd_ops.rotation(positions, self.inv_freq, scale, x.dtype)
+
+
+def fuse(model: Any, attentions: list[nn.Module], linears: set[str], parallel: Parallel) -> None:
+    """Exchange all parts that can be: attention in every layer, or in none."""
+    device_ops = ops.for_device(torch.get_default_device())
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    names = {module: name for name, module in modules}
+
+    def has_linears(module: nn.Module, wanted: Iterable[str]) -> bool:
+        return all(f"{names[module]}.{name}" in linears for name in wanted)
+
+    rotaries = [m for _, m in modules if type(m).__name__.endswith("RotaryEmbedding")]
+    exact = defaults(torch.float32, torch.device("cpu"))
+    # A dry run, which is a function mode, has no numbers.
+    with torch.random.fork_rng(devices=[]), exact, torch._C.DisableTorchFunction():
+        if (
+            len(rotaries) == 1
+            and _is_rotary(rotaries[0])
+            and all(
+                has_linears(module, ("q_proj", "k_proj", "v_proj", "o_proj"))
+                and _is_attention(module, 2 * len(rotaries[0].inv_freq))
+                for module in attentions
+            )
+        ):
+            fused = attentions
+        else:
+            fused = []
+        norms = [(m, eps) for _, m in modules if (eps := _eps_of(m)) is not None]
+        gated = [
+            (module, name)
+            for _, module in modules
+            if has_linears(module, ("gate_proj", "up_proj", "down_proj"))
+            and (name := _activation_of(module))
+        ]
+    for module in fused:
+        _stack(module, "qkv_proj", ("q_proj", "k_proj", "v_proj"), parallel)
+        module.__class__ = FusedAttention
+    if fused:
+        rotaries[0].__class__, rotaries[0].servd_ops = FusedRotary, device_ops
+    for module, name in gated:
+        _stack(module, "gate_up_proj", ("gate_proj", "up_proj"), parallel)
+        module.gate, module.__class__ = Gate(name), FusedMLP
+    for module, eps in norms:
+        module.servd_ops, module.servd_eps, module.__class__ = device_ops, eps, FusedNorm
+
+
+def _stack(module: Any, name: str, parts: tuple[str, ...], parallel: Parallel) -> None:
+    first, sizes = module._modules[parts[0]], [module._modules[p].out_features for p in parts]
+    for part in parts:
+        delattr(module, part)
+    has_bias = first.bias is not None
+    setattr(module, name, ColumnParallelLinear(first.in_features, sizes, parallel, bias=has_bias))
+
+
+def _trial(module: nn.Module, **children: nn.Module) -> Any:
+    """The module with other children."""
+    trial = copy.copy(module)
+    trial._modules = {**module._modules, **children}
+    return trial
+
+
+def _linear(like: nn.Module, num_inputs: int, num_outputs: int) -> nn.Linear:
+    return nn.Linear(num_inputs, num_outputs, bias=like.bias is not None)
+
+
+def _are_close(got: Tensor, expected: Tensor) -> bool:
+    return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def _is_rotary(module: Any) -> bool:
+    x, positions = torch.empty(1), torch.arange(5, 5 + NUM_TOKENS)
+    try:
+        freqs = positions[:, None] * module.inv_freq.cpu().float()
+        angles = torch.cat((freqs, freqs), -1)[None]
+        cos, sin = (f(angles) * module.attention_scaling for f in (torch.cos, torch.sin))
+        got = module(x.to(module.inv_freq.device), positions[None].to(module.inv_freq.device))
+        return _are_close(got[0].cpu(), cos) and _are_close(got[1].cpu(), sin)
+    except Exception:  # of code that others wrote
+        return False
+
+
+@torch.no_grad()
+def _is_attention(module: Any, head_dim: int) -> bool:
+    """Whether it is that of FusedAttention."""
+    layer: Attention = module.servd_attention[0]
+    num_heads, num_kv_heads = layer.shape["num_heads"], layer.shape["num_kv_heads"]
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    projections = [module.q_proj, module.k_proj, module.v_proj]
+    others = set(module._modules) - {"q_proj", "k_proj", "v_proj", "o_proj", "servd_attention"}
+    if (
+        len(module.servd_attention) > 1
+        or layer.shape["head_dim"] != head_dim
+        or layer.shape["has_sinks"]
+        or [linear.out_features for linear in projections] != sizes
+        or len({linear.bias is None for linear in projections}) > 1
+        or (others and others != {"q_norm", "k_norm"})
+    ):
+        return False
+    stubs = [_linear(linear, SIZE, linear.out_features) for linear in projections]
+    o_proj = _linear(module.o_proj, num_heads * head_dim, SIZE)
+    trial = _trial(
+        module, **dict(zip(("q_proj", "k_proj", "v_proj"), stubs, strict=True)), o_proj=o_proj
+    )
+    x, probe = torch.randn(1, NUM_TOKENS, SIZE), Probe()
+    angles = torch.randn(NUM_TOKENS, head_dim // 2)
+    halves = angles.cos(), angles.sin()
+    q, k, v = (linear(x[0]).unflatten(1, (-1, head_dim)) for linear in stubs)
+    try:
+        for name in others:
+            norm = _trial(getattr(module, name))
+            norm._parameters = {"weight": torch.rand(head_dim) + 0.5}
+            trial._modules[name] = norm
+        if others:
+            q, k = trial.q_norm(q), trial.k_norm(k)
+        with context(probe, torch.arange(NUM_TOKENS)):
+            out, *_ = trial(
+                hidden_states=x,
+                position_embeddings=tuple(torch.cat((h, h), -1)[None] for h in halves),
+                attention_mask=None,
+                past_key_values=None,
+            )
+    except Exception:  # of code that others wrote
+        return False
+    wanted = rotate(q, halves), rotate(k, halves), v
+    return (
+        len(probe.seen) == 3
+        and all(
+            _are_close(a[0].transpose(0, 1), b) for a, b in zip(probe.seen, wanted, strict=True)
+        )
+        and _are_close(out[0], o_proj(wanted[0].flatten(1)))
+    )
+
+
+@torch.no_grad()
+def _activation_of(module: Any) -> str | None:
+    """That of FusedMLP's gate, which then computes what the module does; None: it is another."""
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    if len(module._modules) > 4 or module._parameters or (gate.bias is None) != (up.bias is None):
+        return None
+    stubs = [_linear(linear, SIZE, SIZE) for linear in (gate, up, down)]
+    trial = _trial(module, gate_proj=stubs[0], up_proj=stubs[1], down_proj=stubs[2])
+    x = 3 * torch.randn(1, NUM_TOKENS, SIZE)
+    try:
+        got = trial(x)
+    except Exception:  # of code that others wrote
+        return None
+    for name in ops.native.FUNCTIONS:
+        if _are_close(got, stubs[2](reference.activate(stubs[0](x), name) * stubs[1](x))):
+            return name
+    return None
+
+
+@torch.no_grad()
+def _eps_of(module: Any) -> float | None:
+    """That of FusedNorm, which then computes what the module does; None: it is something else."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
+        return None
+    if list(module._parameters) != ["weight"] or module.weight is None or module._modules:
+        return None
+    x = torch.randn(1, NUM_TOKENS, *module.weight.shape) * eps**0.5
+    trial = _trial(module)
+    trial._parameters = {"weight": torch.rand(module.weight.shape) + 0.5}
+    try:
+        is_equal = _are_close(trial(x), F.rms_norm(x, x.shape[2:], trial.weight, eps))
+    except Exception:  # of code that others wrote
+        return None
+    return eps if is_equal else None
