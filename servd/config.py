@@ -22,6 +22,7 @@ from servd.access import AccessConfig
 from servd.batch import BatchConfig
 from servd.errors import ConfigError
 from servd.log import ObservabilityConfig
+from servd.lora import LoRAConfig
 from servd.sizes import parse_bytes
 from servd.speculative import SpeculativeConfig, gather
 
@@ -352,6 +353,7 @@ class Config(Section, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     server: ServerConfig = ServerConfig()
     access: AccessConfig = AccessConfig()
+    lora: LoRAConfig = LoRAConfig()
     batches: BatchConfig = BatchConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
 

@@ -24,6 +24,7 @@ import msgspec
 from servd.bounds import TokenId
 from servd.config import Config
 from servd.hf import ModelSpec
+from servd.lora import Adapter
 from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Mark, StepRecord
 
@@ -68,6 +69,12 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     owner: str = ""  # whose request it is: owners share the engine
     weight: float = 1.0  # its owner's share, compared with others'
     lane: int = 0  # 1: in the background, with what lane 0 leaves
+    adapter: Adapter | None = None  # None: the model as it is
+
+    @property
+    def cache_keys(self) -> tuple[str | None, ...]:
+        """What must be equal, beside the tokens, for requests to share cached blocks."""
+        return self.cache_salt, self.adapter and self.adapter.digest
 
 
 class EngineCoreRequest(Message, tag=True):
@@ -151,6 +158,8 @@ class WorkerReady(Message, tag=True):
     num_blocks: int  # KV-cache blocks that fit
     weights_bytes: int
     kv_bytes_per_block: int
+    # With --enable-lora: (inputs, outputs) of each layer that an adapter may have a part for.
+    adaptable: dict[str, tuple[int, int]] = {}
 
 
 class EngineReady(Message, tag=True):
@@ -263,6 +272,8 @@ class SchedulerStats(Message):
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     num_deferred: int = 0  # requests that cannot run yet, e.g. while a grammar compiles
     evictions: list[BlockEviction] = []  # under --kv-cache-metrics
+    running_adapters: list[str] = []  # names, of requests that run
+    waiting_adapters: list[str] = []  # of requests that wait for one of these to end
 
 
 class EngineCoreOutputs(Message, tag=True):
@@ -365,6 +376,7 @@ class NewRequest(Message):
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int] = []
     cache_salt: str | None = None  # drafts are shared only among requests with the same one
+    adapter: Adapter | None = None
 
 
 class ScheduledRequest(Message):

@@ -24,6 +24,7 @@ from servd.child import Child
 from servd.config import Config
 from servd.errors import ConfigError
 from servd.incarnations import LOOK_INTERVAL, Deaths, Incarnations, newest_engine
+from servd.lora import AdapterStore, parse_module
 from servd.messages import EngineDead, EngineRestarting
 from servd.pulse import Pulse, Watch, make_file
 from servd.resolve import Decision
@@ -99,7 +100,14 @@ class ProcessTree:
         self.metrics_dir: str | None = None
 
     def start(self) -> None:
-        """Start the children."""
+        """Start the children.
+
+        Raises:
+            ConfigError: an adapter of --lora-modules cannot be served.
+        """
+        store = AdapterStore.beside(self.ipc_dir)
+        for entry in self.config.lora.lora_modules:
+            store.load(*parse_module(entry), self.config.lora.max_lora_rank, {})
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
                 signal.signal(signum, self.on_signal)

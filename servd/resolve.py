@@ -16,6 +16,7 @@ from servd import plugins, pooling
 from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec
+from servd.lora import parse_module
 from servd.pooling import ENCODERS, is_encoder
 
 log = logging.getLogger("servd.resolve")
@@ -127,6 +128,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
             "--per-request-spec-decode-metrics tells what became of drafts, and there are none: "
             "add --speculative-config"
         )
+    _check_adapters(config)
     if observability.otlp_traces_endpoint is not None:
         _check_otlp(observability.otlp_traces_endpoint)
     for name, decision in decided.items():
@@ -150,6 +152,24 @@ def _check_plugins(config: Config) -> None:
                 f"{flag} draft_tensor_parallel_size {size}: the draft has the devices of the "
                 f"model, which are {config.parallel.tensor_parallel_size}; leave it out"
             )
+
+
+def _check_adapters(config: Config) -> None:
+    lora = config.lora
+    if not lora.enable_lora and (lora.lora_modules or lora.lora_dir):
+        raise ConfigError("--lora-modules and --lora-dir need --enable-lora")
+    if lora.enable_lora and config.model.compile:
+        raise ConfigError("--compile cannot compile layers with adapters: leave out --enable-lora")
+    if lora.lora_dir is not None and not os.path.isdir(lora.lora_dir):
+        raise ConfigError(f"--lora-dir {lora.lora_dir}: there is no such folder")
+    if lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras:
+        raise ConfigError(
+            f"--max-cpu-loras {lora.max_cpu_loras} is below --max-loras {lora.max_loras}"
+        )
+    for entry in lora.lora_modules:
+        name, _ = parse_module(entry)
+        if name in config.model.served_model_name:
+            raise ConfigError(f"--lora-modules {entry}: that is the name of the model itself")
 
 
 def _check_otlp(endpoint: str) -> None:

@@ -22,6 +22,7 @@ from starlette.routing import request_response
 import servd
 from servd.access import AccessConfig
 from servd.api import console
+from servd.api.adapters import Adapters
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.batch_runner import BatchRunner
@@ -34,6 +35,7 @@ from servd.api.routes import load_routers
 from servd.api.siblings import Siblings
 from servd.config import Config
 from servd.errors import NotFound, ServdError
+from servd.lora import AdapterStore
 
 Endpoint = Callable[..., Awaitable[Response]]
 
@@ -51,6 +53,7 @@ def create_app(
     *,
     keep_alive: float = 15.0,
     reasons: Mapping[str, str] = {},
+    store: AdapterStore | None = None,
 ) -> FastAPI:
     """The HTTP application over an engine that may still be loading.
 
@@ -59,6 +62,7 @@ def create_app(
         async_llm: started by the caller.
         keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
         reasons: why options that were left to servd have their value, by option.
+        store: of adapters, with --enable-lora.
     """
     keys = Keys(config.access)
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
@@ -84,13 +88,6 @@ def create_app(
         route.app = request_response(_with_path(route.endpoint))
     app.state.routes = routes
     app.router.routes += routes
-    batches = None
-    if config.batches.batch_dir is not None:
-        scheduler = config.scheduler
-        # Less than the background may have of the queue.
-        most = min(scheduler.max_num_seqs or 64, max(scheduler.max_waiting_requests // 4, 1))
-        store = BatchStore(Path(config.batches.batch_dir))
-        batches = BatchRunner(store, app, keys, async_llm.admission, most)
     app.state.context = Context(
         config=config,
         async_llm=async_llm,
@@ -100,10 +97,22 @@ def create_app(
         reasons=reasons,
         keys=keys,
         responses=ResponseStores(config.server.max_stored_responses, keys),
-        batches=batches,
+        batches=_batches(config, app, keys, async_llm),
         siblings=Siblings(async_llm),
+        adapters=None if store is None else Adapters(config.lora, async_llm, store),
     )
     return app
+
+
+def _batches(config: Config, app: FastAPI, keys: Keys, async_llm: AsyncLLM) -> BatchRunner | None:
+    """What runs batches, with --batch-dir."""
+    if config.batches.batch_dir is None:
+        return None
+    scheduler = config.scheduler
+    # Less than the background may have of the queue.
+    most = min(scheduler.max_num_seqs or 64, max(scheduler.max_waiting_requests // 4, 1))
+    store = BatchStore(Path(config.batches.batch_dir))
+    return BatchRunner(store, app, keys, async_llm.admission, most)
 
 
 def _with_path(endpoint: Endpoint) -> Endpoint:

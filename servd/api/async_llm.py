@@ -295,7 +295,7 @@ class AsyncLLM:
         if not one.part_of:
             timeline.choices, timeline.params = choices, one.params
             timeline.prompt = array("I", one.prompt_token_ids)
-            timeline.salt = one.request.options.cache_salt
+            timeline.salt = one.request.options.cache_keys
         timeline.marks += [*one.marks, Mark("sent", sent)]
         if self.recovery.is_restarting:  # the next engine gets it
             timeline.marks.append(Mark("engine_lost", sent))
@@ -386,7 +386,7 @@ class AsyncLLM:
                     asked.set_result(message)
             case EngineReady():
                 self.status = message
-                self.metrics.observe_ready(message, self.config.cache)
+                self.metrics.observe_ready(message, self.config)
                 self.processor.max_model_len = message.max_model_len
                 self.recovery.engine_ready()
             case EngineStatus():

@@ -18,7 +18,9 @@ SCOPE_OF_PATH: dict[str, Scope] = {
     "/load": "metrics",
     "/metrics": "metrics",
     "/server_info": "admin",
+    "/v1/load_lora_adapter": "admin",
     "/v1/steps": "metrics",
+    "/v1/unload_lora_adapter": "admin",
 }
 # The key of every request where none is needed.
 ANYONE = Key(name="", sha256="", scopes=SCOPES)

@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.adapters import Adapters
 from servd.api.admission import Admitted
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import Keys
@@ -24,6 +25,7 @@ from servd.api.response_store import ResponseStores
 from servd.api.siblings import Siblings
 from servd.config import Config
 from servd.errors import Forbidden, InvalidRequest, NotFound, UnknownModel
+from servd.lora import Adapter
 from servd.messages import RequestOptions
 from servd.tracing import Mark, now_ns
 
@@ -45,6 +47,7 @@ class Context(msgspec.Struct, frozen=True):
     responses: ResponseStores
     batches: BatchRunner | None  # without --batch-dir
     siblings: Siblings
+    adapters: Adapters | None  # without --enable-lora
 
     @property
     def model_names(self) -> list[str]:
@@ -56,20 +59,26 @@ class Context(msgspec.Struct, frozen=True):
         """Longest prompt plus output, in tokens."""
         return self.async_llm.processor.max_model_len
 
-    def model_name(self, asked: str | None) -> str:
-        """The model name for the response.
+    async def find_model(self, asked: str | None) -> tuple[str, Adapter | None]:
+        """The model name for the response, and the adapter that it names.
 
         Raises:
             UnknownModel: no such model is served.
+            InvalidRequest, Unavailable: see `Adapters.load`.
         """
         if asked is None:
-            return self.model_names[0]
-        if asked not in self.model_names:
-            served = ", ".join(self.model_names)
-            raise UnknownModel(
-                f"the model {asked[:200]!r} is not served here; there is: {served}", param="model"
-            )
-        return asked
+            return self.model_names[0], None
+        if asked in self.model_names:
+            return asked, None
+        served = self.model_names
+        if self.adapters is not None:
+            if (adapter := await self.adapters.find(asked)) is not None:
+                return asked, adapter
+            served = [*served, *self.adapters.store.named()]
+        raise UnknownModel(
+            f"the model {asked[:200]!r} is not served here; there is: {', '.join(served[:32])}",
+            param="model",
+        )
 
 
 def context_of(request: Request) -> Context:
@@ -126,7 +135,12 @@ def admit(
         owner = f"{owner}/{options.owner[:64]}"
     lane = max(options.lane, state.lane)
     options = msgspec.structs.replace(
-        options, owner=owner, weight=key.weight, cache_salt=salt, lane=lane
+        options,
+        owner=owner,
+        weight=key.weight,
+        cache_salt=salt,
+        lane=lane,
+        adapter=state.adapter,
     )
     for prompt_id in prompt_ids if is_traced else ():
         state.traced.append(prompt_id)
@@ -152,7 +166,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     """Read and validate a JSON body. It may set the request id, unless a header did.
 
     Sets in `request.state`: `ignored`, a header that names fields without effect, so that typos do
-    not go unnoticed; `model`, the model name for the response; `deadline`.
+    not go unnoticed; `model`, the model name for the response; `adapter`; `deadline`.
 
     Raises:
         UnknownModel: the body names a model that is not served.
@@ -185,7 +199,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     if asked is not None and "x-request-id" not in request.headers:
         request.state.request_id = asked
         request.state.unique_id = f"{asked}-{request.state.unique_id[:12]}"
-    request.state.model = context.model_name(body.model)
+    request.state.model, request.state.adapter = await context.find_model(body.model)
     timeout = getattr(body, "timeout", None)
     if timeout is None:
         timeout = request.state.timeout

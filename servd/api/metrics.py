@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from servd.config import CacheConfig
+from servd.config import Config
 from servd.messages import EngineCoreOutput, EngineReady, FinishReason, SchedulerStats
 from servd.params import SamplingParams
 
@@ -209,6 +209,34 @@ class EngineRestarts(Collector):
         yield family
 
 
+class AdapterGauge:
+    """Which adapters run and wait; its value is the Unix time at which it was so."""
+
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
+        self.labels = labels
+        self.max_loras = 0  # 0: there are none
+        self._names: tuple[str, str] | None = None  # as last written
+        self._gauge = Gauge(
+            "vllm:lora_requests_info",
+            "Adapters of requests that run, and of those that wait for a place; the time of it.",
+            [*labels, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+
+    def write(self, stats: SchedulerStats) -> None:
+        """Publish the engine's last report."""
+        if not self.max_loras:
+            return
+        running, waiting = sorted(stats.running_adapters), sorted(stats.waiting_adapters)
+        names = ",".join(running), ",".join(waiting)
+        if names != self._names:
+            self._gauge.clear()  # or there would be a series for each set of names
+            self._names = names
+        labels = (*self.labels.values(), str(self.max_loras), *names)
+        self._gauge.labels(*labels).set_to_current_time()
+
+
 class Metrics:
     """All metrics, with the labels `model_name` and `engine` filled in.
 
@@ -267,6 +295,7 @@ class Metrics:
         self.cache_config = gauge(
             "vllm:cache_config_info", "The KV cache; always 1.", [*labels, *CACHE_FACTS]
         )
+        self.adapters = AdapterGauge(registry, labels)
         self.restarts = EngineRestarts(labels)
         registry.register(self.restarts)
         # Under the names of prometheus-fastapi-instrumentator, without the labels of a model.
@@ -281,15 +310,16 @@ class Metrics:
             buckets=HTTP_BUCKETS,
         )
 
-    def observe_ready(self, ready: EngineReady, config: CacheConfig) -> None:
-        """Record the configuration of the KV cache."""
+    def observe_ready(self, ready: EngineReady, config: Config) -> None:
+        """Record the configuration of the KV cache, and how many adapters run at once."""
+        self.adapters.max_loras, cache = config.lora.num_places, config.cache
         self.cache_config.labels(
             **self.labels,
             block_size=ready.block_size,
             num_gpu_blocks=ready.worker.num_blocks,
-            cache_dtype=config.kv_cache_dtype,
-            enable_prefix_caching=config.enable_prefix_caching,
-            gpu_memory_utilization=config.gpu_memory_utilization,
+            cache_dtype=cache.kv_cache_dtype,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            gpu_memory_utilization=cache.gpu_memory_utilization,
         ).set(1)
 
     def observe_answer(self, handler: str, method: str, status: int, seconds: float) -> None:
@@ -351,6 +381,7 @@ class Metrics:
             self.waiting["capacity"].set(stats.num_waiting)
             self.waiting["deferred"].set(stats.num_deferred)
             self.gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
+            self.adapters.write(stats)
 
     def observe_tokens(self, choice: ChoiceTimes, num_tokens: int, now_ns: int) -> None:
         """`num_tokens` new tokens of a choice came together at `now_ns`."""

@@ -145,7 +145,7 @@ class RequestContext:
         state.update(
             request_id=request_id, unique_id=unique_id, traced=[], key=ANYONE, owner=ANYONE.name,
             client=address, span=span, timeout=None, deadline=None, headers={},
-            lane=int(ON_BEHALF_OF in scope),
+            lane=int(ON_BEHALF_OF in scope), adapter=None,
         )  # fmt: skip
         return state
 

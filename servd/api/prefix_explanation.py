@@ -73,7 +73,7 @@ def _compare(
     elif most >= (found.num_matched + 1) * found.block_size:
         if nearest.salt != timeline.salt:
             found.reason = "salt"
-            found.text = f"{nearest.id} shares {most} tokens, but has another cache_salt"
+            found.text = f"{nearest.id} shares {most} tokens, but has another cache_salt or adapter"
         else:
             found.text = f"{nearest.id} shares {most} tokens, which the cache has lost since"
     elif most == len(known):

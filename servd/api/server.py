@@ -39,6 +39,7 @@ from servd.child import SHOW_STACKS, read_start
 from servd.config import Config, ServerConfig
 from servd.core.client import EngineCoreClient, identity
 from servd.errors import ConfigError, ShuttingDown
+from servd.lora import AdapterStore
 from servd.messages import EngineDead, EngineStatus
 from servd.pulse import Pulse
 
@@ -247,7 +248,8 @@ async def serve(start: Start) -> int:
     )
     async_llm.metrics.restarts.count = start.incarnation
     async_llm.start()
-    app = create_app(config, async_llm, reasons=start.reasons)
+    store = AdapterStore.beside(start.ipc_dir) if config.lora.enable_lora else None
+    app = create_app(config, async_llm, reasons=start.reasons, store=store)
     batches = app.state.context.batches
     batching = asyncio.create_task(batches.run()) if batches else None
     connections = Connections(within_file_limit(config.server), partial(count_refusal, app))

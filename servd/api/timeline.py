@@ -44,7 +44,7 @@ class Timeline(msgspec.Struct):
     choices: Sequence[ChoiceTimes] = ()
     params: SamplingParams | None = None
     prompt: array[int] = array("I")  # token ids; empty when it is no longer kept
-    salt: str | None = None  # the prefix cache's
+    salt: tuple[str | None, ...] = ()  # see `RequestOptions.cache_keys`
     # From its first tool call to its end, and how long the parser worked in it.
     parsed_from_ns: int = 0
     parsed_to_ns: int = 0

@@ -50,6 +50,7 @@ class EngineCore:
             max_model_len,
             num_blocks,
             speculative.num_speculative_tokens if speculative else 0,
+            config.lora.max_loras,
         )
         self.grammars = GrammarManager(config, spec)
         self.executor = executor

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from servd.core.lookahead import Acceptance
 from servd.core.repetition import RepetitionDetector
+from servd.lora import Adapter
 from servd.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -60,6 +61,8 @@ class Request:
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int]
     cache_salt: str | None
+    adapter: Adapter | None
+    cache_keys: tuple[str | None, ...]  # see RequestOptions
     owner: str
     weight: float  # its owner's
     order: tuple[int, int, int]  # (lane, priority, arrival): lower is served first
@@ -117,6 +120,8 @@ class Request:
             params=params,
             eos_token_ids=message.eos_token_ids,
             cache_salt=message.options.cache_salt,
+            adapter=message.options.adapter,
+            cache_keys=message.options.cache_keys,
             owner=message.options.owner,
             weight=message.options.weight,
             order=order,
@@ -154,6 +159,7 @@ class Request:
             params=self.params,
             eos_token_ids=self.eos_token_ids,
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
         )
 
     @property

@@ -49,6 +49,7 @@ class Scheduler:
         max_model_len: longest prompt plus output, in tokens.
         num_blocks: size of the KV cache.
         max_drafts: tokens that the workers may draft ahead of a request.
+        max_adapters: adapters that the workers hold at once.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Scheduler:
         max_model_len: int,
         num_blocks: int,
         max_drafts: int = 0,
+        max_adapters: int = 1,
     ) -> None:
         assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
         assert config.max_num_batched_tokens >= config.max_num_seqs
@@ -79,7 +81,7 @@ class Scheduler:
         if not self.chunks_prompts:  # none may wait for more than a whole step has
             self.max_background_tokens = self.long_prompt = self.max_num_batched_tokens
         policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
-        self.waiting: WaitingQueue = policy(self.long_prompt)
+        self.waiting: WaitingQueue = policy(self.long_prompt, max_adapters)
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # not yet told to the workers
         self._in_flight: deque[Step] = deque()
@@ -441,6 +443,7 @@ class Scheduler:
         self._stats = SchedulerStats(num_scheduled_tokens=report.num_scheduled_tokens)
         report.num_running = len(self.running)
         report.num_waiting = len(self.waiting)
+        report.running_adapters, report.waiting_adapters = self.waiting.adapters.names()
         report.num_deferred = num_deferred
         report.kv_cache_usage = self.kv_cache.usage
         report.evictions = self.kv_cache.pool.take_evictions()

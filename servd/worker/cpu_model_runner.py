@@ -55,6 +55,8 @@ class CPUModelRunner(ModelRunner):
         self.num_threads = torch.get_num_threads()
         keep_freed_memory()  # only now: what loading has freed is the system's again
         self.programs = self.make_programs(self.run, self.max_num_samples)
+        if self.programs is not None:
+            self.programs.variant = lambda: self.variant
 
     def make_programs(self, forward: Forward, max_num_rows: int) -> ProgramRunner | None:
         """None where they cannot be used."""

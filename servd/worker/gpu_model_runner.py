@@ -64,10 +64,12 @@ class GPUModelRunner(ModelRunner):
         hidden = torch.zeros(
             (self.max_num_samples, self.spec.hidden_size), dtype=self.dtype, device=self.device
         )
-        return GraphRunner(
+        graphs = GraphRunner(
             self._decode, self.max_num_samples, self.states.null_slot, hidden, self.recorder(),
             2 if self.states.tree is None else 3,
         )  # fmt: skip
+        graphs.variant = lambda: self.variant
+        return graphs
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Decode steps by graphs, others kernel by kernel."""
@@ -196,7 +198,10 @@ class GPUModelRunner(ModelRunner):
             self._capture(graphs, size)
             taken.append(meter.taken())
         each = taken[-1] - taken[-2] if len(taken) > 2 else 0
-        return taken[1] - taken[0] + each * (len(graphs.sizes) - 1) + graphs.hidden.nbytes
+        # Where adapters may take part, there are two of each size in the end.
+        variants = 1 if self.adapters is None else 2
+        one = taken[1] - taken[0] + each * (len(graphs.sizes) - 1)
+        return variants * one + graphs.hidden.nbytes
 
     # ---- output ----
 

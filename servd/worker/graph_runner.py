@@ -59,7 +59,8 @@ class GraphRunner:
         self.padding = torch.tensor(padding, device=hidden.device)
         self.inputs = self.padding.repeat(1, max_num_rows)  # int64 [num_inputs, max_num_rows]
         self.sizes = graph_sizes(max_num_rows)
-        self.graphs: dict[int, Run] = {}
+        self.graphs: dict[tuple[int, bool], Run] = {}
+        self.variant: Callable[[], bool] = lambda: False  # which pass `forward` is now
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Hidden states [num_rows, hidden] of `tokens` [num_inputs, num_rows]; until the next
@@ -67,12 +68,13 @@ class GraphRunner:
         """
         num_rows = tokens.shape[1]
         size = self.sizes[bisect_left(self.sizes, num_rows)]
-        if size not in self.graphs:
+        key = size, self.variant()
+        if key not in self.graphs:
             self.capture(size)
         self.inputs[:, :num_rows] = tokens
         if num_rows < size:
             self.inputs[:, num_rows:size] = self.padding
-        self.graphs[size]()
+        self.graphs[key]()
         return self.hidden[:num_rows]
 
     def capture(self, size: int) -> None:
@@ -86,7 +88,7 @@ class GraphRunner:
 
         # kernels are compiled and libraries set up at their first run, which cannot be captured
         run()
-        self.graphs[size] = self.record(run)
+        self.graphs[size, self.variant()] = self.record(run)
         log.debug("CUDA graph for %d rows captured in %.2f s", size, time.monotonic() - started)
 
 

@@ -28,6 +28,7 @@ from servd.worker.attention import AttentionBatch, Backend, make_backend
 from servd.worker.device import upload
 from servd.worker.input_batch import Decode, Forward, InputBatch, decode_attention
 from servd.worker.layers.attention import ForwardContext, spec_of
+from servd.worker.lora.adapters import Adapters
 from servd.worker.parallel import Parallel
 from servd.worker.readers import StepPart
 from servd.worker.request_states import RequestStates
@@ -169,6 +170,7 @@ class ModelRunner(ABC):
             model_loader.init_dummy_weights(self.model, self.config.model.seed, make)
         else:
             model_loader.load_weights(self.model, self.spec.folder, progress, make)
+        self.adapters = self._make_adapters()
         self.weights_bytes = model_loader.count_bytes(self.model)
         attention = spec_of(
             self.model,
@@ -201,7 +203,18 @@ class ModelRunner(ABC):
                 self.make_decoder,
             )
         )  # fmt: skip
-        self.followers = [*self.readers, *([self.proposer] if self.proposer else [])]
+        self.followers = [
+            each for each in (*self.readers, self.adapters, self.proposer) if each is not None
+        ]
+
+    def _make_adapters(self) -> Adapters | None:
+        """What follows the adapters of requests, if there may be any."""
+        if not self.config.lora.enable_lora:
+            return None
+        most = max(self.max_num_tokens, self.max_num_samples)
+        return Adapters(
+            self.config.lora, self.model, self.compute_dtype, self.device, self.max_num_seqs, most
+        )
 
     def count_blocks(self, room: int | None = None) -> int:
         """KV-cache blocks that fit, in `room` bytes where --kv-cache-memory does not say how many.
@@ -219,6 +232,11 @@ class ModelRunner(ABC):
         return kv_cache.count_blocks(
             self.config, self.bytes_per_block, memory, self.weights_bytes, remedies
         )
+
+    @property
+    def variant(self) -> bool:
+        """Which of the forward passes the next one is: whether it adds what adapters have."""
+        return self.adapters is not None and self.adapters.rows.is_active
 
     @property
     def bytes_per_block(self) -> int:
@@ -249,6 +267,8 @@ class ModelRunner(ABC):
         if num_scheduled == 0:
             return
         batch = InputBatch.gather(scheduled.scheduled, self.states)
+        if self.adapters is not None:
+            self.adapters.begin_step(batch)
         prepared = now_ns()
         hidden = self.forward(batch)
         parts: list[StepPart] = [

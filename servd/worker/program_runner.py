@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ class ProgramRunner:
         self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
         self.tails: Tensor | None = None
         self.memory = Memory(max_num_rows)
-        self.programs: dict[int, Program] = {}
+        self.programs: dict[tuple[int, bool], Program] = {}
+        self.variant: Callable[[], bool] = lambda: False  # which pass `forward` is now
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
         """Hidden states [num_rows, hidden] of a decode step; until the next call."""
@@ -70,8 +72,9 @@ class ProgramRunner:
             if self.tails is None:
                 self.tails = attention.tails.new_zeros(len(self.seq_lens), attention.tails.shape[1])
             self.tails[:num_rows] = attention.tails
-        if (program := self.programs.get(num_rows)) is None:
-            program = self.programs[num_rows] = self._record(num_rows)
+        key = num_rows, self.variant()
+        if (program := self.programs.get(key)) is None:
+            program = self.programs[key] = self._record(num_rows)
         else:
             program.run()
         return program.hidden

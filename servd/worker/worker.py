@@ -84,6 +84,7 @@ class Worker:
             num_blocks=num_blocks,
             weights_bytes=self.runner.weights_bytes,
             kv_bytes_per_block=self.runner.bytes_per_block,
+            adaptable=self.runner.adapters.layers if self.runner.adapters else {},
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:

@@ -30,6 +30,7 @@ from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
 from servd.core.structured_output.manager import Compiled
 from servd.hf import FAKE_SPEC, ModelSpec
+from servd.lora import AdapterStore
 from servd.messages import (
     Audit,
     EngineReady,
@@ -192,6 +193,7 @@ async def serve(
     spec: ModelSpec = FAKE_SPEC,
     script: str | list[int] | None = None,
     tracer: Tracer | None = None,
+    store: AdapterStore | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
     """Run a server, whose model says `script` if there is one, text or tokens; `options` are those
@@ -217,7 +219,7 @@ async def serve(
         Metrics(MODEL),
     )
     async_llm.start()
-    app = create_app(config, async_llm, keep_alive=keep_alive)
+    app = create_app(config, async_llm, keep_alive=keep_alive, store=store)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)
         stack.callback(async_llm.close)

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from servd.api.metrics import ChoiceTimes, Metrics
-from servd.config import CacheConfig
+from servd.config import Config
 from servd.messages import (
     BlockEviction,
     DraftStats,
@@ -200,7 +200,7 @@ def test_requests_that_were_cut_count_but_are_not_timed(reason: FinishReason):
 def test_cache_config():
     metrics = Metrics("m")
     worker = WorkerReady("cpu", "float32", "cpu", 77, 0, 0)
-    metrics.observe_ready(EngineReady(worker, 64, block_size=16), CacheConfig())
+    metrics.observe_ready(EngineReady(worker, 64, block_size=16), Config())
     told = {
         "block_size": "16",
         "num_gpu_blocks": "77",

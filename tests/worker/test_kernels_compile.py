@@ -37,6 +37,7 @@ TILES = {
 NO_TAILS = {"tails_ptr": None, "TAIL": 0}
 ATTENTION = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i32 *i32 *i32 i32:16 i32 i32 i32 i32 i32 fp32"
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
+LOW_RANK = {"ROWS": 16, "COLUMNS": 64, "DEPTH": 64}
 KERNELS = [
     (f"{OPS}.paged_attention.attention_kernel", ATTENTION, SPLITS | TILES | NO_TAILS, 4),
     (f"{OPS}.paged_attention.attention_kernel", ATTENTION.replace("*i32 i32", "*i32 *i64 i32"),
@@ -58,6 +59,9 @@ KERNELS = [
         16),
     (f"{OPS}.activation.activate_kernel", "*bf16 *bf16 i32", {"NAME": "gelu", "BLOCK": 1024}, 4),
     (f"{OPS}.activation.gate_kernel", "*bf16 *bf16 i32", {"NAME": "silu", "BLOCK": 1024}, 4),
+    (f"{OPS}.low_rank.shrink_kernel", "*bf16 *bf16 *i64 *fp32 i32 i32:16 i32:16", LOW_RANK, 4),
+    (f"{OPS}.low_rank.expand_kernel", "*fp32 *bf16 *i64 *bf16 i32 i32 i32:16 i32 i32 i32 i32 i32",
+     LOW_RANK, 4),
     (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i64 *i64 *fp32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32",
         LOGITS, 8),
     (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i64 i32 i32 i32", NO_BIAS | NO_PENALTIES | LOGITS, 8),

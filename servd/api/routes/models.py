@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,6 +11,7 @@ from starlette.responses import Response
 from servd.api.context import Context, context_of, json_response
 from servd.api.openapi import describes
 from servd.api.protocol.models import ModelCard, ModelList
+from servd.lora import Adapter
 
 router = APIRouter()
 
@@ -16,23 +19,29 @@ router = APIRouter()
 @router.get("/v1/models")
 @describes(ModelList)
 async def list_models(request: Request) -> Response:
-    """All names of the model."""
+    """All names of the model, and its adapters."""
     context = context_of(request)
-    return json_response(ModelList([_card(context, name) for name in context.model_names]))
+    cards = [_card(context, name) for name in context.model_names]
+    if context.adapters is not None:
+        adapters = await asyncio.to_thread(context.adapters.listed)
+        cards += [_card(context, each.name, each) for each in adapters]
+    return json_response(ModelList(cards))
 
 
 @router.get("/v1/models/{name:path}")  # names contain slashes
 @describes(ModelCard)
 async def retrieve_model(request: Request, name: str) -> Response:
-    """One name of the model."""
+    """One name of the model, or an adapter."""
     context = context_of(request)
-    return json_response(_card(context, context.model_name(name)))
+    return json_response(_card(context, *await context.find_model(name)))
 
 
-def _card(context: Context, name: str) -> ModelCard:
+def _card(context: Context, name: str, adapter: Adapter | None = None) -> ModelCard:
+    base = context.config.model.model or context.model_names[0]
     return ModelCard(
         id=name,
-        created=int(context.started_at),
-        root=context.config.model.model or context.model_names[0],
+        created=adapter.created if adapter else int(context.started_at),
+        root=adapter.source if adapter else base,
         max_model_len=context.max_model_len,
+        parent=context.model_names[0] if adapter else None,
     )

@@ -65,9 +65,16 @@ def sample_allowed(state: int, mask: bytes, token_id: int) -> int:
     return candidates[(state >> 32) % len(candidates)]
 
 
-def expected_tokens(prompt_token_ids: list[int], num_tokens: int, vocab_size: int) -> list[int]:
+def first_state(digest: str) -> int:
+    """State before the first token: another one with each adapter, as its bytes are others."""
+    return int(digest[:16], 16)
+
+
+def expected_tokens(
+    prompt_token_ids: list[int], num_tokens: int, vocab_size: int, digest: str = "0"
+) -> list[int]:
     """What this executor must answer to a prompt, whatever else happens: for tests."""
-    state = 0
+    state = first_state(digest)
     for token_id in prompt_token_ids:
         state = next_state(state, token_id)
     output: list[int] = []
@@ -99,6 +106,7 @@ class Row:
     # After the last computed token, and after each draft that was computed behind it.
     states: list[int] = field(default_factory=lambda: [0])
     drafts: list[int] = field(default_factory=list)  # those after `token_ids`
+    first_state: int = 0
 
 
 class Stream(Protocol):
@@ -245,13 +253,14 @@ class FakeExecutor(executor.Executor):
         return Row(
             request.token_ids.copy(), request.num_computed_tokens, request.block_ids.copy(),
             request.num_prompt_tokens, request.params,
+            first_state=first_state(request.adapter.digest) if request.adapter else 0,
         )  # fmt: skip
 
     def _compute(self, row: Row, num_tokens: int) -> None:
         first = row.num_computed_tokens
         # Read what is before from the cache, not from the row: the cache is what the scheduler can
         # get wrong.
-        state = self.cache[self._position(row, first - 1)] if first else 0
+        state = self.cache[self._position(row, first - 1)] if first else row.first_state
         for i in range(first, first + num_tokens):
             state = next_state(state, row.token_ids[i])
             self.cache[self._position(row, i)] = state

@@ -5,12 +5,17 @@ from __future__ import annotations
 from array import array
 from hashlib import sha256
 
-NO_SALT = bytes(32)
+NO_KEYS = bytes(32)
 
 
-def root_hash(salt: str | None) -> bytes:
-    """Parent of a request's first block. Different salts share no hash, hence no block."""
-    return NO_SALT if salt is None else sha256(salt.encode()).digest()
+def root_hash(*keys: str | None) -> bytes:
+    """Parent of a request's first block: of what its keys and values depend on beside the tokens,
+    and of whom they are for. Requests that differ in any key share no hash, hence no block.
+    """
+    if not any(key is not None for key in keys):
+        return NO_KEYS
+    hashed = [bytes(32) if key is None else sha256(key.encode()).digest() for key in keys]
+    return sha256(b"".join(hashed)).digest()
 
 
 def block_hash(parent: bytes, token_ids: list[int]) -> bytes:

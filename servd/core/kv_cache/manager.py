@@ -114,7 +114,7 @@ class KVCacheManager:
         hashes, size = request.block_hashes, self.block_size
         if len(hashes) <= request.num_prompt_tokens // size < len(request.token_ids) // size:
             hashes = request.block_hashes = hashes.copy()  # all choices share those of the prompt
-        parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+        parent = hashes[-1] if hashes else root_hash(*request.cache_keys)
         for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):
             parent = block_hash(parent, request.token_ids[start : start + size])
             hashes.append(parent)

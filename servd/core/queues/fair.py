@@ -17,6 +17,7 @@ from itertools import count, islice
 from operator import attrgetter
 from typing import ClassVar
 
+from servd.core.queues._adapters import AdapterTurns
 from servd.core.request import Request
 from servd.messages import RequestOptions
 
@@ -72,13 +73,15 @@ class WaitingQueue:
 
     Args:
         long_prompt: tokens beyond which a prompt is long.
+        max_adapters: most adapters whose requests run at once; those of others wait aside.
     """
 
     by_owner: ClassVar[bool] = True
     by_priority: ClassVar[bool] = False
 
-    def __init__(self, long_prompt: int) -> None:
+    def __init__(self, long_prompt: int, max_adapters: int = 1) -> None:
         self.long_prompt = long_prompt
+        self.adapters = AdapterTurns(max_adapters)
         self._step = 0
         self._arrivals, self._pushes = count(1), count()
         self._accounts: dict[tuple[int, str], Account] = {}
@@ -90,7 +93,12 @@ class WaitingQueue:
         self._latest: dict[int, Account] = {}  # by lane: whose request was started last
 
     def __len__(self) -> int:
-        return len(self._class_of)
+        """How many wait."""
+        return len(self._class_of) + len(self.adapters.aside)
+
+    def __bool__(self) -> bool:
+        """Whether any of them could run next: the others wait for adapters to leave."""
+        return bool(self._class_of)
 
     def lanes(self, running: Sequence[Request]) -> Iterator[tuple[int, int, int]]:
         """Each lane, down to the lowest in which requests run or wait, and where its running ones
@@ -115,6 +123,9 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Let a request wait."""
+        if not self.adapters.admits(request, self._step):
+            self.adapters.aside[request] = self._step
+            return
         lane, priority, _ = request.order
         account = self._account(request)
         if not account.num_waiting:
@@ -132,6 +143,8 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
+        if self.adapters.aside.pop(request, None) is not None:
+            return
         its_class, account = self._class_of.pop(request), self._account(request)
         account.num_waiting -= 1
         backlog = self._backlogs[its_class]
@@ -154,6 +167,11 @@ class WaitingQueue:
         account.counter(self._step)
         account.num_running += 1
         self._running.add(account)
+        if self.adapters.start(request):
+            for other in [*self._class_of]:
+                if not self.adapters.admits(other, self._step):
+                    self.remove(other)
+                    self.add(other)
 
     def stop(self, request: Request) -> None:
         """The request, started before, gives its slot back."""
@@ -162,6 +180,8 @@ class WaitingQueue:
         account.num_running -= 1
         if not account.num_running:
             self._running.discard(account)
+        for other in self.adapters.stop(request):
+            self.add(other)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """So many tokens of its prompt are computed."""

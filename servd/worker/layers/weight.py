@@ -79,11 +79,11 @@ class Weight(nn.Parameter):
             raise ValueError(f"shape {list(tensor.shape)}, expected {list(expected)}")
         if part is None:
             for index, piece in enumerate(tensor.split(rows)):
-                self._load_share(self._share(piece), index, copy)
+                self._load_share(self.share(piece), index, copy)
         else:
-            self._load_share(self._share(tensor), part, copy)
+            self._load_share(self.share(tensor), part, copy)
 
-    def _share(self, tensor: Tensor | Quantized) -> Tensor | Quantized:
+    def share(self, tensor: Tensor | Quantized) -> Tensor | Quantized:
         """This rank's slice of a part; less than the others' at the end of it."""
         if self.shard_dim is None:
             return tensor

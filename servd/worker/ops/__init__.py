@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -10,6 +11,24 @@ from torch import Tensor
 
 from servd.worker.ops import native, reference
 from servd.worker.ops.reference import Routing
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Small matrices beside one of a model, for each place that an adapter may have.
+
+    Args:
+        a: [places, in, width]; column `part * max_rank + j` is the j-th of a part of the outputs,
+            and those beyond are zero.
+        b: [places, max_rank, out]; rows beyond an adapter's rank are zero.
+        ranks: int64 [places, parts], on the host.
+        part_ends: int64 [parts], on the host: where the outputs of each part end.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    part_ends: Tensor
 
 
 class Ops(Protocol):
@@ -58,6 +77,12 @@ class Ops(Protocol):
     def combine(self, y: Tensor, routing: Routing) -> Tensor:
         """Rows of places [num_tokens * top_k, size] -> the weighted sum of each token's,
         [num_tokens, size].
+        """
+        ...
+
+    def add_low_rank(self, out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
+        """Add to each row of out [n, out] that of x [n, in], times a, times b of its place; places
+        is int64 [n], -1 for none.
         """
         ...
 

@@ -12,7 +12,7 @@ from ctypes import c_char, c_char_p, c_int, c_int64
 from functools import cache
 from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from servd.errors import ConfigError
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import reference
 from servd.worker.ops.reference import Routing
+
+if TYPE_CHECKING:
+    from servd.worker.ops import LowRank
 
 log = logging.getLogger("servd.worker")
 
@@ -292,6 +295,17 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
     out = torch.empty(len(places), y.shape[1])
     call("combine", y, len(y), places, routing.weights, *places.shape, y.shape[1], out)
     return out
+
+
+def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
+    """See `Ops.add_low_rank`."""
+    a, b = factors.a, factors.b
+    if not _fits(out) or x.dtype != torch.float32:
+        return reference.add_low_rank(out, x, factors, places)
+    call(
+        "add_low_rank", TYPES[a.dtype], x.contiguous(), *x.shape, a, a.shape[2], b, b.shape[1],
+        factors.ranks, factors.part_ends, *factors.ranks.shape, places, out, out.shape[1],
+    )  # fmt: skip
 
 
 # ---- matrices ----

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from servd.worker.ops import LowRank
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -87,3 +90,13 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
     """See `Ops.combine`."""
     chosen = y[routing.places.long()].float()  # [num_tokens, top_k, size]
     return (chosen * routing.weights.unsqueeze(2)).sum(dim=1).to(y.dtype)
+
+
+def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
+    """See `Ops.add_low_rank`."""
+    max_rank, ends = factors.b.shape[1], factors.part_ends.tolist()
+    for place, (a, b) in enumerate(zip(factors.a, factors.b, strict=True)):
+        hidden = (x @ a).masked_fill((places != place).unsqueeze(1), 0)
+        for part, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            of_part = hidden[:, part * max_rank : (part + 1) * max_rank]
+            out[:, start:end] += of_part @ b[:, start:end]

@@ -154,6 +154,43 @@ def test_gates(module: ops.Ops, name: str, dtype: torch.dtype, device: torch.dev
         check(module.gate(x, name), exact, dtype)
 
 
+@each_dtype
+@pytest.mark.parametrize(
+    ("num_tokens", "num_inputs", "sizes", "max_rank"),
+    [(1, 8, [5], 1), (9, 100, [64, 17, 17], 5), (37, 33, [300, 40], 16), (3, 70, [100], 80)],
+)
+def test_low_rank_additions(
+    module: ops.Ops, num_tokens, num_inputs, sizes, max_rank, dtype, device: torch.device
+):
+    """Places without an adapter, with small ranks, with nothing for a part; tokens without any."""
+    if dtype == torch.bfloat16 and device.type == "cpu" and module.__name__.endswith("triton"):
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
+    num_places, parts, width = 3, len(sizes), -(-len(sizes) * max_rank // 16) * 16
+    x = random((num_tokens, num_inputs), dtype, device, 0.3)
+    before = random((num_tokens, sum(sizes)), dtype, device)
+    a = torch.zeros(num_places, num_inputs, width, dtype=dtype, device=device)
+    b = torch.zeros(num_places, max_rank, sum(sizes), dtype=dtype, device=device)
+    ends = torch.tensor(sizes).cumsum(0)
+    ranks = torch.tensor([[max_rank] * parts, [0] * parts, [1, *[max_rank // 2] * (parts - 1)]])
+    exact = torch.zeros(num_places, num_tokens, sum(sizes), dtype=torch.float64, device=device)
+    for place, part in [(p, q) for p in range(num_places) for q in range(parts)]:
+        rank, columns = int(ranks[place, part]), slice(ends[part] - sizes[part], ends[part])
+        first = part * max_rank
+        a[place, :, first : first + rank] = random((num_inputs, rank), dtype, device, 0.3)
+        b[place, :rank, columns] = random((rank, sizes[part]), dtype, device, 0.3)
+        hidden = (x.double() @ a[place].double())[:, first : first + rank]
+        exact[place, :, columns] = hidden @ b[place, :rank, columns].double()
+    places = torch.arange(num_tokens, device=device) * 7 % 5 - 1
+    places[places == 3] = 2
+    out = before.clone()
+    module.add_low_rank(out, x, ops.LowRank(a, b, ranks, ends), places)
+    assert torch.equal(out[places < 1][places[places < 1] < 0], before[places < 0])
+    chosen = exact[places.clamp(min=0), torch.arange(num_tokens, device=device)]
+    chosen[places < 0] = 0
+    terms = before.double().abs() + chosen.abs() + 2
+    check(out, before.double() + chosen, dtype, terms)
+
+
 def test_cuda_has_triton():
     pytest.importorskip("triton")
     assert ops.for_device(torch.device("cuda")) is importlib.import_module(

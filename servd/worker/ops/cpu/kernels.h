@@ -33,6 +33,11 @@ void gather_grouped(int type, const void* packed, const float* table, int scale_
                     const void* scale, const void* offset, int64_t group_size, int64_t n,
                     int64_t k, const int64_t* index, int64_t count, float* out);
 
+// Adapters: low_rank.cpp
+void add_low_rank(int type, const float* x, int64_t rows, int64_t k, const void* a, int64_t width,
+                  const void* b, int64_t max_rank, const int64_t* ranks, const int64_t* part_ends,
+                  int64_t num_places, int64_t parts, const int64_t* places, float* y, int64_t n);
+
 // Attention: attention.cpp
 void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride,
               const float* v, int64_t v_stride, float* q_out, const float* cos, const float* sin,

@@ -1,0 +1,113 @@
+"""Adapters as clients see them: by name, loaded and unloaded while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from servd.api.async_llm import AsyncLLM
+from servd.errors import ConfigError, Forbidden, InvalidRequest, Unavailable
+from servd.lora import CONFIG, TENSORS, Adapter, AdapterStore, LoRAConfig
+from servd.messages import EngineReady
+
+NAME = re.compile(r"\w[\w.:@-]*(?:/\w[\w.:@-]*)*", re.ASCII)
+MAX_NAME = 256  # characters
+
+
+class Adapters:
+    """All API servers share a store, so that what one does is seen by all at once, also by those
+    that start later.
+
+    Args:
+        config: with enable_lora.
+        async_llm: knows the layers of the model once that is loaded.
+        store: shared.
+    """
+
+    def __init__(self, config: LoRAConfig, async_llm: AsyncLLM, store: AdapterStore) -> None:
+        self.config = config
+        self.async_llm = async_llm
+        self.store = store
+        self.folder = None if config.lora_dir is None else Path(config.lora_dir).resolve()
+
+    async def find(self, name: str) -> Adapter | None:
+        """The adapter of this name, loaded from --lora-dir if it is there.
+
+        Raises:
+            InvalidRequest, Unavailable: see `load`.
+        """
+        if (adapter := self.store.named().get(name)) is not None:
+            return adapter
+        if self.folder is None or len(name) > MAX_NAME or not NAME.fullmatch(name):
+            return None
+        at = self.folder / name
+        if not await asyncio.to_thread(lambda: self._is_inside(at) and (at / CONFIG).is_file()):
+            return None
+        return await self.load(name, str(at), in_place=True)
+
+    def listed(self) -> list[Adapter]:
+        """Those that are loaded, and those in --lora-dir that a request may name."""
+        found = dict(self.store.named())
+        for path in sorted(self.folder.glob(f"*/{CONFIG}")) if self.folder else ():
+            at, name = path.parent, path.parent.name
+            if name not in found and NAME.fullmatch(name) and self._is_inside(at):
+                found[name] = Adapter(name, "", "", str(at), int(path.stat().st_mtime))
+        return list(found.values())
+
+    async def load(self, name: str, path: str, in_place: bool) -> Adapter:
+        """Load an adapter, for requests from now on; those that run keep what they have.
+
+        Args:
+            name: for clients.
+            path: a folder in --lora-dir.
+            in_place: another one may have the name until now.
+
+        Raises:
+            Forbidden: the path is not inside --lora-dir, or there is none.
+            InvalidRequest: the name is no name or taken, or the adapter cannot be served.
+            Unavailable: the model is still loading.
+        """
+        if len(name) > MAX_NAME or not NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"lora_name must be letters, digits, -, _, ., : and @, with / between parts, at "
+                f"most {MAX_NAME} characters",
+                param="lora_name",
+            )
+        if name in self.async_llm.config.model.served_model_name:
+            raise InvalidRequest(f"{name!r} is the name of the model itself", param="lora_name")
+        if not in_place and name in self.store.named():
+            raise InvalidRequest(
+                f"the adapter {name!r} is loaded already: set load_inplace to replace it",
+                param="lora_name",
+            )
+        if self.folder is None:
+            raise Forbidden(
+                "adapters are loaded at run time from --lora-dir, and the server was started "
+                "without it",
+                param="lora_path",
+            )
+        at = self.folder / path  # one that begins with / stays what it is
+        if not await asyncio.to_thread(self._is_inside, at):
+            raise Forbidden("lora_path must be a folder inside --lora-dir", param="lora_path")
+        ready = self.async_llm.status
+        if not isinstance(ready, EngineReady):
+            raise Unavailable("the model is still loading: retry later", retry_after=5)
+        rank, layers = self.config.max_lora_rank, ready.worker.adaptable
+        try:
+            return await asyncio.to_thread(self.store.load, name, str(at), rank, layers)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="lora_path") from None
+
+    async def unload(self, name: str) -> Adapter | None:
+        """Take an adapter's name away; requests that run keep it. None if there is none."""
+        return await asyncio.to_thread(self.store.unload, name)
+
+    def _is_inside(self, at: Path) -> bool:
+        """Whether a folder, and what would be read in it, is in --lora-dir, wherever links lead."""
+        assert self.folder is not None
+        try:
+            paths = [each.resolve() for each in (at, at / CONFIG, at / TENSORS)]
+        except (OSError, ValueError, RuntimeError):  # a name too long, a zero byte, a loop of links
+            return False
+        return all(each.is_relative_to(self.folder) for each in paths) and paths[0] != self.folder

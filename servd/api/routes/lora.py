@@ -1,0 +1,42 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from servd.api.adapters import Adapters
+from servd.api.context import context_of, read_body
+from servd.api.openapi import describes
+from servd.api.protocol.lora import LoadAdapterRequest, UnloadAdapterRequest
+from servd.errors import NotFound, UnknownModel
+
+router = APIRouter()
+
+
+@router.post("/v1/load_lora_adapter")
+@describes(str, body=LoadAdapterRequest, media_types=("text/plain",))
+async def load_lora_adapter(request: Request) -> Response:
+    """Serve an adapter from --lora-dir, in all API servers from now on."""
+    body = await read_body(request, LoadAdapterRequest)
+    await _adapters(request).load(body.lora_name, body.lora_path, body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+@describes(str, body=UnloadAdapterRequest, media_types=("text/plain",))
+async def unload_lora_adapter(request: Request) -> Response:
+    """Serve an adapter no longer; requests that run keep it."""
+    body = await read_body(request, UnloadAdapterRequest)
+    if await _adapters(request).unload(body.lora_name) is None:
+        name = body.lora_name[:200]
+        raise UnknownModel(f"the adapter {name!r} is not loaded", param="lora_name")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _adapters(request: Request) -> Adapters:
+    adapters = context_of(request).adapters
+    if adapters is None:
+        raise NotFound("this server serves no adapters: start it with --enable-lora")
+    return adapters

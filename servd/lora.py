@@ -1,0 +1,356 @@
+"""LoRA adapters as files: options, what PEFT wrote, and the store that all processes share.
+
+The store keeps a copy of each adapter under a hash of its bytes, and a table of names. A request
+carries the hash, so that it has the same adapter from its first token to its last, whatever its
+name means meanwhile, in every API server and in every engine that a restart brings.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from servd.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapters."""
+
+    enable_lora: Annotated[
+        bool, Meta(description="Serve LoRA adapters; requests name one as `model`.")
+    ] = False
+    max_loras: Annotated[Positive, Meta(description="Most adapters in one step.")] = 1
+    max_lora_rank: Annotated[
+        Annotated[int, Meta(ge=1, le=512)],
+        Meta(description="Largest rank of an adapter; it decides how much memory they take."),
+    ] = 16
+    max_cpu_loras: Annotated[
+        Positive | None,
+        Meta(
+            description="Adapters kept in main memory, those used last. Default: --max-loras.",
+        ),
+    ] = None
+    lora_modules: Annotated[
+        list[str],
+        Meta(
+            description="Adapters to serve from the start: NAME=FOLDER, or JSON with `name` and "
+            "`path`."
+        ),
+    ] = []
+    lora_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder of adapters, one folder each, that are loaded when a request names "
+            "them. `/v1/load_lora_adapter` reads from here and from nowhere else. Default: no "
+            "adapter can be loaded at run time."
+        ),
+    ] = None
+
+    @property
+    def num_places(self) -> int:
+        """Adapters that the workers hold at once."""
+        return self.max_loras if self.enable_lora else 0
+
+
+class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An adapter as it was when it was loaded."""
+
+    name: str
+    digest: str  # SHA-256 of its files, hexadecimal
+    folder: str  # where a copy of them is
+    source: str = ""  # where they came from
+    created: int = 0  # Unix time
+
+
+Shape = tuple[int, int]
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+LAYER = re.compile(r"\w+\.\d+\..+")
+MAX_HEADER = 100_000_000  # bytes, as the format says
+FLOATS = ("F32", "BF16", "F16")
+# Keys of adapter_config.json that change what an adapter computes. Where one is set, it is not the
+# plain sum that servd adds.
+UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "lora_bias": "biases of its own (lora_bias)",
+    "modules_to_save": "whole modules of its own (modules_to_save)",
+    "trainable_token_indices": "token embeddings of its own (trainable_token_indices)",
+    "target_parameters": "parameters that are no linear layers (target_parameters)",
+    "layer_replication": "layers used more than once (layer_replication)",
+}
+# Ways to begin a training that change the weights of the model, too.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+REMEDY = "train it without, or merge it into the model and serve that"
+
+
+def layer_of(module: str) -> str | None:
+    """A module's name from its layer on, "layers.0.self_attn.q_proj", which is the same whatever
+    the model is wrapped in; None for one outside of the layers.
+    """
+    found = LAYER.search(module)
+    return found and found[0]
+
+
+class AdapterFiles:
+    """What PEFT wrote into a folder; looked at without its numbers.
+
+    Attributes:
+        modules: by the names of `layer_of`: the two tensors, and the factor on their product.
+
+    Raises:
+        ConfigError: it is not there, broken, or of a kind that servd does not compute.
+    """
+
+    def __init__(self, folder: str | Path, shown: str | None = None) -> None:
+        self.folder = Path(folder)
+        self.shown = shown or str(folder)  # in errors
+        self.config = self._read_config()
+        self.modules: dict[str, tuple[str, str, float]] = {}
+        self.shapes: dict[str, Shape] = {}  # of tensors, by name
+        try:
+            self._read_modules()
+        except (re.error, ArithmeticError, KeyError, TypeError, ValueError) as error:
+            raise self._error(f"{CONFIG} or {TENSORS} holds nonsense: {error!r}") from None
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules."""
+        return max(self.shapes[a][0] for a, _, _ in self.modules.values())
+
+    def _read_modules(self) -> None:
+        pairs: dict[str, dict[str, str]] = {}
+        for tensor, about in self._read_header().items():
+            if (found := TENSOR.fullmatch(tensor)) is None:
+                raise self._error(f"tensor {tensor} is not of a linear layer: {REMEDY}")
+            pairs.setdefault(found[1], {})[found[2]] = tensor
+            shape = about["shape"]
+            if about["dtype"] not in FLOATS or len(shape) != 2 or min(shape) < 1:
+                raise self._error(f"tensor {tensor} is {about['dtype']} {shape}, expected a matrix")
+            self.shapes[tensor] = shape[0], shape[1]
+        for module, names in pairs.items():
+            if names.keys() != {"A", "B"}:
+                raise self._error(f"{module} has lora_{[*names][0]} and not the other half")
+            if (layer := layer_of(module)) is None:
+                raise self._error(f"{module} is not part of a layer: leave it out of the targets")
+            a, b = names["A"], names["B"]
+            rank, expected = self.shapes[a][0], self._of(module, "rank_pattern", "r")
+            if rank != self.shapes[b][1] or rank != expected:
+                shapes = f"{[*self.shapes[a]]} and {[*self.shapes[b]]}"
+                raise self._error(f"{module} has {shapes}, and {CONFIG} says rank {expected}")
+            self.modules[layer] = a, b, self._scale(module, rank)
+        if not self.modules:
+            raise self._error(f"{TENSORS} holds no tensors")
+
+    def check(self, max_rank: int, layers: Mapping[str, Shape]) -> None:
+        """Check that it fits a model.
+
+        Args:
+            max_rank: --max-lora-rank.
+            layers: (inputs, outputs) of each linear layer by the names of `layer_of`; empty: not
+                known.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if self.rank > max_rank:
+            raise self._error(f"rank {self.rank}, at most {max_rank}: raise --max-lora-rank")
+        for module, (a, b, _) in self.modules.items() if layers else ():
+            if module not in layers:
+                raise self._error(f"the model has no linear layer {module}")
+            inputs, outputs = self.shapes[a][1], self.shapes[b][0]
+            if (inputs, outputs) != (*layers[module],):
+                raise self._error(
+                    f"{module} has {inputs} inputs and {outputs} outputs, that of the model "
+                    f"{layers[module][0]} and {layers[module][1]}: it is of another model"
+                )
+
+    def _error(self, why: str) -> ConfigError:
+        return ConfigError(f"the adapter {self.shown}: {why}")
+
+    def _read_config(self) -> dict[str, Any]:
+        try:
+            config = msgspec.json.decode((self.folder / CONFIG).read_bytes(), type=dict[str, Any])
+        except OSError as error:
+            raise self._error(f"{CONFIG}: {error.strerror}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._error(f"{CONFIG}: {error}") from None
+        if (kind := config.get("peft_type", "LORA")) != "LORA":
+            raise self._error(f"it is of type {kind}, only LORA is supported")
+        unsupported = [words for key, words in UNSUPPORTED.items() if config.get(key)]
+        if (bias := config.get("bias") or "none") != "none":
+            unsupported.append(f"trained biases (bias {bias!r})")
+        init = config.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
+            unsupported.append(f"a changed model (init_lora_weights {init!r})")
+        if unsupported:
+            raise self._error(f"{', '.join(unsupported)} is not supported: {REMEDY}")
+        return config
+
+    def _read_header(self) -> dict[str, dict[str, Any]]:
+        path = self.folder / TENSORS
+        if not path.exists() and (self.folder / "adapter_model.bin").exists():
+            raise self._error("adapter_model.bin can run any code: save it as safetensors")
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                if size > min(MAX_HEADER, path.stat().st_size):
+                    raise self._error(f"{TENSORS} is cut off, or is another kind of file")
+                header = msgspec.json.decode(file.read(size), type=dict[str, dict[str, Any]])
+        except OSError as error:
+            raise self._error(f"{TENSORS}: {error.strerror}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise self._error(f"{TENSORS} is not a safetensors file") from None
+        header.pop("__metadata__", None)
+        end = max((about.get("data_offsets", [0, 0])[1] for about in header.values()), default=0)
+        if 8 + size + end != path.stat().st_size:
+            raise self._error(f"{TENSORS} is cut off, or is another kind of file")
+        return header
+
+    def _of(self, module: str, pattern: str, key: str) -> float:
+        """A number for a module: of the first pattern that its name ends with, or the general
+        one.
+        """
+        for ending, value in (self.config.get(pattern) or {}).items():
+            if re.fullmatch(rf"(.*\.)?({ending})", module):
+                return value
+        return self.config.get(key) or 8  # PEFT's default, of r and lora_alpha
+
+    def _scale(self, module: str, rank: int) -> float:
+        alpha = self._of(module, "alpha_pattern", "lora_alpha")
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+
+def parse_module(text: str) -> tuple[str, str]:
+    """Name and folder of an entry of --lora-modules.
+
+    Raises:
+        ConfigError: it is neither NAME=FOLDER nor such JSON.
+    """
+    name, _, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            keys = msgspec.json.decode(text, type=dict[str, str | None])
+            name, path = keys.get("name") or "", keys.get("path") or ""
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"--lora-modules {text}: {error}") from None
+    if not name or not path:
+        raise ConfigError(f"--lora-modules {text}: must be NAME=FOLDER, or JSON of name and path")
+    return name, path
+
+
+KEEP_SECONDS = 3600  # that the files of a replaced adapter stay, for requests that have it
+PIECE = 1 << 20
+
+
+class AdapterStore:
+    """The table of adapters and the copies of their files, in a folder that all processes share.
+
+    Changes are made under a lock, and are seen by everybody at once.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._table = self.folder / "adapters.json"
+        self._seen: tuple[int, int] | None = None  # inode and time of the table as read
+        self._named: dict[str, Adapter] = {}
+
+    @classmethod
+    def beside(cls, ipc_dir: str) -> AdapterStore:
+        """The one of the processes that have their sockets in a folder."""
+        return cls(Path(ipc_dir, "adapters"))
+
+    def named(self) -> dict[str, Adapter]:
+        """All of them by name; the table is read again only if it has changed."""
+        try:
+            status = os.stat(self._table)
+        except OSError:
+            return {}
+        if (seen := (status.st_ino, status.st_mtime_ns)) != self._seen:
+            adapters = msgspec.json.decode(self._table.read_bytes(), type=list[Adapter])
+            self._named, self._seen = {each.name: each for each in adapters}, seen
+        return self._named
+
+    def load(self, name: str, source: str, max_rank: int, layers: Mapping[str, Shape]) -> Adapter:
+        """Copy an adapter and give it a name, which may be another's until then.
+
+        Raises:
+            ConfigError: see `AdapterFiles`.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._locked():
+            copy = self.folder / f"loading-{os.getpid()}"
+            try:
+                digest = self._copy(Path(source), copy)
+                AdapterFiles(copy, source).check(max_rank, layers)
+                folder = self.folder / digest
+                if not folder.exists():
+                    copy.rename(folder)
+            finally:
+                shutil.rmtree(copy, ignore_errors=True)
+            os.utime(folder)
+            adapter = Adapter(name, digest, str(folder), source, int(time.time()))
+            self._write({**self.named(), name: adapter})
+        return adapter
+
+    def unload(self, name: str) -> Adapter | None:
+        """Take a name away; None if nothing has it."""
+        if name not in self.named():
+            return None
+        with self._locked():
+            named = {**self.named()}
+            found = named.pop(name, None)
+            self._write(named)
+        return found
+
+    def _copy(self, source: Path, copy: Path) -> str:
+        """The digest of what was copied."""
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir(mode=0o700)
+        digest = hashlib.sha256()
+        for name in (CONFIG, TENSORS):
+            if not (source / name).is_file():
+                AdapterFiles(source)  # says what is missing
+            with (source / name).open("rb") as file, (copy / name).open("wb") as to:
+                while piece := file.read(PIECE):
+                    digest.update(piece)
+                    to.write(piece)
+            digest.update(str((copy / name).stat().st_size).encode())
+        return digest.hexdigest()
+
+    def _write(self, named: Mapping[str, Adapter]) -> None:
+        new = self._table.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(list(named.values())))
+        now = time.time_ns()
+        os.utime(new, ns=(now, now))  # the file system's own clock may tick every 4 ms
+        new.rename(self._table)
+        used = {each.digest for each in named.values()}
+        for folder in self.folder.iterdir():
+            if folder.is_dir() and folder.name not in used:
+                if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
+        for digest in used:
+            os.utime(self.folder / digest)  # replaced later, it is kept from then on
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.folder / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

@@ -1,0 +1,141 @@
+"""Adapters of running requests: read when first needed, in as many places as a step may have."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from servd.errors import ConfigError, InvalidRequest
+from servd.lora import TENSORS, Adapter, AdapterFiles, LoRAConfig, parse_module
+from servd.messages import NewRequest
+from servd.worker.device import upload
+from servd.worker.input_batch import InputBatch
+from servd.worker.lora.layers import AdaptedMatrix, AdapterRows, adapt, sizes
+from servd.worker.model_loader import Model
+
+log = logging.getLogger("servd.worker")
+
+Loaded = Sequence[tuple[AdaptedMatrix, int, Tensor, Tensor]]
+"""What an adapter adds on this rank: matrix, part of it, and its two factors."""
+
+
+class Adapters:
+    """Follows the requests of adapters; see `AdapterRows`.
+
+    An adapter is its bytes: what a request names stays what it was, whoever replaces it.
+
+    Args:
+        config: with enable_lora.
+        model: loaded; its linear layers are changed.
+        dtype: of what adapters add.
+        device: where the model is.
+        max_num_seqs: slots of requests.
+        max_num_tokens: the most of a step.
+
+    Raises:
+        ConfigError: an adapter of --lora-modules does not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: LoRAConfig,
+        model: Model,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_num_seqs: int,
+        max_num_tokens: int,
+    ) -> None:
+        self.config = config
+        self.rows = AdapterRows(torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device))
+        self.targets = adapt(model, self.rows, config.max_loras, config.max_lora_rank, dtype)
+        self.matrices = list(dict.fromkeys(target.matrix for target in self.targets.values()))
+        self.dtype = dtype
+        self.place_of_slot = np.full(max_num_seqs + 1, -1, dtype=np.int64)  # on the host
+        self.places: OrderedDict[int, str] = OrderedDict(  # digests, the one used last at the end
+            (place, "") for place in range(config.max_loras)
+        )
+        self.users: Counter[int] = Counter()  # running requests, by place
+        self.kept: OrderedDict[str, Loaded] = (
+            OrderedDict()
+        )  # by digest, the one used last at the end
+        self.max_kept = config.max_cpu_loras or config.max_loras
+        self.layers = sizes(self.targets)
+        for entry in config.lora_modules:
+            AdapterFiles(parse_module(entry)[1]).check(config.max_lora_rank, self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the places."""
+        return sum(matrix.nbytes - matrix.base.nbytes for matrix in self.matrices)
+
+    def add(self, request: NewRequest) -> None:
+        """A request enters its slot.
+
+        Raises:
+            InvalidRequest: its adapter cannot be read.
+        """
+        if request.adapter is None:
+            return
+        digest = request.adapter.digest
+        place = next((place for place, has in self.places.items() if has == digest), None)
+        if place is None:
+            loaded = self._load(request.adapter)
+            place = next(place for place in self.places if not self.users[place])
+            for matrix in self.matrices:
+                matrix.clear(place)
+            for matrix, part, a, b in loaded:
+                matrix.put(place, part, a, b)
+            self.places[place] = digest
+        self.places.move_to_end(place)
+        self.users[place] += 1
+        self.place_of_slot[request.slot] = place
+
+    def remove(self, slot: int) -> None:
+        """The request leaves its slot, whether or not it had an adapter."""
+        place = int(self.place_of_slot[slot])
+        if place >= 0:
+            self.users[place] -= 1
+            self.place_of_slot[slot] = -1
+
+    def begin_step(self, batch: InputBatch) -> None:
+        """The rows of the step that is computed next."""
+        places = self.place_of_slot[batch.host_slots]
+        self.rows.is_active = bool((places >= 0).any())
+        if self.rows.is_active:
+            of_tokens = np.repeat(places, batch.query_lens)
+            rows = self.rows.places
+            rows[: len(of_tokens)] = upload(of_tokens, rows.device)
+            rows[len(of_tokens) :] = -1  # what pads a graph
+
+    def _load(self, adapter: Adapter) -> Loaded:
+        """From main memory, or from the copy of its files."""
+        loaded = self.kept.pop(adapter.digest, None) or self._read(adapter)
+        self.kept[adapter.digest] = loaded
+        while len(self.kept) > self.max_kept:
+            self.kept.popitem(last=False)
+        return loaded
+
+    def _read(self, adapter: Adapter) -> Loaded:
+        try:
+            files = AdapterFiles(adapter.folder, adapter.name)
+            files.check(self.config.max_lora_rank, self.layers)
+            loaded: list[tuple[AdaptedMatrix, int, Tensor, Tensor]] = []
+            with safe_open(files.folder / TENSORS, framework="pt") as file:
+                for module, (name_a, name_b, scale) in files.modules.items():
+                    a = file.get_tensor(name_a).float()
+                    b = file.get_tensor(name_b).float() * scale
+                    if not (a.isfinite().all() and b.isfinite().all()):
+                        raise ConfigError(f"the adapter {adapter.name}: {module} is not finite")
+                    matrix, part = self.targets[module]
+                    shares = matrix.shares(part, a.to(self.dtype), b.to(self.dtype))
+                    loaded += [(matrix, *share) for share in shares]
+        except (ConfigError, SafetensorError, OSError) as error:
+            raise InvalidRequest(f"{error} (loaded as {adapter.digest[:12]})") from None
+        log.info("adapter %s loaded (%s)", adapter.name, adapter.digest[:12])
+        return loaded

@@ -1,0 +1,155 @@
+"""Matrices of a model with those of adapters beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from servd.lora import layer_of
+from servd.worker import ops
+from servd.worker.layers._matrix import Dense, Form, Matrix
+from servd.worker.model_loader import Model
+from servd.worker.ops import LowRank
+
+IN_A_LAYER = re.compile(r"\.\d+\.")
+WIDTH = 16  # columns of `LowRank.a` are a multiple of it: the widest vector of a CPU
+
+
+@dataclass
+class AdapterRows:
+    """Which place each token of the step has."""
+
+    places: Tensor  # int64 [the most of a step], on the device; -1: none
+    is_active: bool = False  # whether any token has one
+
+
+class Target(NamedTuple):
+    """What a module of an adapter belongs to."""
+
+    matrix: AdaptedMatrix
+    part: int | None  # None: all of it
+
+
+class AdaptedMatrix:
+    """The form of a matrix that some rows of a step have additions to.
+
+    Args:
+        matrix: loaded.
+        rows: those of the step.
+        num_places: adapters at once.
+        max_rank: of an adapter.
+        dtype: of the additions.
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        rows: AdapterRows,
+        num_places: int,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.base: Form = matrix.form or Dense(matrix.data)
+        self.matrix = matrix
+        self.step = rows
+        self.max_rank = max_rank
+        parts = len(matrix.part_shapes)
+        self.rows_of = [matrix.rows_of(part) for part in range(parts)]
+        num_inputs = matrix.part_shapes[0][1]
+        if matrix.shard_dim == 1:
+            num_inputs = matrix.parallel.share(num_inputs)
+        width, device = -(-parts * max_rank // WIDTH) * WIDTH, rows.places.device
+        self.factors = LowRank(
+            torch.zeros(num_places, num_inputs, width, dtype=dtype, device=device),
+            torch.zeros(num_places, max_rank, self.rows_of[-1].stop, dtype=dtype, device=device),
+            torch.zeros(num_places, parts, dtype=torch.int64, device="cpu"),
+            torch.tensor([part.stop for part in self.rows_of], device="cpu"),
+        )
+        self.nbytes = self.base.nbytes + self.factors.a.nbytes + self.factors.b.nbytes
+        self.ops = ops.for_device(device)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Form`. A step without adapters is that of the model."""
+        out = self.base.multiply(x, bias)
+        if self.step.is_active:
+            self.ops.add_low_rank(out, x, self.factors, self.step.places[: len(x)])
+        return out
+
+    def rows(self, index: Tensor) -> Tensor:
+        """See `Form`."""
+        return self.base.rows(index)
+
+    def shares(self, part: int | None, a: Tensor, b: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """What this rank keeps of a [rank, in] and b [out, rank], by part: transposed both."""
+        matrix = self.matrix
+        sizes = [shape[0] for shape in matrix.part_shapes]
+        parts = enumerate(b.split(sizes)) if part is None else [(part, b)]
+        if matrix.shard_dim == 1:
+            a = _whole(matrix.share(a))
+        return [
+            (each, a.t().contiguous(), _whole(matrix.share(rows) if matrix.shard_dim == 0 else rows)
+             .t().contiguous())
+            for each, rows in parts
+        ]  # fmt: skip
+
+    def put(self, place: int, part: int, a: Tensor, b: Tensor) -> None:
+        """Give a place what `shares` made for it. Where a rank has less of it, the rest is
+        zero.
+        """
+        rank, first, rows = a.shape[1], part * self.max_rank, self.rows_of[part]
+        self.factors.a[place, : len(a), first : first + rank].copy_(a)
+        self.factors.b[place, :rank, rows.start : rows.start + b.shape[1]].copy_(b)
+        self.factors.ranks[place, part] = rank
+
+    def clear(self, place: int) -> None:
+        """Nothing is added for a place."""
+        if self.factors.ranks[place].any():
+            self.factors.ranks[place] = 0
+            self.factors.a[place].zero_()
+            self.factors.b[place].zero_()
+
+
+def _whole(share: object) -> Tensor:
+    assert isinstance(share, Tensor)
+    return share
+
+
+def adapt(
+    model: Model, rows: AdapterRows, num_places: int, max_rank: int, dtype: torch.dtype
+) -> dict[str, Target]:
+    """Let every linear layer add what adapters have for it; by the names of `layer_of`.
+
+    Layers of experts are left out: they compute a part of the step's tokens.
+    """
+    targets: dict[str, Target] = {}
+    fused: dict[str, list[tuple[int, str]]] = {}
+    for name, (into, part) in model.packed.items():
+        fused.setdefault(into, []).append((part, name))
+    for name, module in model.named_modules():
+        matrix = getattr(module, "weight", None)
+        if type(matrix) is not Matrix or isinstance(module, nn.Embedding):
+            continue
+        if not IN_A_LAYER.search(name) or "experts." in name:
+            continue
+        adapted = AdaptedMatrix(matrix, rows, num_places, max_rank, dtype)
+        matrix.form = adapted
+        parent, _, last = name.rpartition(".")
+        for part, own in fused.get(last, []) or [(None, last)]:
+            if (layer := layer_of(f"{parent}.{own}")) is not None:
+                targets[layer] = Target(adapted, part)
+    return targets
+
+
+def sizes(targets: Mapping[str, Target]) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of each, over all ranks."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, (adapted, part) in targets.items():
+        shapes = adapted.matrix.part_shapes
+        outputs = sum(shape[0] for shape in shapes) if part is None else shapes[part][0]
+        found[name] = shapes[0][1], outputs
+    return found

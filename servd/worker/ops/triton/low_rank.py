@@ -1,0 +1,98 @@
+"""Products with adapters: two kernels, x A and what is added of it times B."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from servd.worker.ops import LowRank
+
+ROWS, COLUMNS, DEPTH = 16, 64, 64  # of a tile
+
+
+def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
+    """See `Ops.add_low_rank`."""
+    a, b = factors.a, factors.b
+    (num_rows, k), (num_places, max_rank, n), width = x.shape, b.shape, a.shape[2]
+    hidden = torch.empty(num_rows, width, dtype=torch.float32, device=x.device)
+    tiles = triton.cdiv(num_rows, ROWS)
+    x = x.contiguous()
+    shrink_kernel[tiles, num_places, triton.cdiv(width, COLUMNS)](
+        x, a, places, hidden, num_rows, k, width, ROWS, COLUMNS, DEPTH
+    )
+    for part, (start, end) in enumerate(pairwise([0, *factors.part_ends.tolist()])):
+        expand_kernel[tiles, num_places, triton.cdiv(end - start, COLUMNS)](
+            hidden, b, places, out, num_rows, part * max_rank, width, max_rank, start, end, n,
+            out.stride(0), ROWS, COLUMNS, max(16, min(triton.next_power_of_2(max_rank), DEPTH)),
+        )  # fmt: skip
+
+
+@triton.jit
+def shrink_kernel(
+    x, a, places, hidden, num_rows, k, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of hidden [num_rows, width] for the rows of one place; others write theirs."""
+    place = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    own = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
+    if tl.max(own.to(tl.int32), axis=0) > 0:
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, k, DEPTH):
+            depth = start + tl.arange(0, DEPTH)
+            from_x = tl.load(
+                x + rows[:, None] * k + depth,
+                mask=own[:, None] & (depth < k)[None, :],
+                other=0.0,
+            )
+            from_a = tl.load(
+                a + (place * k + depth[:, None]) * width + columns,
+                mask=(depth < k)[:, None] & (columns < width)[None, :],
+                other=0.0,
+            )
+            total += tl.dot(from_x, from_a, input_precision="ieee")
+        tl.store(
+            hidden + rows[:, None] * width + columns,
+            total,
+            mask=own[:, None] & (columns < width)[None, :],
+        )
+
+
+@triton.jit
+def expand_kernel(
+    hidden, b, places, out, num_rows, first, width, max_rank, start, end, n, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Adds to a tile of the outputs [start, end) of the rows of one place."""
+    place = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = start + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    own = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
+    if tl.max(own.to(tl.int32), axis=0) > 0:
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for at in range(0, max_rank, DEPTH):
+            depth = at + tl.arange(0, DEPTH)
+            from_hidden = tl.load(
+                hidden + rows[:, None] * width + first + depth,
+                mask=own[:, None] & (depth < max_rank)[None, :],
+                other=0.0,
+            )
+            from_b = tl.load(
+                b + (place * max_rank + depth[:, None]) * n + columns,
+                mask=(depth < max_rank)[:, None] & (columns < end)[None, :],
+                other=0.0,
+            )
+            total += tl.dot(from_hidden.to(from_b.dtype), from_b, input_precision="ieee")
+        to = out + rows[:, None] * stride + columns
+        mask = own[:, None] & (columns < end)[None, :]
+        total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+        tl.store(to, total.to(out.dtype.element_ty), mask=mask)

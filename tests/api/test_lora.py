@@ -1,0 +1,187 @@
+"""Adapters over HTTP: named as models, listed, loaded, replaced and unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from servd.core.executor.fake import expected_tokens
+from servd.hf import FAKE_SPEC
+from servd.lora import AdapterStore
+from tests.adapters import write_adapter
+from tests.api.harness import MODEL, Served, serve, until
+
+PROMPT = "the same words again and again: "
+
+
+@asynccontextmanager
+async def serve_adapters(folder: Path, **options) -> AsyncIterator[tuple[Served, AdapterStore]]:
+    """A server of the adapters in folder/adapters."""
+    (folder / "adapters").mkdir(exist_ok=True)
+    store = AdapterStore(folder / "store")
+    options = {"enable_lora": True, "lora_dir": str(folder / "adapters")} | options
+    async with serve(store=store, **options) as served:
+        await until(lambda: served.async_llm.is_ready)
+        yield served, store
+
+
+async def text_of(served: Served, model: str, prompt: str = PROMPT) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": 16}
+    answer = await served.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    return answer.json()["choices"][0]["text"]
+
+
+def expected(digest: str, prompt: str = PROMPT) -> str:
+    """What the fake says with an adapter of these bytes."""
+    token_ids = expected_tokens([*prompt.encode()], 16, FAKE_SPEC.vocab_size, digest)
+    return bytes(token_ids).decode()
+
+
+async def load(served: Served, name: str, path: str, **fields):
+    body = {"lora_name": name, "lora_path": path, **fields}
+    return await served.http.post("/v1/load_lora_adapter", json=body)
+
+
+async def test_an_adapter_in_the_folder_is_served_by_its_name(tmp_path: Path):
+    async with serve_adapters(tmp_path) as (served, store):
+        write_adapter(tmp_path / "adapters" / "sql", seed=1)
+        listed = (await served.http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["parent"]) for card in listed][2:] == [("sql", MODEL)]
+        assert listed[2]["root"] == str(tmp_path / "adapters" / "sql")
+        assert await text_of(served, "sql") == expected(store.named()["sql"].digest)
+        assert await text_of(served, MODEL) == expected("0")
+        assert await text_of(served, "sql") == expected(store.named()["sql"].digest)
+        card = (await served.http.get("/v1/models/sql")).json()
+        assert (card["id"], card["parent"]) == ("sql", MODEL)
+
+
+async def test_loading_replacing_and_unloading(tmp_path: Path):
+    async with serve_adapters(tmp_path) as (served, store):
+        at = tmp_path / "adapters" / "run-1"
+        write_adapter(at, seed=1)
+        assert (await load(served, "chat", "run-1")).status_code == 200
+        first = store.named()["chat"].digest
+        again = await load(served, "chat", str(at))
+        assert again.status_code == 400 and "load_inplace" in again.json()["error"]["message"]
+        write_adapter(at, seed=2)
+        assert await text_of(served, "chat") == expected(first)
+        assert (await load(served, "chat", "run-1", load_inplace=True)).status_code == 200
+        second = store.named()["chat"].digest
+        assert first != second and await text_of(served, "chat") == expected(second)
+        unload = {"lora_name": "chat"}
+        answer = await served.http.post("/v1/unload_lora_adapter", json=unload)
+        assert answer.status_code == 200 and "removed" in answer.text
+        answer = await served.http.post("/v1/unload_lora_adapter", json=unload)
+        assert answer.status_code == 404
+        body = {"model": "chat", "prompt": "hi"}
+        answer = await served.http.post("/v1/completions", json=body)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_requests_keep_the_adapter_that_they_began_with(tmp_path: Path):
+    """Replaced while they wait, run, and are sent to the next engine."""
+    async with serve_adapters(tmp_path, max_num_seqs=2) as (served, store):
+        at = write_adapter(tmp_path / "adapters" / "a", seed=1)
+        await load(served, "a", "a")
+        before = store.named()["a"].digest
+        served.engine.may_step.clear()
+        prompts = [f"{PROMPT}{i}" for i in range(5)]
+        waiting = [asyncio.create_task(text_of(served, "a", each)) for each in prompts]
+        await until(lambda: len(served.engine.core.scheduler.requests) == 5)
+        write_adapter(at, seed=2)
+        assert (await load(served, "a", "a", load_inplace=True)).status_code == 200
+        late = asyncio.create_task(text_of(served, "a", prompts[0]))
+        await until(lambda: len(served.engine.core.scheduler.requests) == 6)
+        served.engine.die()
+        await until(lambda: served.engine.incarnation == 1)
+        served.engine.revive()
+        served.engine.may_step.set()
+        for prompt, task in zip(prompts, waiting, strict=True):
+            assert await task == expected(before, prompt)
+        after = store.named()["a"].digest
+        assert await late == expected(after, prompts[0]) and after != before
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "status"),
+    [
+        ("x", "/etc", 403),
+        ("x", "../store", 403),
+        ("x", "link", 403),
+        ("x", "linked-file", 403),
+        ("x", ".", 403),
+        ("x", "a\0b", 403),
+        ("x", "missing", 400),
+        ("../x", "a", 400),
+        (MODEL, "a", 400),
+        ("", "a", 400),
+        ("x", "", 400),
+    ],
+)
+async def test_what_cannot_be_loaded(tmp_path: Path, name: str, path: str, status: int):
+    outside = write_adapter(tmp_path / "outside")
+    async with serve_adapters(tmp_path) as (served, store):
+        folder = tmp_path / "adapters"
+        write_adapter(folder / "a")
+        (folder / "link").symlink_to(outside)
+        (folder / "linked-file").mkdir()
+        for file in outside.iterdir():
+            (folder / "linked-file" / file.name).symlink_to(file)
+        answer = await load(served, name, path)
+        assert answer.status_code == status, answer.text
+        for model in ("link", "linked-file", "../outside", "..", "a/../../outside"):
+            body = {"model": model, "prompt": "hi"}
+            assert (await served.http.post("/v1/completions", json=body)).status_code == 404
+        assert store.named() == {}
+
+
+async def test_what_is_not_supported_is_said_to_the_client(tmp_path: Path):
+    async with serve_adapters(tmp_path) as (served, _):
+        write_adapter(tmp_path / "adapters" / "dora", use_dora=True)
+        answer = await load(served, "dora", "dora")
+        assert answer.status_code == 400 and "DoRA" in answer.json()["error"]["message"]
+
+
+async def test_loading_needs_the_scope_admin(tmp_path: Path):
+    keys = tmp_path / "keys.toml"
+    hashed = hashlib.sha256(b"k").hexdigest()
+    keys.write_text(f'[[keys]]\nname = "user"\nsha256 = "{hashed}"\nscopes = ["inference"]\n')
+    async with serve_adapters(tmp_path, api_key_file=str(keys)) as (served, _):
+        served.http.headers["authorization"] = "Bearer k"
+        for path in ("load", "unload"):
+            body = {"lora_name": "x", "lora_path": "x"}
+            answer = await served.http.post(f"/v1/{path}_lora_adapter", json=body)
+            assert answer.status_code == 403, answer.text
+
+
+async def test_without_a_folder_nothing_is_loaded_and_without_lora_nothing_is_there(
+    tmp_path: Path,
+):
+    async with serve_adapters(tmp_path, lora_dir=None) as (served, _):
+        answer = await load(served, "x", "x")
+        assert answer.status_code == 403 and "--lora-dir" in answer.text
+    async with serve() as served:
+        answer = await load(served, "x", "x")
+        assert answer.status_code == 404 and "--enable-lora" in answer.text
+
+
+async def test_metrics_name_the_adapters_that_run_and_wait(tmp_path: Path):
+    async with serve_adapters(tmp_path) as (served, _):
+        for seed, name in enumerate("ab"):
+            write_adapter(tmp_path / "adapters" / name, seed=seed)
+        served.engine.step_seconds = 0.01
+        tasks = [asyncio.create_task(text_of(served, name)) for name in "aabb"]
+        await until(lambda: served.async_llm.stats.waiting_adapters)
+        metrics = (await served.http.get("/metrics")).text
+        [line] = [line for line in metrics.splitlines() if line.startswith("vllm:lora_")]
+        for label in ('max_lora="1"', 'running_lora_adapters="a"', 'waiting_lora_adapters="b"'):
+            assert label in line
+        await asyncio.gather(*tasks)

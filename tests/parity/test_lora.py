@@ -1,0 +1,109 @@
+"""Greedy tokens of requests with adapters are those of the models that PEFT merges them into."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from servd.core.engine_core import EngineCore
+from servd.messages import EngineCoreRequest, RequestOptions
+from servd.params import SamplingParams
+from servd.worker.ops import native
+from tests.core.engines import Log
+from tests.parity.adapters import GPT2_KINDS, KINDS, make_adapter, store
+from tests.parity.families import CASES, greedy
+from tests.parity.test_engine import make_engine
+
+pytest.importorskip("peft")
+NUM_OUTPUTS = 12
+
+
+@pytest.fixture(scope="module")
+def adapters(checkpoints, tmp_path_factory):
+    """model_type -> (base, adapters by name, merged models by name)."""
+
+    @cache
+    def get(model_type: str):
+        base = checkpoints(model_type, next(iter(CASES[model_type])))
+        folder = tmp_path_factory.mktemp(f"{model_type}-adapters")
+        kinds = GPT2_KINDS if model_type == "gpt2" else KINDS
+        merged = {
+            name: make_adapter(base, folder / name, options, seed)
+            for seed, (name, options) in enumerate(kinds.items(), 1)
+        }
+        folders = {name: folder / name / "adapter" for name in kinds}
+        return base, store(folder, **folders), merged
+
+    return get
+
+
+def requests_of(adapters, count: int) -> list[EngineCoreRequest]:
+    """With each adapter in turn and without one; the prompts begin alike, so that blocks of one
+    would do for another.
+    """
+    draw = random.Random(3)
+    begin = [draw.randrange(199) for _ in range(18)]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS)
+    names = [*adapters, None]
+    return [
+        EngineCoreRequest(
+            f"{i}-{names[i % len(names)]}",
+            begin + [draw.randrange(199) for _ in range(draw.randint(1, 9))],
+            params,
+            options=RequestOptions(adapter=adapters.get(names[i % len(names)])),
+        )
+        for i in range(count)
+    ]
+
+
+def check(engine: EngineCore, base: Path, merged: dict[str, Path], requests) -> Log:
+    """Run the requests and compare each with its own model."""
+    log = Log()
+    for request in requests:
+        engine.handle(request)
+    log.run(engine)
+    for request in requests:
+        folder = merged.get(request.request_id.partition("-")[2], base)
+        prompt = request.prompt_token_ids
+        got = prompt + log.token_ids(request.request_id)
+        assert got == greedy(folder, prompt, NUM_OUTPUTS), request.request_id
+    return log
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_adapters_in_mixed_cached_and_preempted_batches(adapters, model_type: str):
+    base, named, merged = adapters(model_type)
+    engine = make_engine(base, num_blocks=34, depth=1, enable_lora=True, max_loras=3)
+    log = check(engine, base, merged, requests_of(named, 12))
+    assert log.total("num_preemptions") > 0 and log.total("prefix_cache_hits") > 0
+
+
+def test_more_adapters_than_places_take_turns(adapters):
+    base, named, merged = adapters("llama")
+    engine = make_engine(base, num_blocks=60, depth=2, enable_lora=True, max_cpu_loras=2)
+    check(engine, base, merged, requests_of(named, 12))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enforce_eager": True},
+        {"model_impl": "transformers"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=str,
+)
+def test_adapters_beside(adapters, options):
+    base, named, merged = adapters("llama")
+    engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True, max_loras=3, **options)
+    check(engine, base, merged, requests_of(named, 8))
+
+
+def test_adapters_without_the_library(adapters, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    base, named, merged = adapters("llama")
+    engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True, max_loras=3)
+    check(engine, base, merged, requests_of(named, 8))

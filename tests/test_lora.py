@@ -1,0 +1,154 @@
+"""Adapters as files: what is read, what is refused in which words, and the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from servd.errors import ConfigError
+from servd.lora import AdapterFiles, AdapterStore, parse_module
+from tests.adapters import Q_PROJ, write_adapter
+
+LAYER = "layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({}, 2.0),
+        ({"use_rslora": True}, 4.0),
+        ({"alpha_pattern": {"k_proj": 3, "q_proj": 12}}, 3.0),
+        ({"alpha_pattern": {r"layers\.\d+\..*": 20, "q_proj": 12}}, 5.0),
+        ({"r": 99, "rank_pattern": {"self_attn.q_proj": 4}}, 2.0),
+        ({"lora_alpha": None}, 2.0),
+        ({"target_modules": r".*\.q_proj"}, 2.0),
+    ],
+    ids=str,
+)
+def test_factors_follow_patterns(tmp_path: Path, config, scale: float):
+    files = AdapterFiles(write_adapter(tmp_path, **config))
+    assert files.modules == {
+        LAYER: (f"{Q_PROJ}.lora_A.weight", f"{Q_PROJ}.lora_B.weight", scale),
+    }
+    assert files.rank == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "type IA3"),
+        ({"use_dora": True}, "DoRA"),
+        ({"alora_invocation_tokens": [1]}, "aLoRA"),
+        ({"bias": "lora_only"}, "trained biases"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"r": 8}, "says rank 8"),
+        ({"rank_pattern": {"(": 3}}, "nonsense"),
+        ({"lora_alpha": "much"}, "nonsense"),
+    ],
+    ids=str,
+)
+def test_what_is_not_a_plain_sum_is_refused_by_name(tmp_path: Path, config, words: str):
+    write_adapter(tmp_path, **config)
+    with pytest.raises(ConfigError, match=words):
+        AdapterFiles(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({f"{Q_PROJ}.lora_A.weight": (4, 8)}, "not the other half"),
+        ({f"{Q_PROJ}.lora_embedding_A": (4, 8)}, "not of a linear layer"),
+        ({f"{Q_PROJ}.lora_magnitude_vector": (4, 8)}, "not of a linear layer"),
+        (
+            {
+                "base_model.model.lm_head.lora_A.weight": (4, 8),
+                "base_model.model.lm_head.lora_B.weight": (6, 4),
+            },
+            "lm_head is not part of a layer",
+        ),
+    ],
+    ids=str,
+)
+def test_tensors_that_have_no_place_are_refused(tmp_path: Path, shapes, words: str):
+    write_adapter(tmp_path, shapes=shapes)
+    with pytest.raises(ConfigError, match=words):
+        AdapterFiles(tmp_path)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
+    files = AdapterFiles(write_adapter(tmp_path))
+    files.check(4, {LAYER: (8, 6)})
+    with pytest.raises(ConfigError, match="raise --max-lora-rank"):
+        files.check(2, {})
+    with pytest.raises(ConfigError, match="it is of another model"):
+        files.check(4, {LAYER: (8, 7)})
+    with pytest.raises(ConfigError, match=f"no linear layer {LAYER}"):
+        files.check(4, {"layers.0.other": (8, 6)})
+
+
+@pytest.mark.parametrize("size", [0, 5, 50, -1])
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, size: int):
+    file = write_adapter(tmp_path) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors"):
+        AdapterFiles(tmp_path)
+
+
+def test_pickles_are_refused(tmp_path: Path):
+    write_adapter(tmp_path)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="safetensors"):
+        AdapterFiles(tmp_path)
+
+
+def test_a_replaced_adapter_keeps_its_files_for_those_who_have_it(tmp_path: Path):
+    source, store = tmp_path / "source", AdapterStore(tmp_path / "store")
+    before = store.load("a", str(write_adapter(source, seed=1)), 16, {})
+    bytes_before = (source / "adapter_model.safetensors").read_bytes()
+    after = store.load("a", str(write_adapter(source, seed=2)), 16, {})
+    assert before.digest != after.digest and store.named() == {"a": after}
+    assert Path(before.folder, "adapter_model.safetensors").read_bytes() == bytes_before
+    again = store.load("b", str(write_adapter(source, seed=1)), 16, {})
+    assert (again.digest, again.folder) == (before.digest, before.folder)
+
+
+def test_files_of_unloaded_adapters_are_removed_in_time(tmp_path: Path):
+    store = AdapterStore(tmp_path / "store")
+    old = store.load("old", str(write_adapter(tmp_path / "a", seed=1)), 16, {})
+    assert store.unload("old") == old and store.unload("old") is None
+    assert Path(old.folder).exists()
+    os.utime(old.folder, (0, 0))
+    new = store.load("new", str(write_adapter(tmp_path / "b", seed=2)), 16, {})
+    assert not Path(old.folder).exists() and store.named() == {"new": new}
+
+
+def test_all_processes_see_each_change_at_once(tmp_path: Path):
+    one, other = AdapterStore(tmp_path / "store"), AdapterStore(tmp_path / "store")
+    folders = [write_adapter(tmp_path / str(seed), seed=seed) for seed in range(8)]
+    assert other.named() == {}
+
+    def load(number: int) -> None:
+        for seed, folder in enumerate(folders):
+            loaded = one.load(f"{number}-{seed}", str(folder), 16, {})
+            assert other.named()[f"{number}-{seed}"] == loaded
+
+    threads = [threading.Thread(target=load, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(one.named()) == len(AdapterStore(tmp_path / "store").named()) == 32
+
+
+def test_modules_are_given_as_text_or_json():
+    assert parse_module("sql=/a/b=c") == ("sql", "/a/b=c")
+    as_json = json.dumps({"name": "sql", "path": "/a", "base_model_name": "org/m"})
+    assert parse_module(as_json) == ("sql", "/a")
+    for wrong in ("sql", "=/a", "sql=", '{"name": "sql"}', "{"):
+        with pytest.raises(ConfigError, match="--lora-modules"):
+            parse_module(wrong)
