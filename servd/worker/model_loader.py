@@ -97,8 +97,13 @@ def build_model(
                 f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, "
                 "which config.json asks for"
             ) from None
-    with defaults(dtype, device):
-        return model_class(spec, parallel).eval()
+    try:
+        with defaults(dtype, device):
+            return model_class(spec, parallel).eval()
+    except UnsupportedModel as error:
+        if isinstance(model_class, partial) or is_encoder(spec) or parallel.size > 1:
+            raise
+        raise UnsupportedModel(f"{error}: try --model-impl transformers") from None
 
 
 @contextmanager

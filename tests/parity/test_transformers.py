@@ -186,6 +186,21 @@ def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked_whether_to(
     assert not (tmp_path / "has_run").exists()
 
 
+def test_a_checkpoint_that_asks_for_tuples_runs(tmp_path: Path):
+    folder = make(tmp_path, "phi3", CLASSES["phi3"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"return_dict": False}))
+    driver = Driver(config_for(folder, model_impl="transformers"))
+    driver.generate([driver.add([5, 6, 7])], 2)
+
+
+def test_what_servds_file_does_not_do_may_run_through_transformers(tmp_path: Path):
+    folder = rotary_of(make(tmp_path, "llama", "LlamaForCausalLM"), "longrope")
+    with pytest.raises(UnsupportedModel, match="'longrope' .*: try --model-impl transformers"):
+        Driver(config_for(folder))
+    check(folder, max_model_len=64)
+
+
 def test_layers_that_training_leaves_out_by_chance_are_all_there(tmp_path: Path):
     folder = make(tmp_path, "opt", "OPTForCausalLM")
     config = json.loads((folder / "config.json").read_text())

@@ -198,6 +198,8 @@ def build(spec: ModelSpec) -> Any:
         config = AutoConfig.from_pretrained(spec.folder, trust_remote_code=False)
         if config.is_encoder_decoder:
             raise UnsupportedModel("encoder-decoders are not supported")
+        for each in (config, config.get_text_config()):
+            each.return_dict = True  # some checkpoints of old say otherwise
         if config.model_type in OLDER:
             teach(config.model_type)
         with without_weights():
