@@ -141,6 +141,13 @@ class ModelConfig(Section, frozen=True):
         bool,
         about("Let torch.compile fuse the layers, in place of servd's own kernels. Needs CUDA."),
     ] = False
+    check_vectors: Annotated[
+        bool,
+        about(
+            "Compare an embedding model, or one with a classification head, with transformers when "
+            "it starts, and refuse to serve it where they differ."
+        ),
+    ] = True
 
 
 class CacheConfig(Section, frozen=True):

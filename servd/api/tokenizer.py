@@ -20,6 +20,7 @@ from servd.errors import InvalidRequest, ModelNotFound
 from servd.hf import ModelSpec, find_model, find_tokenizer, read_json
 
 MAX_HELD_CHARS = 4096  # encoded in about a millisecond
+MAX_WORD_CHARS = 256
 
 
 class Tokenizer:
@@ -189,8 +190,12 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters that one token stands for."""
-        return max(len(self._backend.id_to_token(i) or "") for i in range(self.vocab_size))
+        """Most characters that one token stands for. Where unknown words are one, and spaces none,
+        there is no bound, but what a token may fairly take.
+        """
+        longest = max(len(self._backend.id_to_token(i) or "") for i in range(self.vocab_size))
+        is_bound = self._is_byte_level or self._has_byte_fallback
+        return longest if is_bound else max(longest, MAX_WORD_CHARS)
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its text; None if there is no such token."""

@@ -18,6 +18,7 @@ from servd.worker.device import name_of, require_c_compiler, set_num_threads
 from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.model_runner import AsyncOutput, ModelRunner
 from servd.worker.parallel import Parallel
+from servd.worker.self_check import SelfCheck
 
 log = logging.getLogger("servd.worker")
 
@@ -64,6 +65,7 @@ class Worker:
             ConfigError: the model cannot run here.
         """
         start = time.monotonic()
+        self.self_check = SelfCheck(self)
         self.progress("loading weights", 0.0)
         self.runner.load_model(lambda fraction: self.progress("loading weights", fraction))
         if self.runner.config.model.compile:
@@ -88,8 +90,13 @@ class Worker:
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make the cache: the smallest number of blocks over all workers."""
+        """Make the cache: the smallest number of blocks over all workers. Steps can run then.
+
+        Raises:
+            UnsupportedModel: see `SelfCheck.run`.
+        """
         self.runner.allocate_kv_cache(num_blocks)
+        self.self_check.run()
         self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:

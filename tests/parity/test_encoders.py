@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from safetensors.torch import save_file
 
 from servd import LLM, pooling
 from servd.api.prompt import Pair
+from servd.errors import UnsupportedModel
 from servd.hf import read_spec
 from servd.params import PoolingParams
+from servd.worker import self_check
 from tests.parity.families import ENCODER, ENCODERS, make_checkpoint
 from tests.worker.driver import Driver, config_for
 
@@ -85,6 +89,12 @@ def make_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def options_for(folder: Path) -> dict[str, Any]:
+    """Of an LLM."""
+    small = {"kv_cache_memory": 1 << 22, "check_vectors": False}
+    return {"model": str(folder), "device": "cpu", **small}
+
+
 def write(path: Path, value: Any) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(value))
@@ -121,7 +131,7 @@ def test_embeddings_are_made_as_the_files_say(tmp_path: Path):
         vector = torch.tanh(weight @ model(ids).last_hidden_state[0].mean(0) + bias)
         return torch.nn.functional.normalize(vector[:dimensions], dim=0)
 
-    with closing(LLM(model=str(folder), device="cpu", kv_cache_memory=1 << 22)) as llm:
+    with closing(LLM(**options_for(folder))) as llm:
         for size in (20, 8):
             got = torch.tensor(llm.embed(TEXTS, PoolingParams(dimensions=size)))
             expected = torch.stack([embedding(text, size) for text in TEXTS])
@@ -137,7 +147,7 @@ def test_pairs_are_scored_with_their_token_types(tmp_path: Path):
     tokenizer = make_tokenizer(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     params = PoolingParams(task="classify", normalize=False)
-    with closing(LLM(model=str(folder), device="cpu", kv_cache_memory=1 << 22)) as llm:
+    with closing(LLM(**options_for(folder))) as llm:
         got = llm.embed([Pair(TEXTS[0], text) for text in TEXTS], params)  # type: ignore[list-item]
     for text, (score,) in zip(TEXTS, got, strict=True):
         found = tokenizer.encode(TEXTS[0], text)
@@ -145,3 +155,52 @@ def test_pairs_are_scored_with_their_token_types(tmp_path: Path):
         ids, types = torch.tensor([found.ids]), torch.tensor([found.type_ids])
         expected = model(ids, token_type_ids=types).logits.item()
         assert score == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_model_that_differs_from_its_files_is_not_served(tmp_path: Path, monkeypatch):
+    folder = tmp_path / "model"
+    make_checkpoint(
+        folder, "bert", ENCODER | {"num_labels": 2}, "AutoModelForSequenceClassification"
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", compute_here)
+    config = config_for(folder, block_size=16, enable_prefix_caching=False, check_vectors=True)
+    Driver(config)
+    (kept,) = tmp_path.glob("servd/references/*.json")
+    before = kept.stat().st_mtime_ns
+    Driver(config)
+    assert kept.stat().st_mtime_ns == before, "a second start computes nothing"
+    numbers = json.loads(kept.read_text())
+    numbers[1][0] += 0.01
+    kept.write_text(json.dumps(numbers))
+    with pytest.raises(UnsupportedModel, match="3 prompts differ .* is not served"):
+        Driver(config)
+
+
+class compute_here:
+    """In place of the process that computes the reference."""
+
+    returncode = 0
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", command[2:])
+            self_check.main()
+
+    def communicate(self, timeout: float) -> tuple[bytes, bytes]:
+        return b"", b""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_reference_is_in_float32_whatever_the_checkpoint_has(tmp_path: Path, dtype):
+    from transformers import AutoModel
+
+    folder = make_checkpoint(tmp_path, "bert", ENCODER, "AutoModel")
+    model = AutoModel.from_pretrained(folder, dtype=dtype)
+    model.save_pretrained(folder)
+    widened = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = self_check.prompts(read_spec(folder), 120)
+    with torch.inference_mode():
+        expected = [widened(torch.tensor([each])).last_hidden_state[0].mean(0) for each in ids]
+    for got, vector in zip(self_check.reference(str(folder), 120), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(got), vector, atol=TOLERANCE, rtol=0)

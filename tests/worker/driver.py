@@ -34,7 +34,7 @@ def config_for(folder: object, **options: object) -> Config:
         "block_size": 4,
         "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256,
         "kv_cache_memory": 1 << 22,
-        "async_scheduling": False,
+        "async_scheduling": False, "check_vectors": False,
     }  # fmt: skip
     return Config.load(defaults | options)
 
