@@ -55,6 +55,34 @@ QWEN3_MOE = LLAMA | {
     "norm_topk_prob": False,
 }
 
+GEMMA2 = LLAMA | {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 7,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 2.0,
+    "pad_token_id": None,
+}
+GEMMA3 = LLAMA | {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "pad_token_id": None,
+}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+GRANITE = LLAMA | {
+    "head_dim": 16,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 3.0,
+}
+SMOLLM3 = LLAMA | {"no_rope_layer_interval": 2, "head_dim": 16, "pad_token_id": None}
+
 # model_type -> variants of its config.json, by name.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
@@ -63,6 +91,15 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 70},
         "unscaled": GPT2 | {"scale_attn_weights": False, "initializer_range": 0.1},
     },
+    "gemma2": {
+        "caps": GEMMA2,
+        "no caps": GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    },
+    "gemma3_text": {
+        "layer types": GEMMA3 | {"rope_parameters": TWO_ROPES},
+        "head cap": GEMMA3 | {"final_logit_softcapping": 2.0, "sliding_window_pattern": 2},
+    },
+    "granite": {"factors": GRANITE},
     "llama": {
         "untied": LLAMA,
         "tied, biases": LLAMA
@@ -81,6 +118,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "experts": LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
         "window": LLAMA | {"num_local_experts": 4, "sliding_window": 7, "head_dim": 16},
     },
+    "olmo2": {"of heads": LLAMA | {"hidden_size": 64, "num_attention_heads": 4}},
     "qwen2": {"untied": LLAMA, "tied": LLAMA | {"tie_word_embeddings": True}},
     "qwen3": {
         "head_dim": LLAMA | {"head_dim": 16},
@@ -89,6 +127,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_moe": {
         "renormalized": QWEN3_MOE | {"norm_topk_prob": True},
         "some layers dense": QWEN3_MOE | {"mlp_only_layers": [1], "head_dim": 8},
+    },
+    "smollm3": {
+        "window": SMOLLM3 | {"use_sliding_window": True, "sliding_window": 7},
+        "no window": SMOLLM3 | {"no_rope_layers": [0, 1, 0]},
     },
 }
 

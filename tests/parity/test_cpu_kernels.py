@@ -19,12 +19,17 @@ from tests.worker.driver import Driver, config_for
 
 SWITCHES = [*native.CAPABILITIES, "off"]
 FAMILIES = [
+    ("gemma2", "caps"),
+    ("gemma3_text", "layer types"),
     ("gpt2", "tied"),
+    ("granite", "factors"),
     ("llama", "llama3 rope"),
     ("mistral", "no window"),
     ("mistral", "window"),
     ("mixtral", "window"),
+    ("olmo2", "of heads"),
     ("qwen3_moe", "renormalized"),
+    ("smollm3", "window"),
 ]
 TOLERANCE = 1e-4
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAMILIES = [
-    ("gpt2", "tied"), ("llama", "llama3 rope"), ("mistral", "window"),
+    ("gpt2", "tied"), ("llama", "llama3 rope"), ("gemma2", "caps"), ("olmo2", "of heads"),
     ("qwen3_moe", "renormalized"),
 ]  # fmt: skip
 

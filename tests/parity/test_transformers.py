@@ -150,7 +150,7 @@ def test_positions_that_follow_the_longest_request_are_refused(
     folder = rotary_of(make(tmp_path, model_type, CLASSES[model_type]), kind)
     remedy = "up to --max-model-len 64" if kind == "longrope" else ""
     with pytest.raises(UnsupportedModel, match=f"follow the longest request.*{remedy}"):
-        Driver(config_for(folder, max_model_len=128))
+        Driver(config_for(folder, max_model_len=128, model_impl="transformers"))
 
 
 def test_longrope_runs_up_to_the_first_context(tmp_path: Path):

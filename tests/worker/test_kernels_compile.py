@@ -34,18 +34,21 @@ TILES = {
     "PREFILL_LINES": 64,
     "HAS_TILES": True,
 }
-NO_TAILS = {"tails_ptr": None, "TAIL": 0}
+PLAIN = {"tails_ptr": None, "TAIL": 0, "sinks_ptr": None, "SOFT_CAP": None}
 ATTENTION = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i32 *i32 *i32 i32:16 i32 i32 i32 i32 i32 fp32"
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
 LOW_RANK = {"ROWS": 16, "COLUMNS": 64, "DEPTH": 64}
 KERNELS = [
-    (f"{OPS}.paged_attention.attention_kernel", ATTENTION, SPLITS | TILES | NO_TAILS, 4),
-    (f"{OPS}.paged_attention.attention_kernel", ATTENTION.replace("*i32 i32", "*i32 *i64 i32"),
-     SPLITS | TILES | {"TAIL": 5}, 4),
+    (f"{OPS}.paged_attention.attention_kernel", ATTENTION, SPLITS | TILES | PLAIN, 4),
+    (f"{OPS}.paged_attention.attention_kernel",
+     ATTENTION.replace("*i32 i32", "*i32 *i64 *bf16 i32"),
+     SPLITS | TILES | {"TAIL": 5, "SOFT_CAP": 50.0}, 4),
     (f"{OPS}.paged_attention.attention_kernel", ATTENTION.replace("*bf16 *bf16 *bf16",
         "*bf16 *fp8e4nv *fp8e4nv"),
-     SPLITS | TILES | NO_TAILS | {"HAS_TILES": False, "WINDOW": 4096}, 4),
-    (f"{OPS}.paged_attention.merge_kernel", "*fp32 *fp32 *bf16 *i32 *i32 i32 i32", SPLITS, 1),
+     SPLITS | TILES | PLAIN | {"HAS_TILES": False, "WINDOW": 4096}, 4),
+    (f"{OPS}.paged_attention.merge_kernel", "*fp32 *fp32 *bf16 *bf16 *i32 *i32 i32 i32", SPLITS, 1),
+    (f"{OPS}.experts.experts_kernel", "*bf16 *i32 *i32 *i64 *bf16 i32 i32 i32",
+     {"HAS_INDEX": True, "ROWS": 16, "COLUMNS": 64, "DEPTH": 64}, 4),
     (f"{OPS}.rotary.rotate_and_store_kernel",
      "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 *bf16 i32 i32:16 i32:16 i32:16", ROTARY, 4),
     (f"{OPS}.rotary.rotate_and_store_kernel",

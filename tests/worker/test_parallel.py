@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from servd.hf import read_spec
 from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.worker.worker import Worker
-from tests.parity.families import GPT2, LLAMA, QWEN3_MOE, greedy, make_checkpoint
+from tests.parity.families import CASES, GPT2, LLAMA, QWEN3_MOE, greedy, make_checkpoint
 from tests.worker.driver import GREEDY, config_for
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -60,8 +60,11 @@ def generate(rank: int, size: int, folder: str, address: str | None, result: str
         pytest.param("gpt2", GPT2 | {"n_inner": 71}, marks=pytest.mark.slow),
         ("llama", LLAMA | {"attention_bias": True}),
         ("qwen3_moe", QWEN3_MOE),
+        *(
+            pytest.param(name, next(iter(CASES[name].values())), marks=pytest.mark.slow)
+            for name in ("gemma2", "gemma3_text", "granite", "mixtral", "olmo2", "smollm3")
+        ),
     ],
-    ids=["gpt2", "llama with biases", "qwen3_moe"],
 )
 def test_two_ranks_equal_one(tmp_path: Path, model_type: str, options: dict[str, object]):
     folder = make_checkpoint(tmp_path / "model", model_type, options)

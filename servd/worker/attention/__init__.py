@@ -223,7 +223,7 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
         backend = plugins.load(__name__, candidate, "Backend")
         reason = backend.supports(spec)
         if (spec.soft_cap or spec.has_sinks) and not backend.supports_soft_cap:
-            reason = "the model caps its scores or has attention sinks, which only torch_sdpa does"
+            reason = "the model caps its scores or has attention sinks, which it does not compute"
         if not (spec.is_causal or backend.supports_bidirectional):
             reason = "an encoder's tokens see those after them: only native and torch_sdpa do that"
         if reason is None:

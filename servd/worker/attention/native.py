@@ -37,6 +37,7 @@ class Backend(AttentionBackend[Metadata]):
     auto_order = {"cpu": 10}
     supports_tails = True
     supports_bidirectional = True
+    supports_soft_cap = True
     is_batch_invariant = True
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -130,6 +131,6 @@ class Backend(AttentionBackend[Metadata]):
             tables, tables.shape[1], metadata.query_lens, metadata.seq_lens, len(tables),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
             spec.sliding_window or 0, int(spec.is_causal), tails,
-            0 if tails is None else tails.shape[1], scale, out,
+            0 if tails is None else tails.shape[1], scale, spec.soft_cap or 0.0, sinks, out,
         )  # fmt: skip
         return out

@@ -39,6 +39,7 @@ class Backend(AttentionBackend[Metadata]):
     auto_order = {"cuda": 20}  # reads the cache in place
     supports_graphs = True
     supports_tails = True
+    supports_soft_cap = True
     is_batch_invariant = True
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -101,4 +102,6 @@ class Backend(AttentionBackend[Metadata]):
             scale,
             self.spec.sliding_window,
             batch.tails,
+            self.spec.soft_cap,
+            sinks,
         )

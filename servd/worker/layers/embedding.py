@@ -32,9 +32,15 @@ class VocabEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self.parallel = parallel
         self.weight = Matrix((vocab_size, hidden_size), parallel, shard_dim=0)
+        self.factor = 1.0  # on what is looked up
+        self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
+        rows = self._rows(input_ids)
+        return rows if self.factor == 1.0 else self.ops.scale(rows, self.factor)
+
+    def _rows(self, input_ids: Tensor) -> Tensor:
         if self.parallel.size == 1:
             return self.weight.rows(input_ids)
         local_size = self.parallel.share(self.vocab_size)

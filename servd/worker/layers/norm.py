@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from servd.worker import ops
-from servd.worker.layers.weight import Weight
+from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.weight import Copy, Weight
 from servd.worker.parallel import Parallel
 
 
@@ -26,6 +29,29 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add x [num_tokens, size] to the residual stream; returns the normed stream, and it."""
         return self.ops.rms_norm(x, residual, self.weight, self.eps)
+
+
+class OffsetWeight(Weight):
+    """One more than what the checkpoint has; float32, as 16 bits would round that away."""
+
+    def __init__(self, shape: Sequence[int], parallel: Parallel) -> None:
+        super().__init__(shape, parallel)
+        self.data = self.data.float()
+
+    def load(
+        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
+    ) -> None:
+        """See `Weight`."""
+        assert isinstance(tensor, Tensor)
+        super().load(tensor.float() + 1.0, part, copy)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """`x / rms(x) * (1 + weight)`: Gemma's."""
+
+    def __init__(self, size: int, eps: float, parallel: Parallel) -> None:
+        super().__init__(size, eps, parallel)
+        self.weight = OffsetWeight((size,), parallel)
 
 
 class LayerNorm(nn.Module):

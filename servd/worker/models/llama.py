@@ -33,8 +33,7 @@ class LlamaAttention(nn.Module):
             parallel.share(spec.num_heads),
             parallel.share(spec.num_kv_heads),
             spec.head_dim,
-            scale=spec.head_dim**-0.5,
-            sliding_window=self.window(spec.config),
+            **{"scale": spec.head_dim**-0.5} | self.options(spec.config, layer),
         )
 
     @staticmethod
@@ -44,15 +43,15 @@ class LlamaAttention(nn.Module):
         return bias, bias
 
     @staticmethod
-    def window(config: dict[str, Any]) -> int | None:
-        """Tokens that a token sees, with itself; None: all before."""
-        return None
+    def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
+        """Arguments of `Attention`, for layer number `layer`."""
+        return {}
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Between projection and rotation: nothing in Llama. [num_tokens, heads, head_dim] each."""
         return q, k
 
-    def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, k = self.normalize(
@@ -71,7 +70,8 @@ class LlamaMLP(nn.Module):
             spec.hidden_size, [size, size], parallel, bias=bias
         )
         self.down_proj = RowParallelLinear(size, spec.hidden_size, parallel, bias=bias)
-        self.gate = Gate(spec.config.get("hidden_act", "silu"))
+        config = spec.config
+        self.gate = Gate(config.get("hidden_activation") or config.get("hidden_act", "silu"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
@@ -107,10 +107,12 @@ class LlamaLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, spec: ModelSpec, layer: type[LlamaLayer], parallel: Parallel) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: type[LlamaLayer], rotary: nn.Module, parallel: Parallel
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
-        self.rotary = Rotary(spec)
+        self.rotary = rotary
         self.layers = nn.ModuleList(
             layer(spec, number, parallel) for number in range(spec.num_layers)
         )
@@ -129,6 +131,7 @@ class LlamaForCausalLM(nn.Module):
     """The whole model, under the names of the checkpoint."""
 
     layer: ClassVar[type[LlamaLayer]] = LlamaLayer
+    rotary: ClassVar[type[Any]] = Rotary
     packed: ClassVar[dict[str, tuple[str, int]]] = {
         "q_proj": ("qkv_proj", 0),
         "k_proj": ("qkv_proj", 1),
@@ -138,12 +141,13 @@ class LlamaForCausalLM(nn.Module):
     }
     ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     base_prefix: ClassVar[str] = "model."
+    is_tied: ClassVar[bool] = False  # whether the head is the embedding if config.json does not say
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        self.model = LlamaModel(spec, self.layer, parallel)
+        self.model = LlamaModel(spec, self.layer, self.rotary(spec), parallel)
         self.lm_head = self.model.embed_tokens
-        if not spec.config.get("tie_word_embeddings", False):
+        if not spec.config.get("tie_word_embeddings", self.is_tied):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:

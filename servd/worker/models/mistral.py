@@ -11,9 +11,9 @@ class MistralAttention(LlamaAttention):
     """The window, if config.json has one, is the same in all layers."""
 
     @staticmethod
-    def window(config: dict[str, Any]) -> int | None:
-        """Null means none."""
-        return config.get("sliding_window", 4096)
+    def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
+        """Null means no window."""
+        return {"sliding_window": config.get("sliding_window", 4096)}
 
 
 class MistralLayer(LlamaLayer):

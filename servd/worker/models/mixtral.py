@@ -19,13 +19,15 @@ class MixtralAttention(MistralAttention):
     """Without a word of config.json, it has no window."""
 
     @staticmethod
-    def window(config: dict[str, Any]) -> int | None:
+    def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
         """See MistralAttention."""
-        return config.get("sliding_window")
+        return {"sliding_window": config.get("sliding_window")}
 
 
 class MixtralLayer(MistralLayer):
     """Has experts in every layer."""
+
+    attention = MixtralAttention
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
         """See LlamaLayer."""

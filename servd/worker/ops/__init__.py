@@ -46,6 +46,10 @@ class Ops(Protocol):
         """
         ...
 
+    def scale(self, x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
+        """`x * factor`, plus the residual if there is one; all of x's shape."""
+        ...
+
     def rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:

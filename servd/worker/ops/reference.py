@@ -35,12 +35,17 @@ def rotation(
     return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
+def scale(x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
+    """See `Ops.scale`."""
+    return x * factor if residual is None else torch.add(residual, x, alpha=factor)
+
+
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """See `Ops.rms_norm`."""
     x = x if residual is None else x + residual
-    return F.rms_norm(x, weight.shape, weight, eps), x
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), x
 
 
 def layer_norm(

@@ -12,7 +12,14 @@ from servd.worker.layers.rotary import Rotation
 
 
 def dense(
-    q, keys, values, window: int | None, scale: float, is_causal: bool = True
+    q,
+    keys,
+    values,
+    window: int | None,
+    scale: float,
+    is_causal: bool = True,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim]
     each.
@@ -24,11 +31,17 @@ def dense(
         values.double().repeat_interleave(groups, 1),
     )
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
     at_key = torch.arange(len(keys), device=q.device)
     at_query = at_key[len(keys) - len(q) :, None]
     window = window or len(keys)
     sees = (at_key > at_query - window) & (at_key < at_query + (1 if is_causal else window))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
+    scores = scores.masked_fill(~sees, -torch.inf)
+    totals = scores.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        totals = torch.logaddexp(totals, sinks.double()[:, None, None])
+    return torch.einsum("hqk,khd->qhd", (scores - totals).exp(), values)
 
 
 def rotated(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
@@ -93,6 +106,9 @@ class Rows:
                 [x.to(spec.kv_dtype).to(spec.dtype) for x in part]
                 for part in (self.keys, self.values)
             )
+        self.sinks = None
+        if spec.has_sinks:
+            self.sinks = self._random(generators[0], spec.num_heads) * 3
         self.angles = None
         if rotary:
             self.angles = (
@@ -172,7 +188,7 @@ class Rows:
         """Compute tokens [first, last) of each row; what attention yields, row after row."""
         metadata = backend.build_metadata(self.batch(first, last))
         queries = self.write(backend, cache, metadata, first, last)
-        return backend.attend(queries, cache, metadata, self.spec.head_dim**-0.5)
+        return backend.attend(queries, cache, metadata, self.spec.head_dim**-0.5, self.sinks)
 
     def run(self, backend: Backend, fill: float | None = None) -> torch.Tensor:
         """This step, after the steps before have written. What is in no row's cache is noise, or
@@ -205,6 +221,8 @@ class Rows:
                     spec.sliding_window,
                     spec.head_dim**-0.5,
                     spec.is_causal,
+                    spec.soft_cap,
+                    self.sinks,
                 )
             )
         return torch.cat(outputs)

@@ -87,6 +87,30 @@ def test_tokens_of_an_encoder_see_those_after_them(name, shape, window):
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize(("soft_cap", "has_sinks"), [(0.5, False), (None, True), (3.0, True)])
+@pytest.mark.parametrize("batch", ["mixed", "long"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_soft_caps_and_sinks(name, device, batch, soft_cap, has_sinks):
+    dtype = torch.float32
+    spec = AttentionSpec(
+        *(8, 2, 16, 16, 20 if batch == "mixed" else None, dtype, dtype, torch.device(device)),
+        soft_cap=soft_cap,
+        has_sinks=has_sinks,
+    )
+    backend = plugins.load("servd.worker.attention", name, "Backend")
+    if (reason := backend.supports(spec)) is not None:
+        pytest.skip(f"{name}: {reason}")
+    if not backend.supports_soft_cap:
+        with pytest.raises(ConfigError, match="caps its scores"):
+            make_backend(name, spec)
+        return
+    rows = Rows(spec, BATCHES[batch], rotary=True)
+    out = rows.run(make_backend(name, spec)[1])
+    torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize(("tail", "window"), [(1, None), (5, None), (5, 3), (1, 20)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BACKENDS)

@@ -231,3 +231,13 @@ def test_combine(module: ops.Ops, dtype: torch.dtype, device: torch.device):
         routing = Routing(places.flatten(), places.flatten(), places, weights)
         terms = y[places.long()].double() * weights.double()[..., None]
         check(module.combine(y, routing), terms.sum(1), dtype, terms.abs().sum(1))
+
+
+@each_dtype
+def test_scale(module: ops.Ops, dtype: torch.dtype, device: torch.device):
+    for shape in [(1, 8), (3, 1001), (0, 16)]:
+        x, residual = random(shape, dtype, device), random(shape, dtype, device, 1.0)
+        check(module.scale(x, 0.25), x.double() * 0.25, dtype)
+        exact = x.double() * 0.25 + residual.double()
+        terms = x.double().abs() + residual.double().abs()
+        check(module.scale(x, 0.25, residual), exact, dtype, terms)

@@ -37,7 +37,8 @@ struct Attention {
     const int32_t* block_tables;  // [num_rows, max_blocks]
     const int64_t* tails;  // [num_rows, tail_size]
     int64_t tail_size;
-    float scale;
+    float scale, soft_cap;  // a cap of 0 is none
+    const float* sinks;  // [num_heads], or null
 
     // The first key that a query sees which sees the keys before `key_end`.
     int64_t key_begin(int64_t key_end) const {
@@ -49,6 +50,8 @@ struct Attention {
         if (causal) return position + 1;
         return window > 0 ? std::min(position + window, seq_len) : seq_len;
     }
+    // Of the head at a place: token * num_heads + head.
+    float sink_of(int64_t place) const { return sinks ? sinks[place % num_heads] : -INFINITY; }
 };
 
 // Queries of one sequence that share a kv head, and their softmax over the keys read so far.
@@ -152,6 +155,12 @@ inline void for_rows(int count, Body body) {
     for (; row < count; row++) body(std::integral_constant<int, 1>{}, row);
 }
 
+// cap * tanh(score / cap)
+void cap_scores(float* scores, int count, float cap) {
+    for (int j = 0; j < count; j += WIDTH)  // tanh(x) is 2 * sigmoid(2 * x) - 1
+        store(scores + j, (sigmoid(load(scores + j) * (2.0f / cap)) * 2.0f - 1.0f) * cap);
+}
+
 // Turns a query's scores with the keys [start, start + count) into weights e^(score - max). If the
 // maximum rises, what was summed up so far is rescaled.
 void online_softmax(QueryTile& tile, int row, float* scores, int64_t start, int count,
@@ -243,8 +252,10 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
             });
             for (int row = 0; row < tile.count; row++) scores[row][j] = found[row][offset % WIDTH];
         }
-        for (int row = 0; row < tile.count; row++)
+        for (int row = 0; row < tile.count; row++) {
+            if (a.soft_cap > 0) cap_scores(scores[row], count, a.soft_cap);
             online_softmax(tile, row, scores[row], start, count, a.head_dim);
+        }
         for_rows(tile.count, [&](auto rows, int row) {
             accumulate_values<rows.value>(a, tile, row, spans, num_spans, scores);
         });
@@ -257,12 +268,15 @@ struct Task {
 };
 
 // Merges the partial results of a query's splits, [splits][head_dim + 2]: acc, max and sum of each.
-void merge_partials(const float* partials, int64_t num_splits, int64_t head_dim, float* out) {
+// A sink is the score of one more key, whose value is zero; -INFINITY: there is none.
+void merge_partials(const float* partials, int64_t num_splits, int64_t head_dim, float sink,
+                    float* out) {
     const int64_t partial_size = head_dim + 2;
-    float max = -INFINITY, sum = 0;
+    float max = sink;
     for (int64_t split = 0; split < num_splits; split++)
         max = std::max(max, partials[split * partial_size + head_dim]);
     memset(out, 0, head_dim * 4);
+    float sum = expf(sink - max);
     for (int64_t split = 0; split < num_splits; split++, partials += partial_size) {
         const float factor = expf(partials[head_dim] - max);
         if (factor == 0) continue;  // none of its keys was seen
@@ -368,13 +382,14 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
         };
         attend_splits<C>(a, tile, a.block_tables + row * a.max_blocks, task, partial_of);
         for (int i = 0; i < tile.count && !shares; i++)
-            merge_partials(partial_of(i, 0), num_splits, a.head_dim, out + places[i] * a.head_dim);
+            merge_partials(partial_of(i, 0), num_splits, a.head_dim, a.sink_of(places[i]),
+                           out + places[i] * a.head_dim);
     });
     parallel_for(num_partials > 0 ? num_rows : 0, 1, [&](int64_t row) {
         const int64_t num_queries = is_divided(row) ? query_lens[row] * a.num_heads : 0;
         for (int64_t query = 0; query < num_queries; query++)
             merge_partials(shared.get() + (partials[row] + query * splits_of(row)) * partial_size,
-                           splits_of(row), a.head_dim,
+                           splits_of(row), a.head_dim, a.sink_of(query),
                            out + (tokens[row] * a.num_heads + query) * a.head_dim);
     });
 }
@@ -453,15 +468,16 @@ void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_
 // those of another. A query sees the keys before its own, and all after it too if not `causal`; of
 // either at most window - 1, unless that is 0. The last tail_size tokens of a row are not where its
 // block table says, but at the slots tails[row] of the cache; those before its first may be any.
+// A soft cap of 0 is none; sinks [num_heads] may be null.
 void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, const void* keys,
             const void* values, int64_t num_blocks, const int32_t* block_tables,
             int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
             int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
             int64_t block_size, int64_t window, int causal, const int64_t* tails,
-            int64_t tail_size, float scale, float* out) {
+            int64_t tail_size, float scale, float soft_cap, const float* sinks, float* out) {
     const Attention a{q,        q_stride,   keys,   values,     num_heads,   kv_heads,
                       head_dim, block_size, window, max_blocks, causal != 0, block_tables,
-                      tails,    tail_size,  scale};
+                      tails,    tail_size,  scale,  soft_cap,   sinks};
     check_at_most("tail_size", tail_size, MAX_TAIL);
     check_ids("tails", tails, 0, num_rows * tail_size, num_blocks * block_size);
     int64_t num_queries = 0;

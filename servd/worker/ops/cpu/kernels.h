@@ -49,7 +49,7 @@ void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, cons
             int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
             int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
             int64_t block_size, int64_t window, int causal, const int64_t* tails,
-            int64_t tail_size, float scale, float* out);
+            int64_t tail_size, float scale, float soft_cap, const float* sinks, float* out);
 
 // Other layers: layers.cpp
 void embed(const float* table, int64_t num_rows, int64_t size, const int64_t* index, int64_t count,
@@ -59,6 +59,7 @@ void rotation(const int64_t* positions, int64_t count, const float* inv_freq, in
 void norm(int centered, const float* x, int64_t per_stride, int64_t stride, const float* residual,
           const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
           int64_t size);
+void scale(const float* x, float factor, const float* residual, int64_t count, float* out);
 void activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out);
 
 // Which experts a token goes through, and the sum of what they yield: experts.cpp

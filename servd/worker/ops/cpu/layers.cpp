@@ -100,6 +100,16 @@ void norm(int centered, const float* x, int64_t per_stride, int64_t stride, cons
     run(x, per_stride, stride, residual, weight, bias, eps, out, sums, rows, size);
 }
 
+// x [count] times the factor, plus the residual if it is not null.
+void scale(const float* x, float factor, const float* residual, int64_t count, float* out) {
+    parallel_for((count + WIDTH - 1) / WIDTH, 2048, [&](int64_t i) {
+        const int left = int(std::min<int64_t>(WIDTH, count - i * WIDTH));
+        const Vec scaled = load_up_to(x + i * WIDTH, left) * factor;
+        store_up_to(out + i * WIDTH,
+                    residual ? scaled + load_up_to(residual + i * WIDTH, left) : scaled, left);
+    });
+}
+
 // The function of x [rows, size]. If gated, rows are 2 * size wide, and the function of the first
 // half is multiplied with the second half.
 void activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out) {

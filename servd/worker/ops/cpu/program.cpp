@@ -72,7 +72,7 @@ extern const Kernel servd_kernels[] = {
     KERNEL(norm),        KERNEL(activate),   KERNEL(shift),      KERNEL(to_weights),
     KERNEL(narrow),      KERNEL(draw),       KERNEL(score),      KERNEL(matmul_grouped),
     KERNEL(gather_grouped), KERNEL(matmul_experts), KERNEL(matmul_experts_grouped),
-    KERNEL(route),       KERNEL(combine),    KERNEL(add_low_rank),
+    KERNEL(route),       KERNEL(combine),    KERNEL(add_low_rank), KERNEL(scale),
 };
 extern const int servd_num_kernels = std::size(servd_kernels);
 

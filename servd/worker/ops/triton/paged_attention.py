@@ -41,6 +41,8 @@ MAX_SPLIT_QUERIES = 4
 MIN_SPLIT = 512  # keys per split: below this, merging costs more than it gains
 MAX_SPLITS = 16  # a power of two
 
+LOG2E = math.log2(math.e)  # kernels compute powers of two
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -110,6 +112,8 @@ def paged_attention(
     scale: float,
     window: int | None,
     tails: Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of each row over the row's keys and values in the cache.
 
@@ -125,6 +129,8 @@ def paged_attention(
         window: a token sees itself and the window - 1 tokens before; None: all before.
         tails: int64 [num_rows, n], the slots of each row's last n tokens, where those are not in
             the row's blocks.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
+        sinks: [num_heads], scores of one more key each, whose value is zero.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous.
@@ -138,25 +144,23 @@ def paged_attention(
     merged = num_rows * plan.max_queries if plan.max_splits > 1 else 0
     lses = torch.empty((merged, num_heads, plan.max_splits), dtype=torch.float32, device=q.device)
     partials = torch.empty((*lses.shape, head_dim), dtype=torch.float32, device=q.device)
-    tuned = tuning(head_dim, q.dtype)
+    tuned, tail = tuning(head_dim, q.dtype), 0 if tails is None else tails.shape[1]
     sizes = {
         "HEAD_DIM": head_dim, "WINDOW": window, "TILE_KEYS": tuned.tile_keys,
         "SPLIT_QUERIES": split_queries(group), "MIN_SPLIT": MIN_SPLIT, "MAX_SPLITS": MAX_SPLITS,
     }  # fmt: skip
     attention_kernel[plan.num_tiles + num_rows * plan.max_splits, num_kv_heads](
         q, kv_cache[0], kv_cache[1], out, partials, lses, block_tables, query_start_loc, seq_lens,
-        tails, q.stride(0), block_tables.stride(0), num_rows, plan.num_tiles,
-        plan.max_queries, plan.max_splits, scale * math.log2(math.e),
-        **sizes, GROUP=group, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size,
-        TAIL=0 if tails is None else tails.shape[1], HAS_TILES=plan.num_tiles > 0,
+        tails, sinks, q.stride(0), block_tables.stride(0), num_rows, plan.num_tiles,
+        plan.max_queries, plan.max_splits, scale * LOG2E, **sizes,
+        GROUP=group, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HAS_TILES=plan.num_tiles > 0,
+        SOFT_CAP=soft_cap * LOG2E if soft_cap else None, TAIL=tail,
         DECODE_LINES=_lines_of(DECODE_LINES, group), PREFILL_LINES=_lines_of(PREFILL_LINES, group),
         num_warps=tuned.num_warps, num_stages=tuned.num_stages,
     )  # fmt: skip
     if merged:
-        merge_kernel[merged, num_heads](
-            partials, lses, out, query_start_loc, seq_lens, plan.max_queries, plan.max_splits,
-            **sizes, num_warps=1,
-        )  # fmt: skip
+        lengths = query_start_loc, seq_lens, plan.max_queries, plan.max_splits
+        merge_kernel[merged, num_heads](partials, lses, out, sinks, *lengths, **sizes, num_warps=1)
     return out
 
 
@@ -175,11 +179,12 @@ def _lines_of(least: int, group: int) -> int:
 )
 def attention_kernel(
     q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    tails_ptr, q_stride, table_stride, num_rows, num_tiles, max_queries, max_splits, score_scale,
+    tails_ptr, sinks_ptr, q_stride, table_stride, num_rows, num_tiles, max_queries, max_splits,
+    score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr,
-    HAS_TILES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, HAS_TILES: tl.constexpr,
     DECODE_LINES: tl.constexpr, PREFILL_LINES: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of the rows that are not split, then all splits; axis 1: kv heads."""
@@ -191,29 +196,29 @@ def attention_kernel(
         if program < num_tiles:
             _prefill_tile(
                 q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr,
-                q_stride, table_stride, num_rows, num_tiles - 1 - program, score_scale,
+                sinks_ptr, q_stride, table_stride, num_rows, num_tiles - 1 - program, score_scale,
                 HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, GROUP, KV_HEADS, BLOCK_SIZE, TAIL,
-                PREFILL_LINES,
+                SOFT_CAP, PREFILL_LINES,
             )  # fmt: skip
     if program >= num_tiles:
         row, split = (program - num_tiles) // max_splits, (program - num_tiles) % max_splits
         _decode_split(
             q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr,
-            tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr,
+            tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr, sinks_ptr,
             q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
             HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, MIN_SPLIT, MAX_SPLITS,
-            GROUP, KV_HEADS, BLOCK_SIZE, TAIL, DECODE_LINES,
+            GROUP, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP, DECODE_LINES,
         )  # fmt: skip
 
 
 @triton.jit
 def _prefill_tile(
     q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr,
-    q_stride, table_stride, num_rows, tile, score_scale,
+    sinks_ptr, q_stride, table_stride, num_rows, tile, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     SPLIT_QUERIES: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr,
-    LINES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a row that is not split, over all keys that they see."""
     QUERIES: tl.constexpr = LINES // GROUP
@@ -224,12 +229,13 @@ def _prefill_tile(
         first_position = seq_len - query_len + first_query
         first_key = _first_key(first_position, WINDOW)
         q = _load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM)
-        result, _ = _attend(
+        result, lse = _attend(
             q, seq_len - query_len + query, key_ptr, value_ptr, tables_ptr + row * table_stride,
             tails_ptr, row, seq_len - TAIL, first_key, first_key // TILE_KEYS * TILE_KEYS,
             tl.minimum(first_position + QUERIES, seq_len), score_scale,
-            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, LINES,
+            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP, LINES,
         )  # fmt: skip
+        result *= _without_sink(lse, sinks_ptr, head)[:, None]
         at = (start + query) * (KV_HEADS * GROUP) + head
         _store(out_ptr, at, valid, result, HEAD_DIM)
 
@@ -237,11 +243,11 @@ def _prefill_tile(
 @triton.jit
 def _decode_split(
     q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    tails_ptr, q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
+    tails_ptr, sinks_ptr, q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr,
-    LINES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """All tokens of a row, over one split of its keys, or over all if there is one."""
     start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
@@ -254,9 +260,10 @@ def _decode_split(
             q, seq_len - query_len + query, key_ptr, value_ptr, tables_ptr + row * table_stride,
             tails_ptr, row, seq_len - TAIL, first_key, begin + split * size,
             tl.minimum(begin + (split + 1) * size, seq_len), score_scale,
-            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, LINES,
+            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP, LINES,
         )  # fmt: skip
         if num_splits == 1:
+            result *= _without_sink(lse, sinks_ptr, head)[:, None]
             at = (start + query) * (KV_HEADS * GROUP) + head
             _store(out_ptr, at, valid, result, HEAD_DIM)
         else:
@@ -270,7 +277,8 @@ def _attend(
     q, position, key_ptr, value_ptr, table_ptr, tails_ptr, row, tail_begin,
     first_key, begin, end, score_scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, LINES: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     """Softmax in one pass (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from `begin` to
     `end`.
@@ -302,6 +310,8 @@ def _attend(
         )
 
         scores = tl.dot(q, k, input_precision="ieee") * score_scale
+        if SOFT_CAP is not None:  # tanh(x) is 2 * sigmoid(2 * x) - 1
+            scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)
         seen = visible[None, :] & (key[None, :] <= position[:, None])
         if WINDOW is not None:
             seen &= key[None, :] > position[:, None] - WINDOW
@@ -320,7 +330,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["max_queries", "max_splits"])
 def merge_kernel(
-    partial_ptr, lse_ptr, out_ptr, starts_ptr, seq_lens_ptr, max_queries, max_splits,
+    partial_ptr, lse_ptr, out_ptr, sinks_ptr, starts_ptr, seq_lens_ptr, max_queries, max_splits,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
     SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -339,9 +349,11 @@ def merge_kernel(
             mask=(split < num_splits)[:, None],
             other=0.0,
         )
-        weights = tl.exp2(lse - tl.max(lse, 0))  # a token sees itself: the highest is finite
-        weights = tl.div_rn(weights, tl.sum(weights, 0))
-        result = tl.sum(weights[:, None] * partials, 0)
+        highest = tl.max(lse, 0)  # a token sees itself: it is finite
+        weights = tl.exp2(lse - highest)
+        total = tl.sum(weights, 0)
+        result = tl.sum(tl.div_rn(weights, total)[:, None] * partials, 0)
+        result *= _without_sink(highest + tl.log2(total), sinks_ptr, head)
         at_out = ((start + query) * tl.num_programs(1) + head) * HEAD_DIM + dim
         tl.store(out_ptr + at_out, result.to(out_ptr.dtype.element_ty))
 
@@ -401,6 +413,16 @@ def _lines(first_query, query_len, GROUP: tl.constexpr, LINES: tl.constexpr):
         tl.program_id(1) * GROUP + line % GROUP,
         (line < LINES // GROUP * GROUP) & (query < query_len),
     )
+
+
+@triton.jit
+def _without_sink(lse, sinks_ptr, head):
+    """The share of the weight that the keys have beside the sinks of these heads."""
+    share = tl.full(lse.shape, 1.0, tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        share = 1.0 / (1.0 + tl.exp2(sink - lse))
+    return share
 
 
 @triton.jit

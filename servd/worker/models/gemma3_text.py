@@ -1,0 +1,81 @@
+"""Gemma 3, its text models (https://arxiv.org/abs/2503.19786): Gemma 2 with norms of queries and
+keys in place of soft caps, and rotary positions of their own in layers with a window.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from servd.hf import ModelSpec
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.norm import OffsetRMSNorm
+from servd.worker.layers.rotary import Rotary, Rotation
+from servd.worker.models.gemma2 import Gemma2ForCausalLM, Gemma2Layer, is_sliding
+from servd.worker.models.llama import LlamaAttention
+from servd.worker.parallel import Parallel
+
+
+class Gemma3Rotary(nn.Module):
+    """Two bases."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        config = spec.config
+        stated = config.get("rope_parameters") or {}
+        local = {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
+        full = {"rope_theta": 1000000.0} | config
+        if "full_attention" in stated:  # as transformers 5 writes it
+            full["rope_parameters"] = stated["full_attention"]
+            local["rope_parameters"] = stated.get("sliding_attention")
+        self.full = Rotary(replace(spec, config=full))
+        self.local = Rotary(replace(spec, config=local))
+
+    def forward(self, positions: Tensor) -> tuple[Rotation, Rotation]:
+        """For layers without and with a window."""
+        return self.full(positions), self.local(positions)
+
+
+class Gemma3Attention(LlamaAttention):
+    """Norms each head of q and k before the rotation."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__(spec, layer, parallel)
+        eps = spec.config.get("rms_norm_eps", 1e-6)
+        self.q_norm = OffsetRMSNorm(spec.head_dim, eps, parallel)
+        self.k_norm = OffsetRMSNorm(spec.head_dim, eps, parallel)
+
+    @staticmethod
+    def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
+        """See LlamaAttention."""
+        sliding = is_sliding(config, layer, config.get("sliding_window_pattern", 6))
+        return {
+            "scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+            "sliding_window": config.get("sliding_window", 4096) if sliding else None,
+        }
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """[num_tokens, heads, head_dim] each."""
+        return self.q_norm(q), self.k_norm(k)
+
+    def forward(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
+        """`rotation` is that of Gemma3Rotary."""
+        full, local = rotation
+        is_local = self.attention.sliding_window is not None
+        return super().forward(x, local if is_local else full, ctx)
+
+
+class Gemma3Layer(Gemma2Layer):
+    """See Gemma3Attention."""
+
+    attention = Gemma3Attention
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Logits are not capped."""
+
+    layer = Gemma3Layer
+    rotary = Gemma3Rotary
+    logit_cap = None

@@ -1,0 +1,57 @@
+"""Granite 3 and 4 without state: Llama with factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from servd.hf import ModelSpec
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.rotary import Rotation
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.parallel import Parallel
+
+
+class GraniteAttention(LlamaAttention):
+    """Has a scale of its own."""
+
+    @staticmethod
+    def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
+        """See LlamaAttention."""
+        return {"scale": config.get("attention_multiplier", 1.0)}
+
+
+class GraniteLayer(LlamaLayer):
+    """What attention and feed-forward yield is added with a factor."""
+
+    attention = GraniteAttention
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__(spec, layer, parallel)
+        self.factor = spec.config.get("residual_multiplier", 1.0)
+        self.scale = self.input_layernorm.ops.scale
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """See LlamaLayer."""
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.scale(self.self_attn(x, rotation, ctx), self.factor)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.scale(self.mlp(x), self.factor), residual
+
+
+class GraniteForCausalLM(LlamaForCausalLM):
+    """Embeddings and logits have factors, too."""
+
+    layer = GraniteLayer
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel)
+        self.model.embed_tokens.factor = spec.config.get("embedding_multiplier", 1.0)
+        self.logits_scaling = spec.config.get("logits_scaling", 1.0)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
+        return super().compute_logits(hidden) / self.logits_scaling

@@ -1,0 +1,63 @@
+"""OLMo 2 (https://arxiv.org/abs/2501.00656): Llama with norms after attention and feed-forward, and
+of all queries and all keys.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from servd.hf import ModelSpec
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.norm import RMSNorm
+from servd.worker.layers.rotary import Rotation
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.parallel import Parallel
+
+
+class Olmo2Attention(LlamaAttention):
+    """Norms run over all heads, also over those of other ranks."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__(spec, layer, parallel)
+        eps, self.parallel = spec.config.get("rms_norm_eps", 1e-6), parallel
+        self.q_norm = RMSNorm(spec.num_heads * spec.head_dim, eps, parallel)
+        self.k_norm = RMSNorm(spec.num_kv_heads * spec.head_dim, eps, parallel)
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """[num_tokens, heads, head_dim] each."""
+        return self._norm(self.q_norm, q), self._norm(self.k_norm, k)
+
+    def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        num_heads = x.shape[1]
+        # One head of three dimensions: a slice of qkv is normed where it is.
+        together = self.parallel.all_gather(x.flatten(1)).unsqueeze(1)
+        normed = norm(together).unflatten(2, (-1, x.shape[2])).squeeze(1)
+        return normed.narrow(1, self.parallel.rank * num_heads, num_heads)
+
+
+class Olmo2Layer(LlamaLayer):
+    """Norms what attention and feed-forward yield, and not what they are given."""
+
+    attention = Olmo2Attention
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__(spec, layer, parallel)
+        del self.input_layernorm
+        eps = spec.config.get("rms_norm_eps", 1e-6)
+        self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, eps, parallel)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """See LlamaLayer."""
+        add = self.post_attention_layernorm.ops.scale
+        stream = x if residual is None else add(x, 1.0, residual)
+        x = self.post_attention_layernorm(self.self_attn(stream, rotation, ctx))
+        stream = add(x, 1.0, stream)
+        return self.post_feedforward_layernorm(self.mlp(stream)), stream
+
+
+class Olmo2ForCausalLM(LlamaForCausalLM):
+    """See Olmo2Layer."""
+
+    layer = Olmo2Layer

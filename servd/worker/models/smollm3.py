@@ -1,0 +1,55 @@
+"""SmolLM3: Llama without positions in every fourth layer (NoPE, https://arxiv.org/abs/2501.18795)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from servd.hf import ModelSpec
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.rotary import Rotation
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.parallel import Parallel
+
+
+def has_positions(config: dict[str, Any], layer: int) -> bool:
+    """Whether queries and keys of a layer are turned."""
+    if (stated := config.get("no_rope_layers")) is not None:
+        return bool(stated[layer])  # 1 where they are, whatever the name says
+    return (layer + 1) % config.get("no_rope_layer_interval", 4) > 0
+
+
+class SmolLM3Attention(LlamaAttention):
+    """Has positions, or a window if config.json has one, or neither."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__(spec, layer, parallel)
+        self.has_positions = has_positions(spec.config, layer)
+
+    @staticmethod
+    def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
+        """See LlamaAttention."""
+        types = config.get("layer_types")
+        sliding = not has_positions(config, layer)
+        if types:
+            sliding = types[layer] == "sliding_attention"
+        is_used = config.get("use_sliding_window") and sliding
+        return {"sliding_window": config.get("sliding_window") if is_used else None}
+
+    def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """See LlamaAttention."""
+        return super().forward(x, rotation if self.has_positions else None, ctx)
+
+
+class SmolLM3Layer(LlamaLayer):
+    """See SmolLM3Attention."""
+
+    attention = SmolLM3Attention
+
+
+class SmolLM3ForCausalLM(LlamaForCausalLM):
+    """See SmolLM3Attention."""
+
+    layer = SmolLM3Layer
+    is_tied = True
