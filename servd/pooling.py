@@ -104,7 +104,9 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         return next((name for name in names if name in self.prompts), None)
 
     def probabilities(self, numbers: list[float]) -> list[float]:
-        """Those of the labels, of a head's numbers."""
+        """Those of the labels, of a head's numbers; of a single one the score."""
+        if len(numbers) == 1:
+            return [self.score(numbers)]
         if self.activation == "softmax":
             largest = max(numbers)
             weights = [math.exp(number - largest) for number in numbers]
@@ -120,6 +122,30 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 def is_encoder(spec: ModelSpec) -> bool:
     """Whether tokens see those after them: some classes of these types are decoders."""
     return spec.model_type in ENCODERS and not spec.architecture.endswith(("CausalLM", "HeadModel"))
+
+
+def num_positions(spec: ModelSpec) -> int:
+    """The longest sequence, in tokens, for which the model has positions."""
+    return spec.max_position_embeddings - first_position(spec)
+
+
+def first_position(spec: ModelSpec) -> int:
+    """The first token's: of RoBERTa's kind those up to the id of padding are for padding.
+
+    Raises:
+        UnsupportedModel: config.json does not say what that is.
+    """
+    if spec.model_type not in ("roberta", "xlm-roberta"):
+        return 0
+    padding = spec.config.get("pad_token_id", 1)
+    if not isinstance(padding, int) or not 0 <= padding < spec.max_position_embeddings:
+        raise UnsupportedModel(f"config.json: pad_token_id {padding} gives no positions")
+    return padding + 1
+
+
+def is_encoder_as_decoder(spec: ModelSpec) -> bool:
+    """Whether it is a decoder of an encoder's type, for which servd has no file."""
+    return spec.model_type in ENCODERS and not is_encoder(spec)
 
 
 def read(spec: ModelSpec) -> PoolingSpec:
@@ -201,7 +227,7 @@ def _labels(config: dict[str, Any]) -> dict[str, Any]:
     name = str(path or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
         raise UnsupportedModel(f"config.json: scores by {path} are not supported")
-    is_multiple = count == 1 or problem == "multi_label_classification"
+    is_multiple = problem == "multi_label_classification"
     return {
         "labels": [str(names.get(str(i), f"LABEL_{i}")) for i in range(count)],
         "activation": "identity"
@@ -222,9 +248,7 @@ def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
             f"{folder}/sentence_bert_config.json: do_lower_case is not supported, only a tokenizer "
             "that does it"
         )
-    positions = spec.max_position_embeddings
-    if spec.model_type in ("roberta", "xlm-roberta"):  # the first are for padding
-        positions -= spec.config.get("pad_token_id", 1) + 1
+    positions = num_positions(spec)
     return {
         "max_tokens": min(limits.get("max_seq_length") or positions, positions),
         "prompts": texts.get("prompts") or {},

@@ -17,7 +17,7 @@ from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec
 from servd.lora import parse_module
-from servd.pooling import ENCODERS, is_encoder
+from servd.pooling import is_encoder_as_decoder
 
 log = logging.getLogger("servd.resolve")
 
@@ -244,8 +244,8 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
 
 def _choose_implementation(spec: ModelSpec) -> Decision:
     model_type = spec.model_type
-    is_decoder = model_type in ENCODERS and not is_encoder(spec)  # the file has no such class
-    if model_type.replace("-", "_") in plugins.names("servd.worker.models") and not is_decoder:
+    has_file = model_type.replace("-", "_") in plugins.names("servd.worker.models")
+    if has_file and not is_encoder_as_decoder(spec):
         return Decision("servd", f"servd has a file for {model_type}")
     return Decision("transformers", f"servd has no file for {model_type}")
 
@@ -274,10 +274,9 @@ def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str
     if max_model_len is None:
         max_model_len = files.max_tokens or spec.max_position_embeddings
         decided["max_model_len"] = Decision(max_model_len, "the positions that the model has")
-    elif max_model_len > spec.max_position_embeddings:
+    elif max_model_len > (positions := pooling.num_positions(spec)):
         raise ConfigError(
-            f"--max-model-len {max_model_len}: the model has positions for "
-            f"{spec.max_position_embeddings} tokens"
+            f"--max-model-len {max_model_len}: the model has positions for {positions} tokens"
         )
     if config.model.shorten_max_model_len is None:
         is_free = config.model.max_model_len is None

@@ -11,15 +11,13 @@ import pytest
 
 from servd import pooling
 from servd.errors import InvalidRequest, ModelNotFound, UnsupportedModel
-from servd.hf import FAKE_SPEC
+from servd.hf import FAKE_SPEC, ModelSpec
 from servd.params import PoolingParams
 from servd.pooling import PoolingSpec
 
 
-def read(
-    folder: Path, model_type: str = "bert", architecture: str = "BertModel", **config: Any
-) -> PoolingSpec:
-    spec = msgspec.structs.replace(
+def make_spec(folder: Path, model_type: str, architecture: str, **config: Any) -> ModelSpec:
+    return msgspec.structs.replace(
         FAKE_SPEC,
         folder=str(folder),
         model_type=model_type,
@@ -27,7 +25,12 @@ def read(
         max_position_embeddings=514,
         config=config,
     )
-    return pooling.read(spec)
+
+
+def read(
+    folder: Path, model_type: str = "bert", architecture: str = "BertModel", **config: Any
+) -> PoolingSpec:
+    return pooling.read(make_spec(folder, model_type, architecture, **config))
 
 
 def write(folder: Path, **files: Any) -> None:
@@ -125,6 +128,14 @@ def test_prompts(tmp_path):
     assert names == ["query", "passage", "query", None]
 
 
+def test_positions_of_roberta_begin_after_that_of_padding(tmp_path):
+    spec = make_spec(tmp_path, "roberta", "RobertaModel", pad_token_id=1)
+    assert pooling.num_positions(spec) == spec.max_position_embeddings - 2
+    assert pooling.read(spec).max_tokens == pooling.num_positions(spec)
+    with pytest.raises(UnsupportedModel, match="pad_token_id None"):
+        pooling.read(make_spec(tmp_path, "roberta", "RobertaModel", pad_token_id=None))
+
+
 def test_heads(tmp_path):
     kind = "BertForSequenceClassification"
     files = read(tmp_path, "bert", kind, id2label={"0": "sad", "1": "glad"})
@@ -140,5 +151,5 @@ def test_heads(tmp_path):
     assert read(tmp_path, "bert", kind, **many).probabilities([0.0, 0.0]) == [0.5, 0.5]
     path = {"activation_fn": "torch.nn.modules.linear.Identity"}
     raw = read(tmp_path, "bert", kind, num_labels=1, sentence_transformers=path)
-    assert raw.score([-3.5]) == -3.5
+    assert raw.score([-3.5]) == -3.5 and raw.probabilities([-3.5]) == [-3.5]
     assert read(tmp_path, "qwen3", "Qwen3ForSequenceClassification").pooling == "last"

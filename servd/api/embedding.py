@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from servd.api.admission import until
 from servd.api.context import admit, context_of, offload
-from servd.api.prompt import Pair, Prompt
+from servd.api.prompt import Pair, Prompt, SharedText
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest
 from servd.api.streaming import until_disconnect
@@ -112,12 +112,10 @@ async def compare(
             "/classify",
             param="model",
         )
+    texts = [(SharedText(str(one.content)), one.keep_first) for one in firsts]
     pairs = [
-        Prompt(
-            content=Pair(str(one.content), str(two.content), one.keep_first, two.keep_first),
-            param=two.param,
-        )
-        for one, two in zip(list(firsts) * (len(seconds) // len(firsts)), seconds, strict=True)
+        Prompt(content=Pair(one, str(two.content), keep, two.keep_first), param=two.param)
+        for (one, keep), two in zip(texts * (len(seconds) // len(texts)), seconds, strict=True)
     ]
     vectors = await embed(request, prefix, pairs, CLASSIFY, body.request_options)
     return [pooling.score(unpack_vector(data)) for data in vectors.data], vectors.usage

@@ -256,9 +256,13 @@ class Processor:
                 param=prompt.param,
             )
         limit = options.truncate_prompt_tokens
-        token_ids, start = self.tokenizer.encode_pair(
-            pair.first,
-            pair.second,
+        if limit is None and pair.keep_first is None and pair.keep_second is None:
+            self._check_length(prompt.num_chars, prompt.param)
+        if pair.first.token_ids is None:
+            pair.first.token_ids = self.tokenizer.encode(pair.first.text, False)
+        token_ids, start = self.tokenizer.join_pair(
+            pair.first.token_ids,
+            self.tokenizer.encode(pair.second, False),
             (pair.keep_first, pair.keep_second),
             self.max_model_len if limit == -1 else limit,
         )
@@ -276,20 +280,8 @@ class Processor:
                 param="truncate_prompt_tokens",
             )
         param = prompt.param
-        # Tokenising costs a second per few megabytes: what cannot fit, whatever its tokens, is not
-        # even tried.
-        is_whole = keep is None and prompt.keep_first is None
-        if (
-            is_whole
-            and isinstance(text, str)
-            and len(text) > self.max_model_len * self.tokenizer.longest_token
-        ):
-            raise ContextTooLong(
-                f"This model's maximum context length is {self.max_model_len} tokens, which the "
-                f"{len(text)} characters of the {param} exceed. Please reduce the length of the "
-                f"{param}.",
-                param=param,
-            )
+        if keep is None and prompt.keep_first is None and isinstance(text, str):
+            self._check_length(len(text), param)
         token_ids = self._token_ids(prompt, text)
         self.check_token_ids(token_ids, param)
         if not token_ids:
@@ -299,8 +291,24 @@ class Processor:
             kept = self._beginning(token_ids, prompt.keep_first)
         if keep is not None:
             room = max(self.max_model_len - least, 1)
-            kept = kept[-(room if keep == -1 else keep) :]
+            limit = room if keep == -1 else keep
+            is_encoder = not self.pooling.is_causal  # it was trained on the beginnings of texts
+            kept = self._beginning(kept, limit) if is_encoder else kept[-limit:]
+        if prompt.keep_last is not None:
+            kept = self._end(kept, prompt.keep_last)
         return kept, len(kept) < len(token_ids)
+
+    def _check_length(self, num_chars: int, param: str) -> None:
+        """Tokenising costs a second per few megabytes: what cannot fit, whatever its tokens, is not
+        even tried.
+        """
+        if num_chars > self.max_model_len * self.tokenizer.longest_token:
+            raise ContextTooLong(
+                f"This model's maximum context length is {self.max_model_len} tokens, which the "
+                f"{num_chars} characters of the {param} exceed. Please reduce the length of the "
+                f"{param}.",
+                param=param,
+            )
 
     def _token_ids(self, prompt: Prompt, text: str | list[int]) -> list[int]:
         if not isinstance(text, str):
@@ -315,7 +323,7 @@ class Processor:
         # A chat template writes its own special tokens.
         adds = prompt.add_special_tokens and not isinstance(prompt.content, Chat)
         first, *rest = text.split(SPLIT_HERE)
-        token_ids = self.tokenizer.encoding(first, adds).ids
+        token_ids = self.tokenizer.encode(first, adds)
         for piece in rest:
             token_ids += self.tokenizer.encode(piece, False)
         return token_ids
@@ -328,6 +336,12 @@ class Processor:
         while num_last < limit and token_ids[-1 - num_last] in self.tokenizer.special_ids:
             num_last += 1
         return token_ids[: limit - num_last] + token_ids[len(token_ids) - num_last :]
+
+    def _end(self, token_ids: list[int], limit: int) -> list[int]:
+        """The last tokens, and the first one where an encoder's vector may be that of it."""
+        if len(token_ids) <= limit or self.pooling.is_causal:
+            return token_ids[-limit:]
+        return [token_ids[0], *token_ids[len(token_ids) - limit + 1 :]]
 
     def _complete(
         self,

@@ -36,10 +36,17 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.messages[-1].get("content") or "") if self.continue_final_message else ""
 
 
+class SharedText(msgspec.Struct):
+    """The first text of many pairs, which is tokenised once."""
+
+    text: str
+    token_ids: list[int] | None = None  # once it is
+
+
 class Pair(msgspec.Struct, frozen=True):
     """Two texts that the model scores together; each may be cut off after so many tokens."""
 
-    first: str
+    first: SharedText
     second: str
     keep_first: int | None = None
     keep_second: int | None = None
@@ -54,6 +61,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool = True  # let the tokenizer add e.g. BOS to a text
     suffix: str | None = None  # of a text: what comes after the one that the model is to write
     keep_first: int | None = None  # tokens; cuts the end off
+    keep_last: int | None = None  # tokens; cuts the beginning off
     # What the model's files let a text begin with, by its name there; None: their default.
     prompt_name: str | None = None
 
@@ -61,7 +69,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     def num_chars(self) -> int:
         """About how much there is to render and to tokenise."""
         if isinstance(self.content, Pair):
-            return len(self.content.first) + len(self.content.second)
+            return len(self.content.first.text) + len(self.content.second)
         if not isinstance(self.content, Chat):
             return len(self.content)
         chat = self.content

@@ -119,6 +119,48 @@ class Tokenizer:
         bos = self._backend.token_to_id(self.bos_token) if self.bos_token else None
         return bos is not None and self.encode("")[:1] == [bos]
 
+    def join_pair(
+        self,
+        first: list[int],
+        second: list[int],
+        keep: tuple[int | None, int | None],
+        limit: int | None,
+    ) -> tuple[list[int], int]:
+        """Token ids of two texts with the special tokens around them, and where the second begins;
+        0 if the tokenizer does not tell them apart.
+
+        Args:
+            first: as `encode` makes it without special tokens.
+            second: the same.
+            keep: tokens after which each is cut off.
+            limit: of all tokens; beyond it the longer text is cut off, as `tokenizers` does it.
+        """
+        head, middle, tail, has_types = self._around_pairs
+        first, second = list(first[: keep[0]]), list(second[: keep[1]])
+        if limit is not None:
+            room = max(limit - len(head) - len(middle) - len(tail), 0)
+            shorter = min(len(first), len(second), room)
+            longer = max(shorter, room - shorter)
+            if shorter + longer > room:
+                shorter, longer = room // 2, room - room // 2
+            is_swapped = len(first) > len(second)
+            num_first, num_second = (longer, shorter) if is_swapped else (shorter, longer)
+            first, second = first[:num_first], second[:num_second]
+        start = len(head) + len(first) + len(middle)
+        return [*head, *first, *middle, *second, *tail], start if has_types else 0
+
+    @cached_property
+    def _around_pairs(self) -> tuple[list[int], list[int], list[int], bool]:
+        """Special tokens before, between and after two texts, and whether types tell them apart.
+        (`Encoding.truncate` keeps what it cuts off, and `post_process` joins all of that.)
+        """
+        one, two = (self._backend.encode(text, add_special_tokens=False) for text in "ab")
+        pair = self._backend.post_process(one, pair=two)
+        is_special = pair.special_tokens_mask
+        begin, end = is_special.index(0), len(pair) - is_special[::-1].index(0)
+        middle = slice(begin + len(one), end - len(two))
+        return pair.ids[:begin], pair.ids[middle], pair.ids[end:], 1 in pair.type_ids
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it count as such.
 
@@ -130,40 +172,13 @@ class Tokenizer:
         Raises:
             InvalidRequest: `text` holds half of a surrogate pair, so it is not Unicode text.
         """
-        return self.encoding(text, add_special_tokens).ids
-
-    def encode_pair(
-        self, first: str, second: str, keep: tuple[int | None, int | None], limit: int | None
-    ) -> tuple[list[int], int]:
-        """Token ids of two texts with the special tokens around them, and where the second begins;
-        0 if the tokenizer does not tell them apart.
-
-        Args:
-            first: any string.
-            second: any string.
-            keep: tokens after which each is cut off.
-            limit: of all tokens; beyond it the longer text is cut off.
-        """
-        parts = [self.encoding(text, False) for text in (first, second)]
-        for part, length in zip(parts, keep, strict=True):
-            part.truncate(len(part) if length is None else length)
-        if limit is not None:
-            room = max(limit - self._backend.num_special_tokens_to_add(is_pair=True), 0)
-            parts[1].truncate(max(room - len(parts[0]), room // 2))
-            parts[0].truncate(room - min(len(parts[1]), room))
-        encoding = self._backend.post_process(parts[0], pair=parts[1])
-        types = encoding.type_ids
-        return encoding.ids, types.index(1) if 1 in types else 0
-
-    def encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        """What `encode` takes the ids of, and what can be cut and joined."""
         try:
             if (
                 len(text) > MAX_HELD_CHARS
             ):  # `encode` would hold the interpreter's lock, and with it all other requests
                 encode = self._backend.encode_batch_fast
-                return encode([text], add_special_tokens=add_special_tokens)[0]
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+                return encode([text], add_special_tokens=add_special_tokens)[0].ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             raise InvalidRequest(
                 "the text holds a lone surrogate (U+D800 to U+DFFF): not valid Unicode"

@@ -18,7 +18,7 @@ from torch import Tensor
 from servd import plugins
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.hf import ModelSpec, quantization_of, weight_files
-from servd.pooling import ENCODERS, is_encoder
+from servd.pooling import is_encoder, is_encoder_as_decoder
 from servd.worker.layers._matrix import Form, Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.quantized import Quantized
@@ -81,8 +81,8 @@ def build_model(
         UnsupportedModel: no file for this model_type, or config.json asks for what the file does
             not do.
     """
-    is_decoder = spec.model_type in ENCODERS and not is_encoder(spec)  # the file has no such class
-    is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS) and not is_decoder
+    is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS)
+    is_native = is_native and not is_encoder_as_decoder(spec)
     if implementation == "transformers" or (implementation == "auto" and not is_native):
         from servd.worker.models._transformers import TransformersForCausalLM
 

@@ -379,7 +379,8 @@ class ModelRunner(ABC):
         """
         params, prompt_len = request.params, request.num_prompt_tokens
         is_sampling = isinstance(params, SamplingParams)
-        params.verify(self.spec.vocab_size if is_sampling else self.spec.hidden_size)
+        if isinstance(params, SamplingParams):
+            params.verify(self.spec.vocab_size)
         self.states.add(request)
         for follower in self.followers:
             follower.add(request)

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.processor import MAX_CHARS, Processor
+from servd.api.processor import MAX_CHARS, NO_OPTIONS, Processor
 from servd.api.prompt import Chat, Prompt
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
@@ -15,6 +16,7 @@ from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import FAKE_SPEC, ModelSpec
 from servd.messages import RequestOptions
 from servd.params import INT64_MAX, MAX_LOGPROBS, PoolingParams, SamplingParams
+from servd.pooling import PoolingSpec
 
 
 def make(
@@ -219,3 +221,26 @@ def test_chat():
     refused = Chat(messages=[], chat_template_kwargs={"messages": []})
     with pytest.raises(InvalidRequest):
         processor.process(asked(refused), SamplingParams())
+
+
+def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
+    vocab = {token: i for i, token in enumerate(["[CLS]", "[SEP]", *"abcdef"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[SEP]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    backend.add_special_tokens(["[CLS]", "[SEP]"])
+    processor = make()
+    processor.tokenizer = Tokenizer(backend, {}, "")
+    processor.pooling = PoolingSpec(task="embed", is_causal=False, size=processor.spec.hidden_size)
+
+    def kept(options: RequestOptions = NO_OPTIONS, **fields) -> str:
+        prompt = asked("a b c d e f", **fields)
+        token_ids = processor.process(prompt, PoolingParams(), options).prompt_token_ids
+        return "".join(backend.id_to_token(i) for i in token_ids)
+
+    assert kept() == "[CLS]abcdef[SEP]"
+    assert kept(RequestOptions(truncate_prompt_tokens=4)) == "[CLS]ab[SEP]"
+    assert kept(keep_first=5) == "[CLS]abc[SEP]"
+    assert kept(keep_last=5) == "[CLS]def[SEP]"
+    processor.pooling = PoolingSpec(size=processor.spec.hidden_size)
+    assert kept(RequestOptions(truncate_prompt_tokens=4)) == "def[SEP]"

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from servd import LLM, pooling
-from servd.api.prompt import Pair
+from servd.api.prompt import Pair, SharedText
 from servd.errors import UnsupportedModel
 from servd.hf import read_spec
 from servd.params import PoolingParams
@@ -148,7 +148,7 @@ def test_pairs_are_scored_with_their_token_types(tmp_path: Path):
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     params = PoolingParams(task="classify", normalize=False)
     with closing(LLM(**options_for(folder))) as llm:
-        got = llm.embed([Pair(TEXTS[0], text) for text in TEXTS], params)  # type: ignore[list-item]
+        got = llm.embed([Pair(SharedText(TEXTS[0]), text) for text in TEXTS], params)  # type: ignore[list-item]
     for text, (score,) in zip(TEXTS, got, strict=True):
         found = tokenizer.encode(TEXTS[0], text)
         assert 1 in found.type_ids

@@ -20,7 +20,7 @@ class CohereEmbedRequest(RequestBody):
     texts: Texts
     input_type: str = ""
     """`search_query` and `search_document` choose among the prompts in the model's files, others by
-    their name; without such a prompt there is none."""
+    their name; without such a prompt the default of the files is taken."""
     embedding_types: Annotated[
         list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1, fail_fast=True)
     ] = ["float"]

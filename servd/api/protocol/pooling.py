@@ -26,6 +26,10 @@ class PoolingRequest(VectorRequest):
                 "classes of tokens are not supported: `task` may be embed, token_embed or classify",
                 param="task",
             )
+        if self.task == "classify" and self.pooling is not None:
+            raise InvalidRequest(
+                "`pooling` is not for `task` classify: leave it out", param="pooling"
+            )
         if (
             self.task in ("embed", "token_embed")
             and self.pooling is not None

@@ -38,10 +38,10 @@ async def create_cohere_embeddings(request: Request) -> Response:
     first, last = parts[body.truncate]
     name = context.async_llm.processor.pooling.name_for(body.input_type)
     prompts = [
-        Prompt(content=text, param="texts", keep_first=first, prompt_name=name)
+        Prompt(content=text, param="texts", keep_first=first, keep_last=last, prompt_name=name)
         for text in body.texts
     ]
-    options = RequestOptions(body.priority or 0, truncate_prompt_tokens=last)
+    options = RequestOptions(body.priority or 0)
     params = PoolingParams(dimensions=body.output_dimension)
     with renamed({"dimensions": "output_dimension"}):
         vectors = await embed(request, "embd", prompts, params, options)

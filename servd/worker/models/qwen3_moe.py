@@ -16,7 +16,7 @@ class Qwen3MoeLayer(Qwen3Layer):
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         """See LlamaLayer."""
         config = spec.config
-        is_dense = layer in config.get("mlp_only_layers", ())
+        is_dense = layer in (config.get("mlp_only_layers") or ())
         if is_dense or (layer + 1) % config.get("decoder_sparse_step", 1):
             return super().feed_forward(spec, layer, parallel)
         return SparseMoE(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 
 from servd.hf import ModelSpec
-from servd.pooling import num_labels
+from servd.pooling import first_position, num_labels
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.models.bert import BertModel
 from servd.worker.parallel import Parallel
@@ -18,8 +16,8 @@ class RobertaModel(BertModel):
 
     @staticmethod
     def first_position(spec: ModelSpec) -> int:
-        """That of padding is the token's id."""
-        return spec.config.get("pad_token_id", 1) + 1
+        """After that of padding."""
+        return first_position(spec)
 
 
 class RobertaForMaskedLM(RobertaModel):
@@ -28,8 +26,6 @@ class RobertaForMaskedLM(RobertaModel):
 
 class RobertaForSequenceClassification(RobertaModel):
     """A head of two layers on the first token."""
-
-    ignored: ClassVar[tuple[str, ...]] = ("position_ids",)
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)

@@ -30,7 +30,9 @@ class Reader(readers.Reader):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         device = self.states.token_ids.device
-        self.dense = [Dense.read(folder, device) for folder in pooling.read(self.spec).dense]
+        files = pooling.read(self.spec)
+        self.size = files.size
+        self.dense = [Dense.read(folder, device) for folder in files.dense]
         self.params: dict[int, PoolingParams] = {}  # by slot
         self.sums: dict[int, Tensor] = {}  # by slot: [hidden] float32
         self.firsts: dict[int, Tensor] = {}  # by slot: the first token's [hidden]
@@ -42,6 +44,8 @@ class Reader(readers.Reader):
         """A request enters its slot."""
         if not isinstance(request.params, PoolingParams):
             return
+        is_all = request.params.pooling == "all"
+        request.params.verify(self.spec.hidden_size if is_all else self.size)
         self.params[request.slot] = request.params
         if (start := request.params.second_text) > 0:
             second = self.states.token_ids[request.slot, start : len(request.token_ids)]
