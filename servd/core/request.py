@@ -88,6 +88,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # by full block of known tokens
     num_registered_blocks: int = 0  # the first of block_ids, known to the prefix cache
+    num_adopted_blocks: int = 0  # the first of them, which others had computed
     marks: list[Mark] = field(default_factory=list)  # not yet sent to the client
     # Those of the tokens from the second on.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

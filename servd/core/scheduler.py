@@ -397,13 +397,10 @@ class Scheduler:
         for i, (request, scheduled, token_ids) in enumerate(
             zip(step.requests, step.scheduled, result.sampled_token_ids, strict=True)
         ):
+            if i in result.errors:
+                self._fail(step, i, result.errors[i])
             # A finished request's token was sampled by a step launched before its end was known.
             if request.status is RequestStatus.FINISHED:
-                continue
-            if i in result.errors:
-                self.kv_cache.forget(request)
-                self._finish(request)
-                self._put_error(request, request.marks, result.errors[i], record.step)
                 continue
             if request.reads_prompt:
                 request.read(result, i)
@@ -451,6 +448,26 @@ class Scheduler:
         return report
 
     # ---- the end of a request ----
+
+    def _fail(self, step: Step, index: int, error: str) -> None:
+        """End a request that failed in a step. If that was its first, all that it computed is
+        wrong, and whoever builds on it fails, too.
+        """
+        request, failed = step.requests[index], [step.requests[index]]
+        if any(new.slot == step.scheduled[index].slot for new in step.new_requests):
+            blocks = self.kv_cache.computed_by(request)
+            failed += [
+                each
+                for each in self.running
+                if each is not request and not blocks.isdisjoint(each.block_ids)
+            ]
+            for each in failed:
+                self.kv_cache.pool.forget(self.kv_cache.computed_by(each))
+        for each in failed:
+            if each.status is not RequestStatus.FINISHED:
+                self.kv_cache.forget(each)
+                self._finish(each)
+                self._put_error(each, each.marks, error, step.record.step)
 
     def _finish(self, request: Request) -> None:
         """Forget a request and free what it holds, wherever it is."""

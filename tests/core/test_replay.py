@@ -141,3 +141,29 @@ def test_what_a_failed_request_computed_is_not_found_in_the_prefix_cache():
     for first, again in (("x", prompt), ("y", [*range(50, 62)])):
         log = generate(engine, make_request(first, again))
         assert log.outputs[first][0].num_cached_tokens == (0 if again is prompt else 8)
+
+
+class UnreadableExecutor(AuditedExecutor):
+    """Its first request cannot enter."""
+
+    def _sample(self, scheduled, bitmask):
+        output = super()._sample(scheduled, bitmask)
+        output.errors = {0: "unreadable"} if scheduled is self.steps[0] else {}
+        return output
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_nobody_reads_what_a_request_computed_that_could_not_enter(is_aborted):
+    engine = make_engine(depth=2, executor_class=UnreadableExecutor)
+    log, prompt = Log(), [*range(12)]
+    engine.handle(make_request("bad", prompt))
+    log.step(engine)
+    engine.handle(make_request("joined", [*prompt, 50, 51, 52, 53, 54]))
+    if is_aborted:
+        engine.handle(AbortRequests(["bad"]))
+    log.run(engine)
+    for request_id in ("joined",) if is_aborted else ("bad", "joined"):
+        assert log.outputs[request_id][-1].error == "unreadable"
+        assert not log.token_ids(request_id)
+    later = generate(engine, make_request("later", [*prompt, 50, 51, 52, 53, 54]))
+    assert later.outputs["later"][0].num_cached_tokens == 0

@@ -82,11 +82,14 @@ class BlockPool:
         return self._block_of_hash.get(block_hash)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Nobody is to find these owned blocks any more."""
+        """Nobody is to find these blocks any more."""
         for block in blocks:
             if (block_hash := self.hashes[block]) is not None:
                 del self._block_of_hash[block_hash]
                 self.hashes[block] = None
+                if self.ref_counts[block] == 0:
+                    del self._cached[block]
+                    self._blank.append(block)
 
     def forget_cached(self) -> None:
         """Make all cached blocks blank; owned blocks keep their content."""

@@ -66,7 +66,7 @@ class KVCacheManager:
         assert not request.block_ids
         self.pool.share(cached)
         request.block_ids = cached.copy()
-        request.num_registered_blocks = len(cached)
+        request.num_registered_blocks = request.num_adopted_blocks = len(cached)
         request.num_computed_tokens = len(cached) * self.block_size
 
     def evicted_at_ns(self, request: Request) -> int:
@@ -98,8 +98,14 @@ class KVCacheManager:
             self.pool.register(request.block_ids[i], request.block_hashes[i])
         request.num_registered_blocks = num_full
 
+    def computed_by(self, request: Request) -> set[int]:
+        """The blocks that a request filled itself, even if it gave them back since."""
+        first = request.num_adopted_blocks
+        blocks = request.block_ids[first:] or map(self.pool.find, request.block_hashes[first:])
+        return {each for each in blocks if each is not None}
+
     def forget(self, request: Request) -> None:
-        """Share no more of what a request computed, which may be wrong."""
+        """Share no more of what only this request has, which may be wrong."""
         self.pool.forget(each for each in request.block_ids if self.pool.ref_counts[each] == 1)
         request.num_registered_blocks = len(request.block_ids)
 
