@@ -23,7 +23,7 @@ from servd.worker.layers._matrix import Form, Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Weight
-from servd.worker.ops import native
+from servd.worker.ops import native, packed
 from servd.worker.parallel import Parallel
 from servd.worker.staging import Staging
 
@@ -309,7 +309,7 @@ def form_maker(dtype: torch.dtype, quantization: str | None, folder: str) -> Mak
 def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:
     if weight.device.type != "cpu" or native.library() is None:
         return None
-    return native.PackedMatrix(
+    return packed.PackedMatrix(
         weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.layers.weight import Copy, Weight
-from servd.worker.ops import native
+from servd.worker.ops import native, packed
 
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -141,8 +141,8 @@ class Matrix(Weight):
                 forms.append(make(dense) or Dense(dense.clone()))
         if len(forms) == 1:
             return forms[0]
-        packed = [form for form in forms if isinstance(form, native.Packed)]
-        return native.Stacked(packed) if len(packed) == len(forms) else Stacked(forms, rows)
+        parts = [form for form in forms if isinstance(form, packed.Packed)]
+        return packed.Stacked(parts) if len(parts) == len(forms) else Stacked(forms, rows)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[n, in] -> x @ self.T + bias, [n, out]."""
@@ -158,5 +158,5 @@ def form_of(quantized: Quantized, dtype: torch.dtype) -> Form:
     in.
     """
     if quantized.codes.device.type == "cpu" and native.library() is not None:
-        return native.GroupedMatrix(quantized)
+        return packed.GroupedMatrix(quantized)
     return QuantizedMatrix(quantized, dtype)

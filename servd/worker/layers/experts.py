@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from servd.worker.layers._matrix import Form, Matrix
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from servd.worker.ops import native
+from servd.worker.ops import native, packed
 from servd.worker.parallel import Parallel
 
 
@@ -45,9 +45,9 @@ class OneByOne:
 def grouped_form(matrices: Sequence[Matrix]) -> GroupedForm:
     """The fastest for these, which have been loaded."""
     forms = [matrix.form for matrix in matrices]
-    kinds = {native.ExpertMatrices.kind(form) for form in forms}
+    kinds = {packed.ExpertMatrices.kind(form) for form in forms}
     if len(kinds) == 1 and None not in kinds:
-        return native.ExpertMatrices(forms)  # pyright: ignore[reportArgumentType]
+        return packed.ExpertMatrices(forms)  # pyright: ignore[reportArgumentType]
     if matrices[0].is_cuda and not any(forms) and find_spec("triton"):
         from servd.worker.ops.triton.experts import ExpertMatrices
 
@@ -61,7 +61,7 @@ class RouterMatrix(Matrix):
     def reform(self, make: Callable[[Tensor], Form | None]) -> None:
         """See `Matrix`."""
         is_native = self.device.type == "cpu" and native.library() is not None
-        super().reform(native.PackedMatrix if is_native else lambda _: None)
+        super().reform(packed.PackedMatrix if is_native else lambda _: None)
 
 
 class Router(nn.Module):

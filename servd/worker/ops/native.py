@@ -7,20 +7,17 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Sequence
 from ctypes import c_char, c_char_p, c_int, c_int64
 from functools import cache
 from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from servd.errors import ConfigError
-from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import reference
 from servd.worker.ops.reference import Routing
 
@@ -311,177 +308,3 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
         "add_low_rank", TYPES[a.dtype], x.contiguous(), *x.shape, a, a.shape[2], b, b.shape[1],
         factors.ranks, factors.part_ends, *factors.ranks.shape, places, out, out.shape[1],
     )  # fmt: skip
-
-
-# ---- matrices ----
-
-
-class Packed:
-    """A weight matrix [out, in] in the order in which products read it. Rows are padded to whole
-    panels.
-    """
-
-    nbytes: int
-
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """float32 [n, in] -> [n, out]."""
-        out = torch.empty(x.shape[0], self.shape[0])
-        self.multiply_into(out, x, bias)
-        return out
-
-    def multiply_into(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        """float32 [n, in] -> out [n, out], which may be columns of a wider tensor."""
-        fits = x.dtype == torch.float32 and x.shape[1] == self.shape[1]
-        assert fits, (x.dtype, x.shape, self.shape)
-        self._multiply(out, x.contiguous(), bias)
-
-    def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        raise NotImplementedError
-
-    def rows(self, index: Tensor) -> Tensor:
-        """int64 [n] -> float32 [n, in]."""
-        raise NotImplementedError
-
-
-class PackedMatrix(Packed):
-    """
-    Args:
-        weight: [out, in] of any strides, float32, bfloat16, float16 or int8.
-        scale: float32 [out]: factor on each row, for int8.
-    """
-
-    def __init__(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        super().__init__(weight.shape)
-        self.type = TYPES[weight.dtype]
-        self.scale = scale
-        self.packed = _pack(weight)
-        self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
-
-    def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        size = out.stride(0), out.shape[1]
-        call("matmul", self.type, x, *x.shape, self.packed, self.scale, bias, out, *size)
-
-    def rows(self, index: Tensor) -> Tensor:
-        """See `Packed`."""
-        index = index.contiguous()
-        out = torch.empty(len(index), self.shape[1])
-        call("gather_rows", self.type, self.packed, self.scale, *self.shape, index, len(index), out)
-        return out
-
-
-class GroupedMatrix(Packed):
-    """With a scale, and perhaps an offset, for each group of a row's numbers."""
-
-    def __init__(self, quantized: Quantized) -> None:
-        super().__init__(quantized.shape)
-        table, scale, offset = quantized.table, quantized.scale, quantized.offset
-        self.type, self.scale_type = TYPES[quantized.codes.dtype], TYPES[scale.dtype]
-        self.group_size = quantized.group_size
-        self.table = None if table is None else torch.tensor(table)
-        self.packed, self.scale = _pack(quantized.codes), _pack(scale)
-        self.offset = None if offset is None else _pack(offset)
-        self.columns = quantized.columns
-        kept = (self.packed, self.scale, self.offset, self.table, self.columns)
-        self.nbytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
-
-    def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        if self.columns is not None:
-            x = _take_columns(x, self.columns)
-        call(
-            "matmul_grouped", self.type, x, *x.shape, self.packed, self.table, self.scale_type,
-            self.scale, self.offset, self.group_size, bias, out, out.stride(0), out.shape[1],
-        )  # fmt: skip
-
-    def rows(self, index: Tensor) -> Tensor:
-        """See `Packed`."""
-        index = index.contiguous()
-        out = torch.empty(len(index), self.shape[1])
-        call(
-            "gather_grouped", self.type, self.packed, self.table, self.scale_type, self.scale,
-            self.offset, self.group_size, *self.shape, index, len(index), out,
-        )  # fmt: skip
-        return out if self.columns is None else out[:, self.columns.argsort()]
-
-
-def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """x[:, columns] in calls of the library, so that a program can have them."""
-    out, size = torch.empty(x.shape), len(columns)
-    for row, to in zip(x, out, strict=True):
-        call("embed", row, size, 1, columns, size, to)
-    return out
-
-
-class Stacked(Packed):
-    """Matrices of several types, one below the other. It has no `rows`: tables are of one type."""
-
-    def __init__(self, matrices: Sequence[Packed]) -> None:
-        super().__init__(torch.Size((sum(m.shape[0] for m in matrices), matrices[0].shape[1])))
-        self.matrices = matrices
-        self.nbytes = sum(matrix.nbytes for matrix in matrices)
-
-    def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        start = 0
-        for matrix in self.matrices:
-            part = slice(start, start := start + matrix.shape[0])
-            matrix.multiply_into(out[:, part], x, None if bias is None else bias[part])
-
-
-class ExpertMatrices:
-    """Matrices of one shape and type, of which each multiplies rows of its own, in one call."""
-
-    def __init__(self, matrices: Sequence[PackedMatrix] | Sequence[GroupedMatrix]) -> None:
-        self.matrices = matrices  # which the tables point to
-        first = matrices[0]
-        self.out_features, self.type = first.shape[0], first.type
-        self.packed = _addresses([matrix.packed for matrix in matrices])
-        self.scales = _addresses([matrix.scale for matrix in matrices])
-        self.offsets: Tensor | None = None
-        if isinstance(first, GroupedMatrix):
-            self.offsets = _addresses([m.offset for m in matrices if isinstance(m, GroupedMatrix)])
-
-    @staticmethod
-    def kind(matrix: object) -> tuple[object, ...] | None:
-        """What all of the matrices have in common; None: they cannot be these."""
-        if isinstance(matrix, PackedMatrix):
-            return matrix.type, matrix.scale is None
-        if isinstance(matrix, GroupedMatrix) and matrix.columns is None:
-            table = None if matrix.table is None else tuple(matrix.table.tolist())
-            return matrix.type, matrix.scale_type, matrix.offset is None, matrix.group_size, table
-        return None
-
-    def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        """See `GroupedForm`."""
-        x, first = x.contiguous(), self.matrices[0]
-        num_rows = len(x) if index is None else len(index)
-        out = torch.empty(num_rows, self.out_features)
-        given = (self.type, x, *x.shape, index, starts, len(self.matrices), self.packed)
-        if isinstance(first, GroupedMatrix):
-            call(
-                "matmul_experts_grouped", *given, first.table, first.scale_type, self.scales,
-                self.offsets, first.group_size, out, *out.shape,
-            )  # fmt: skip
-        else:
-            call("matmul_experts", *given, self.scales, out, *out.shape)
-        return out
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """int64 [n]; None of tensors that are None."""
-    addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-    # Not by torch: the first step that needs them may be one that is recorded.
-    return torch.from_numpy(np.array(addresses, dtype=np.int64)) if addresses else None
-
-
-def _pack(weight: Tensor) -> Tensor:
-    """[out, in] in panels of rows; two codes of 4 bits in a byte."""
-    num_rows, size = weight.shape
-    panel_size = loaded_library().panel_size
-    num_values = -(-num_rows // panel_size) * panel_size * size
-    if weight.dtype == torch.uint8:
-        num_values, weight = num_values // 2, weight.contiguous()
-    packed = torch.empty(num_values, dtype=weight.dtype)
-    call("pack", TYPES[weight.dtype], weight, *weight.stride(), num_rows, size, packed)
-    return packed

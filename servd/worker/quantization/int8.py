@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from servd.worker.layers._matrix import Form
-from servd.worker.ops import native
+from servd.worker.ops import native, packed
 
 MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one of floats
 
@@ -18,7 +18,7 @@ def quantize(weight: Tensor) -> Form:
     scale = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
     rounded = (wide / scale.unsqueeze(1)).round_().to(torch.int8)
     if weight.device.type == "cpu" and native.library() is not None:
-        return native.PackedMatrix(rounded, scale)
+        return packed.PackedMatrix(rounded, scale)
     return Int8Matrix(rounded, scale.to(weight.dtype))
 
 

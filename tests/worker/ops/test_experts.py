@@ -13,8 +13,8 @@ from torch import Tensor
 
 from servd.worker.layers._matrix import Form
 from servd.worker.layers.experts import OneByOne
-from servd.worker.ops import native
-from servd.worker.ops.native import PackedMatrix
+from servd.worker.ops import native, packed
+from servd.worker.ops.packed import PackedMatrix
 from servd.worker.quantization import int4, int8
 from tests.worker.cpu_kernels import forced
 
@@ -50,7 +50,7 @@ def test_each_expert_multiplies_its_own_rows(form: str):
     index = (torch.arange(sum(counts)) * 7 % 40).int()
     for rows in (index, None):
         given = x if rows is not None else x[index]
-        got = native.ExpertMatrices(matrices).multiply(given, rows, starts)  # type: ignore[arg-type]
+        got = packed.ExpertMatrices(matrices).multiply(given, rows, starts)  # type: ignore[arg-type]
         parts = x[index].split(counts)
         for part, alone, matrix in zip(got.split(counts), parts, matrices, strict=True):
             assert torch.equal(part, matrix.multiply(alone, None))
@@ -58,15 +58,15 @@ def test_each_expert_multiplies_its_own_rows(form: str):
 
 def test_kinds_differ_by_what_a_call_has_once():
     weight = random(8, 64)
-    kinds = {native.ExpertMatrices.kind(make(weight)) for make in FORMS.values()}
+    kinds = {packed.ExpertMatrices.kind(make(weight)) for make in FORMS.values()}
     assert len(kinds) == len(FORMS)
-    assert native.ExpertMatrices.kind(None) is None
+    assert packed.ExpertMatrices.kind(None) is None
 
 
 @pytest.mark.usefixtures("kernels")
 def test_rows_outside_of_x_are_refused():
     matrices = [PackedMatrix(random(8, 16)) for _ in range(2)]
-    experts, x = native.ExpertMatrices(matrices), random(3, 16)
+    experts, x = packed.ExpertMatrices(matrices), random(3, 16)
     with pytest.raises(IndexError, match=r"index\[1\] is 3"):
         experts.multiply(x, torch.tensor([0, 3], dtype=torch.int32), bounds(1, 1))
     with pytest.raises(IndexError, match=r"starts\[2\] is 5"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
-from servd.worker.ops import native
-from servd.worker.ops.native import GroupedMatrix
+from servd.worker.ops import native, packed
+from servd.worker.ops.packed import GroupedMatrix
 from tests.worker.cpu_kernels import forced
 
 UNEVEN = (-8.0, 0.5, 1.5, 7.0, -127.0, 3.25, 1e-3, 40.0, 2, 4, 6, 8, 10, 12, 14, 113)
@@ -88,7 +88,7 @@ def test_parts_of_several_types_are_one_matrix():
     forms = [GroupedMatrix(part) for part in parts]
     x, bias = inputs(20, 64), torch.arange(80.0)
     expected = torch.cat([form.multiply(x, None) for form in forms], dim=1) + bias
-    torch.testing.assert_close(native.Stacked(forms).multiply(x, bias), expected)
+    torch.testing.assert_close(packed.Stacked(forms).multiply(x, bias), expected)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -20,7 +20,7 @@ import torch
 
 from servd.errors import ConfigError
 from servd.worker.ops import native
-from servd.worker.ops.native import PackedMatrix
+from servd.worker.ops.packed import PackedMatrix
 from servd.worker.sample.ops import native as sampling
 from servd.worker.sample.shift import Penalized, Shift
 from tests.worker.cpu_kernels import forced
