@@ -13,11 +13,12 @@ import math
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -79,8 +80,10 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 Shape = tuple[int, int]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+REPEATS, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")  # in a pattern
 LAYER = re.compile(r"\w+\.\d+\..+")
-MAX_HEADER = 100_000_000  # bytes, as the format says
+MAX_CONFIG, MAX_HEADER = 1 << 20, 1 << 24  # bytes
+MAX_NAME, MAX_PATTERNS = 256, 256  # characters of a tensor's name; patterns of ranks or alphas
 FLOATS = ("F32", "BF16", "F16")
 # Keys of adapter_config.json that change what an adapter computes. Where one is set, it is not the
 # plain sum that servd adds.
@@ -127,7 +130,9 @@ class AdapterFiles:
         self.shapes: dict[str, Shape] = {}  # of tensors, by name
         try:
             self._read_modules()
-        except (re.error, ArithmeticError, KeyError, TypeError, ValueError) as error:
+        except (
+            re.error, ArithmeticError, AttributeError, KeyError, TypeError, ValueError
+        ) as error:  # fmt: skip
             raise self._error(f"{CONFIG} or {TENSORS} holds nonsense: {error!r}") from None
 
     @property
@@ -138,8 +143,8 @@ class AdapterFiles:
     def _read_modules(self) -> None:
         pairs: dict[str, dict[str, str]] = {}
         for tensor, about in self._read_header().items():
-            if (found := TENSOR.fullmatch(tensor)) is None:
-                raise self._error(f"tensor {tensor} is not of a linear layer: {REMEDY}")
+            if len(tensor) > MAX_NAME or (found := TENSOR.fullmatch(tensor)) is None:
+                raise self._error(f"tensor {tensor[:80]} is not of a linear layer: {REMEDY}")
             pairs.setdefault(found[1], {})[found[2]] = tensor
             shape = about["shape"]
             if about["dtype"] not in FLOATS or len(shape) != 2 or min(shape) < 1:
@@ -150,6 +155,8 @@ class AdapterFiles:
                 raise self._error(f"{module} has lora_{[*names][0]} and not the other half")
             if (layer := layer_of(module)) is None:
                 raise self._error(f"{module} is not part of a layer: leave it out of the targets")
+            if layer in self.modules:
+                raise self._error(f"two modules are called {layer}")
             a, b = names["A"], names["B"]
             rank, expected = self.shapes[a][0], self._of(module, "rank_pattern", "r")
             if rank != self.shapes[b][1] or rank != expected:
@@ -186,11 +193,13 @@ class AdapterFiles:
         return ConfigError(f"the adapter {self.shown}: {why}")
 
     def _read_config(self) -> dict[str, Any]:
+        if (size := self._size(CONFIG)) > MAX_CONFIG:
+            raise self._error(f"{CONFIG} has {size} bytes, at most {MAX_CONFIG} are read")
         try:
             config = msgspec.json.decode((self.folder / CONFIG).read_bytes(), type=dict[str, Any])
         except OSError as error:
             raise self._error(f"{CONFIG}: {error.strerror}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._error(f"{CONFIG}: {error}") from None
         if (kind := config.get("peft_type", "LORA")) != "LORA":
             raise self._error(f"it is of type {kind}, only LORA is supported")
@@ -208,30 +217,51 @@ class AdapterFiles:
         path = self.folder / TENSORS
         if not path.exists() and (self.folder / "adapter_model.bin").exists():
             raise self._error("adapter_model.bin can run any code: save it as safetensors")
+        file_size = self._size(TENSORS)
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
-                if size > min(MAX_HEADER, path.stat().st_size):
+                if size > min(MAX_HEADER, file_size):
                     raise self._error(f"{TENSORS} is cut off, or is another kind of file")
                 header = msgspec.json.decode(file.read(size), type=dict[str, dict[str, Any]])
         except OSError as error:
             raise self._error(f"{TENSORS}: {error.strerror}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise self._error(f"{TENSORS} is not a safetensors file") from None
         header.pop("__metadata__", None)
         end = max((about.get("data_offsets", [0, 0])[1] for about in header.values()), default=0)
-        if 8 + size + end != path.stat().st_size:
+        if 8 + size + end != file_size:
             raise self._error(f"{TENSORS} is cut off, or is another kind of file")
         return header
+
+    def _size(self, name: str) -> int:
+        """Bytes of a file; what is none (a pipe, say) could be waited for for ever."""
+        try:
+            status = (self.folder / name).stat()
+        except OSError as error:
+            raise self._error(f"{name}: {error.strerror}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise self._error(f"{name} is no file")
+        return status.st_size
 
     def _of(self, module: str, pattern: str, key: str) -> float:
         """A number for a module: of the first pattern that its name ends with, or the general
         one.
         """
-        for ending, value in (self.config.get(pattern) or {}).items():
+        patterns: dict[str, float] = self.config.get(pattern) or {}
+        if len(patterns) > MAX_PATTERNS:
+            raise self._error(f"{pattern} has {len(patterns)} entries, at most {MAX_PATTERNS}")
+        for ending, value in patterns.items():
+            is_short = len(ending) <= MAX_NAME and len(REPEATS.findall(ending)) <= 2
+            if not is_short or REPEATED_GROUP.search(ending):
+                # It could take any time, and hold up all threads meanwhile.
+                raise self._error(
+                    f"{pattern} {ending[:80]!r} repeats more than two parts or groups"
+                )
             if re.fullmatch(rf"(.*\.)?({ending})", module):
                 return value
-        return self.config.get(key) or 8  # PEFT's default, of r and lora_alpha
+        value = self.config.get(key)
+        return 8 if value is None else value  # PEFT's default, of r and lora_alpha
 
     def _scale(self, module: str, rank: int) -> float:
         alpha = self._of(module, "alpha_pattern", "lora_alpha")
@@ -288,14 +318,32 @@ class AdapterStore:
             self._named, self._seen = {each.name: each for each in adapters}, seen
         return self._named
 
-    def load(self, name: str, source: str, max_rank: int, layers: Mapping[str, Shape]) -> Adapter:
+    def clear(self) -> None:
+        """Forget the adapters of a server that has ended."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def load(
+        self,
+        name: str,
+        source: str,
+        max_rank: int,
+        layers: Mapping[str, Shape],
+        if_taken: Literal["replace", "keep", "refuse"] = "replace",
+    ) -> Adapter:
         """Copy an adapter and give it a name, which may be another's until then.
 
         Raises:
-            ConfigError: see `AdapterFiles`.
+            ConfigError: see `AdapterFiles`; the name is taken; or there is no room for the copy.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._locked():
+            if if_taken != "replace" and (taken := self.named().get(name)) is not None:
+                if if_taken == "keep":
+                    return taken
+                raise ConfigError(
+                    f"the adapter {name!r} is loaded already: set load_inplace to replace it"
+                )
+            AdapterFiles(source).check(max_rank, layers)  # or any size would be copied
             copy = self.folder / f"loading-{os.getpid()}"
             try:
                 digest = self._copy(Path(source), copy)
@@ -303,6 +351,8 @@ class AdapterStore:
                 folder = self.folder / digest
                 if not folder.exists():
                     copy.rename(folder)
+            except OSError as error:
+                raise ConfigError(f"the adapter {source} cannot be copied: {error}") from None
             finally:
                 shutil.rmtree(copy, ignore_errors=True)
             os.utime(folder)
@@ -326,8 +376,6 @@ class AdapterStore:
         copy.mkdir(mode=0o700)
         digest = hashlib.sha256()
         for name in (CONFIG, TENSORS):
-            if not (source / name).is_file():
-                AdapterFiles(source)  # says what is missing
             with (source / name).open("rb") as file, (copy / name).open("wb") as to:
                 while piece := file.read(PIECE):
                     digest.update(piece)
@@ -336,6 +384,7 @@ class AdapterStore:
         return digest.hexdigest()
 
     def _write(self, named: Mapping[str, Adapter]) -> None:
+        self._touch(self._named.values())  # what is replaced is kept from now on
         new = self._table.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(list(named.values())))
         now = time.time_ns()
@@ -346,8 +395,11 @@ class AdapterStore:
             if folder.is_dir() and folder.name not in used:
                 if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
                     shutil.rmtree(folder, ignore_errors=True)
-        for digest in used:
-            os.utime(self.folder / digest)  # replaced later, it is kept from then on
+
+    def _touch(self, adapters: Iterable[Adapter]) -> None:
+        for adapter in adapters:
+            with suppress(FileNotFoundError):
+                os.utime(adapter.folder)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

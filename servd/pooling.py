@@ -26,7 +26,8 @@ REMEDIES = {
     "generate": "it writes text: ask it by /v1/chat/completions, for a class with "
     '`structured_outputs`: {"choice": [...]}, or compare embeddings by /score',
     "embed": "it makes embeddings: use /v1/embeddings, /v2/embed, /score, /rerank or /pooling",
-    "classify": "it has a classification head: use /classify, /score or /rerank",
+    "classify": "it has a classification head: use /classify, or with a single number /score or "
+    "/rerank",
 }
 # Names that files give to the prompts for these.
 PURPOSES = {

@@ -105,9 +105,8 @@ class ProcessTree:
         Raises:
             ConfigError: an adapter of --lora-modules cannot be served.
         """
-        store = AdapterStore.beside(self.ipc_dir)
-        for entry in self.config.lora.lora_modules:
-            store.load(*parse_module(entry), self.config.lora.max_lora_rank, {})
+        if not self.config.server.attach:
+            self.config = self.config.replace(lora_modules=self.copy_adapters())
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
                 signal.signal(signum, self.on_signal)
@@ -123,6 +122,15 @@ class ProcessTree:
             ]
         if self.incarnations is not None:
             self.incarnations.start(self.started_at)
+
+    def copy_adapters(self) -> list[str]:
+        """--lora-modules, of copies that stay what they are when the engine is started again."""
+        store, lora = AdapterStore.beside(self.ipc_dir), self.config.lora
+        store.clear()
+        loaded = [
+            store.load(*parse_module(entry), lora.max_lora_rank, {}) for entry in lora.lora_modules
+        ]
+        return [f"{adapter.name}={adapter.folder}" for adapter in loaded]
 
     def start_api_server(self, name: str, waits: bool) -> Child:
         """One of them; the kernel hands each connection of their shared socket to one.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from servd.errors import ConfigError
-from servd.lora import AdapterFiles, AdapterStore, parse_module
+from servd.lora import CONFIG, TENSORS, AdapterFiles, AdapterStore, parse_module
 from tests.adapters import Q_PROJ, write_adapter
 
 LAYER = "layers.0.self_attn.q_proj"
@@ -49,6 +49,11 @@ def test_factors_follow_patterns(tmp_path: Path, config, scale: float):
         ({"r": 8}, "says rank 8"),
         ({"rank_pattern": {"(": 3}}, "nonsense"),
         ({"lora_alpha": "much"}, "nonsense"),
+        ({"rank_pattern": [1]}, "nonsense"),
+        ({"rank_pattern": {r"(\w+\.?)+X": 4}}, "repeats more than"),
+        ({"alpha_pattern": {".*a.*b.*": 4}}, "repeats more than"),
+        ({"alpha_pattern": {str(i): 4 for i in range(1000)}}, "has 1000 entries"),
+        ({"more": "x" * (1 << 20)}, "at most 1048576 are read"),
     ],
     ids=str,
 )
@@ -64,6 +69,15 @@ def test_what_is_not_a_plain_sum_is_refused_by_name(tmp_path: Path, config, word
         ({f"{Q_PROJ}.lora_A.weight": (4, 8)}, "not the other half"),
         ({f"{Q_PROJ}.lora_embedding_A": (4, 8)}, "not of a linear layer"),
         ({f"{Q_PROJ}.lora_magnitude_vector": (4, 8)}, "not of a linear layer"),
+        ({f"base_model.model.{'a' * 300_000}.lora_A.weight": (4, 8)}, "not of a linear layer"),
+        (
+            {
+                f"{tower}.layers.0.q.lora_{half}.weight": (4, 4)
+                for tower in ("text", "vision")
+                for half in "AB"
+            },
+            "two modules are called layers.0.q",
+        ),
         (
             {
                 "base_model.model.lm_head.lora_A.weight": (4, 8),
@@ -115,6 +129,44 @@ def test_a_replaced_adapter_keeps_its_files_for_those_who_have_it(tmp_path: Path
     assert Path(before.folder, "adapter_model.safetensors").read_bytes() == bytes_before
     again = store.load("b", str(write_adapter(source, seed=1)), 16, {})
     assert (again.digest, again.folder) == (before.digest, before.folder)
+
+
+def test_a_name_that_is_taken_is_kept_refused_or_given_to_another(tmp_path: Path):
+    store = AdapterStore(tmp_path / "store")
+    folders = [str(write_adapter(tmp_path / str(seed), seed=seed)) for seed in range(2)]
+    first = store.load("a", folders[0], 16, {}, "refuse")
+    assert store.load("a", folders[1], 16, {}, "keep") == first
+    with pytest.raises(ConfigError, match="load_inplace"):
+        store.load("a", folders[1], 16, {}, "refuse")
+    assert store.load("a", folders[1], 16, {}).digest != first.digest
+
+
+@pytest.mark.parametrize("name", [CONFIG, TENSORS])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str):
+    write_adapter(tmp_path / "a")
+    (tmp_path / "a" / name).unlink()
+    os.mkfifo(tmp_path / "a" / name)
+    with pytest.raises(ConfigError, match="is no file"):
+        AdapterStore(tmp_path / "store").load("a", str(tmp_path / "a"), 16, {})
+
+
+@pytest.mark.parametrize("name", [CONFIG, TENSORS])
+def test_json_that_is_too_deep_is_refused(tmp_path: Path, name: str):
+    write_adapter(tmp_path)
+    deep = b'{"a":' + b"[" * 200_000
+    (tmp_path / name).write_bytes(
+        deep if name == CONFIG else len(deep).to_bytes(8, "little") + deep
+    )
+    with pytest.raises(ConfigError, match=name):
+        AdapterFiles(tmp_path)
+
+
+def test_what_was_loaded_long_ago_stays_for_an_hour_after_it_was_replaced(tmp_path: Path):
+    store = AdapterStore(tmp_path / "store")
+    old = store.load("a", str(write_adapter(tmp_path / "a", seed=1)), 16, {})
+    os.utime(old.folder, (0, 0))
+    store.load("a", str(write_adapter(tmp_path / "a", seed=2)), 16, {})
+    assert Path(old.folder).exists()
 
 
 def test_files_of_unloaded_adapters_are_removed_in_time(tmp_path: Path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from servd.api.async_llm import AsyncLLM
 from servd.errors import ConfigError, Forbidden, InvalidRequest, Unavailable
@@ -29,6 +31,7 @@ class Adapters:
         self.config = config
         self.async_llm = async_llm
         self.store = store
+        self.loading = ThreadPoolExecutor(1, "adapters")  # others wait for no lock of the store
         self.folder = None if config.lora_dir is None else Path(config.lora_dir).resolve()
 
     async def find(self, name: str) -> Adapter | None:
@@ -44,7 +47,7 @@ class Adapters:
         at = self.folder / name
         if not await asyncio.to_thread(lambda: self._is_inside(at) and (at / CONFIG).is_file()):
             return None
-        return await self.load(name, str(at), in_place=True)
+        return await self._load(name, at, "keep")
 
     def listed(self) -> list[Adapter]:
         """Those that are loaded, and those in --lora-dir that a request may name."""
@@ -76,11 +79,6 @@ class Adapters:
             )
         if name in self.async_llm.config.model.served_model_name:
             raise InvalidRequest(f"{name!r} is the name of the model itself", param="lora_name")
-        if not in_place and name in self.store.named():
-            raise InvalidRequest(
-                f"the adapter {name!r} is loaded already: set load_inplace to replace it",
-                param="lora_name",
-            )
         if self.folder is None:
             raise Forbidden(
                 "adapters are loaded at run time from --lora-dir, and the server was started "
@@ -90,14 +88,23 @@ class Adapters:
         at = self.folder / path  # one that begins with / stays what it is
         if not await asyncio.to_thread(self._is_inside, at):
             raise Forbidden("lora_path must be a folder inside --lora-dir", param="lora_path")
+        return await self._load(name, at, "replace" if in_place else "refuse")
+
+    async def _load(
+        self, name: str, at: Path, if_taken: Literal["replace", "keep", "refuse"]
+    ) -> Adapter:
         ready = self.async_llm.status
         if not isinstance(ready, EngineReady):
             raise Unavailable("the model is still loading: retry later", retry_after=5)
         rank, layers = self.config.max_lora_rank, ready.worker.adaptable
         try:
-            return await asyncio.to_thread(self.store.load, name, str(at), rank, layers)
+            return await asyncio.get_running_loop().run_in_executor(
+                self.loading, self.store.load, name, str(at), rank, layers, if_taken
+            )
         except ConfigError as error:
-            raise InvalidRequest(str(error), param="lora_path") from None
+            words = str(error).replace(f"{self.folder}/", "")  # which clients need not know
+            param = "model" if if_taken == "keep" else "lora_path"
+            raise InvalidRequest(words, param=param) from None
 
     async def unload(self, name: str) -> Adapter | None:
         """Take an adapter's name away; requests that run keep it. None if there is none."""

@@ -15,11 +15,12 @@ from servd.messages import Attach, FromEngine, ToEngine
 
 
 def identity(config: Config, spec: ModelSpec) -> str:
-    """What an engine and those who attach to it must have in common: servd's version, the model and
-    the tokenizer. In words that an error can quote, with a fingerprint.
+    """What an engine and those who attach to it must have in common: servd's version, the model,
+    the tokenizer and what adapters may be. In words that an error can quote, with a fingerprint.
     """
     folder = os.path.realpath(spec.folder) if spec.folder else "fake"
-    deciding = [msgspec.structs.replace(spec, folder=folder), config.model.tokenizer]
+    lora = config.lora.num_places, config.lora.max_lora_rank
+    deciding = [msgspec.structs.replace(spec, folder=folder), config.model.tokenizer, lora]
     fingerprint = hashlib.sha256(msgspec.json.encode(deciding)).hexdigest()[:12]
     return f"servd {servd.__version__} with model {os.path.basename(folder)} ({fingerprint})"
 

@@ -66,7 +66,8 @@ class SelfCheck:
         spec, config = runner.spec, runner.config
         self.process: subprocess.Popen[bytes] | None = None
         self.files = pooling.read(spec)
-        limit = min(config.scheduler.max_num_batched_tokens or 0, len(LENGTHS) * max(LENGTHS))
+        longest = min(max(LENGTHS), runner.max_model_len)
+        limit = min(config.scheduler.max_num_batched_tokens or 0, len(LENGTHS) * longest)
         self.prompts = prompts(spec, limit)
         is_wanted = config.model.check_vectors and config.model.load_format != "dummy"
         self.is_on = (

@@ -73,7 +73,7 @@ def page(rows: list[tuple[str, str, str, str]]) -> str:
 @pytest.mark.timeout(7200)
 def test_at_least_100_classes_are_equal_and_none_differs(tmp_path: Path):
     rows = [
-        (model_type, name, *outcome_of(tmp_path / f"{model_type} {name}", model_type, name))
+        (model_type, name, *outcome_of(tmp_path / f"{model_type}-{name}", model_type, name))
         for model_type, name in architectures()
     ]
     PAGE.write_text(page(rows))

@@ -27,7 +27,9 @@ async def load_lora_adapter(request: Request) -> Response:
 @router.post("/v1/unload_lora_adapter")
 @describes(str, body=UnloadAdapterRequest, media_types=("text/plain",))
 async def unload_lora_adapter(request: Request) -> Response:
-    """Serve an adapter no longer; requests that run keep it."""
+    """Serve an adapter no longer; requests that run keep it. One that has a folder of this name in
+    --lora-dir is loaded again when a request names it.
+    """
     body = await read_body(request, UnloadAdapterRequest)
     if await _adapters(request).unload(body.lora_name) is None:
         name = body.lora_name[:200]

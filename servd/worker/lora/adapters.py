@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -67,7 +68,8 @@ class Adapters:
         self.max_kept = config.max_cpu_loras or config.max_loras
         self.layers = sizes(self.targets)
         for entry in config.lora_modules:
-            AdapterFiles(parse_module(entry)[1]).check(config.max_lora_rank, self.layers)
+            if (folder := Path(parse_module(entry)[1])).exists():  # not replaced long ago
+                AdapterFiles(folder).check(config.max_lora_rank, self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +89,7 @@ class Adapters:
         if place is None:
             loaded = self._load(request.adapter)
             place = next(place for place in self.places if not self.users[place])
+            self.places[place] = ""  # until all of it is there
             for matrix in self.matrices:
                 matrix.clear(place)
             for matrix, part, a, b in loaded:
@@ -128,12 +131,12 @@ class Adapters:
             loaded: list[tuple[AdaptedMatrix, int, Tensor, Tensor]] = []
             with safe_open(files.folder / TENSORS, framework="pt") as file:
                 for module, (name_a, name_b, scale) in files.modules.items():
-                    a = file.get_tensor(name_a).float()
-                    b = file.get_tensor(name_b).float() * scale
+                    a = file.get_tensor(name_a).to(self.dtype)
+                    b = (file.get_tensor(name_b).float() * scale).to(self.dtype)
                     if not (a.isfinite().all() and b.isfinite().all()):
                         raise ConfigError(f"the adapter {adapter.name}: {module} is not finite")
                     matrix, part = self.targets[module]
-                    shares = matrix.shares(part, a.to(self.dtype), b.to(self.dtype))
+                    shares = matrix.shares(part, a, b)
                     loaded += [(matrix, *share) for share in shares]
         except (ConfigError, SafetensorError, OSError) as error:
             raise InvalidRequest(f"{error} (loaded as {adapter.digest[:12]})") from None
