@@ -84,6 +84,7 @@ class Request:
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
     evicted_at_ns: int = 0  # see EngineCoreOutput
     num_preemptions: int = 0
+    aside_since: int = -1  # step since which it has waited for its adapter
     slot: int = -1  # row in the workers while running
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # by full block of known tokens

@@ -8,6 +8,7 @@ from servd.core.request import Request
 from servd.lora import Adapter
 
 PATIENCE = 256  # steps that a request waits for its adapter before others' newcomers wait, too
+REVIEW_INTERVAL = 16  # steps
 
 
 class AdapterTurns:
@@ -20,29 +21,42 @@ class AdapterTurns:
     def __init__(self, most: int) -> None:
         self.most = most
         self.running: Counter[Adapter] = Counter()  # requests by adapter
-        self.aside: dict[Request, int] = {}  # requests without a place -> step since when
+        self.aside: dict[Request, None] = {}  # requests without a place
+        self.is_closed = False  # to newcomers of adapters that run
 
     def names(self) -> tuple[list[str], list[str]]:
         """Of the adapters that run, and of those that wait for a place."""
         waiting = {each.adapter for each in self.aside if each.adapter}
         return [each.name for each in self.running], [each.name for each in waiting]
 
-    def admits(self, request: Request, step: int) -> bool:
-        """Whether a request may wait for its turn among those that can run.
-
-        Newcomers of an adapter that runs could keep others out for ever, so that at last they are
-        set aside like those.
-        """
+    def admits(self, request: Request) -> bool:
+        """Whether a request may wait for its turn among those that can run."""
         if request.adapter is None or len(self.running) < self.most:
             return True
-        if request.adapter not in self.running:
-            return False
-        return not self.aside or step - next(iter(self.aside.values())) <= PATIENCE
+        return request.adapter in self.running and not self.is_closed
+
+    def set_aside(self, request: Request, step: int) -> None:
+        """It waits until others leave, or newcomers are admitted again."""
+        self.aside[request] = None
+        if request.aside_since < 0:
+            request.aside_since = step
+
+    def review(self, step: int) -> list[Request]:
+        """Decide about newcomers; they could keep others out for ever, and so could a long request
+        keep them out. So they are admitted and held in turns, each twice as long as the one before.
+        Returns those that may compete for a place again.
+        """
+        if step % REVIEW_INTERVAL or not self.aside:
+            return []
+        waited = (step - min(each.aside_since for each in self.aside)) // PATIENCE
+        was_closed, self.is_closed = self.is_closed, waited.bit_length() % 2 == 1
+        return self._take_aside() if was_closed and not self.is_closed else []
 
     def start(self, request: Request) -> bool:
         """The request gets a slot. Returns whether it took the last place of an adapter."""
         if request.adapter is None:
             return False
+        request.aside_since = -1
         self.running[request.adapter] += 1
         return self.running[request.adapter] == 1 and len(self.running) == self.most
 
@@ -54,5 +68,8 @@ class AdapterTurns:
         if self.running[request.adapter]:
             return []
         del self.running[request.adapter]
-        returning, self.aside = [*self.aside], {}
+        return self._take_aside()
+
+    def _take_aside(self) -> list[Request]:
+        returning, self.aside, self.is_closed = [*self.aside], {}, False
         return returning

@@ -115,6 +115,8 @@ class WaitingQueue:
     def begin_step(self) -> None:
         """Another step is put together."""
         self._step += 1
+        for request in self.adapters.review(self._step):
+            self.add(request)
 
     def order(self, options: RequestOptions) -> Order:
         """Where a new request stands among all: lower is served first and preempted last."""
@@ -123,8 +125,8 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Let a request wait."""
-        if not self.adapters.admits(request, self._step):
-            self.adapters.aside[request] = self._step
+        if not self.adapters.admits(request):
+            self.adapters.set_aside(request, self._step)
             return
         lane, priority, _ = request.order
         account = self._account(request)
@@ -143,7 +145,8 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        if self.adapters.aside.pop(request, None) is not None:
+        if request in self.adapters.aside:
+            del self.adapters.aside[request]
             return
         its_class, account = self._class_of.pop(request), self._account(request)
         account.num_waiting -= 1
@@ -169,7 +172,7 @@ class WaitingQueue:
         self._running.add(account)
         if self.adapters.start(request):
             for other in [*self._class_of]:
-                if not self.adapters.admits(other, self._step):
+                if not self.adapters.admits(other):
                     self.remove(other)
                     self.add(other)
 

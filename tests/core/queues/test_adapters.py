@@ -1,0 +1,61 @@
+"""Turns of adapters, where the workers hold fewer than requests name."""
+
+from __future__ import annotations
+
+from servd.core.queues._adapters import PATIENCE
+from servd.lora import Adapter
+from tests.core.engines import Log, make_engine, make_request
+from tests.core.queues.test_sharing import Clocked
+
+A, B, C = (Adapter(name, f"{i:064x}", "") for i, name in enumerate("abc", 1))
+
+
+def make(**options):
+    options = {"max_model_len": 4096, "enable_lora": True, "max_loras": 1} | options
+    return make_engine(num_blocks=2048, executor_class=Clocked, **options)
+
+
+def steps_until(engine, log: Log, request_id: str, most: int = 4000) -> int:
+    for step in range(most):
+        if log.finished(request_id):
+            return step
+        log.step(engine)
+    raise AssertionError(f"{request_id} has not ended after {most} steps")
+
+
+def test_a_long_request_and_one_that_waits_lock_no_newcomer_out():
+    engine, log = make(), Log()
+    engine.handle(make_request("long", [1], 2500, adapter=A))
+    engine.handle(make_request("waits", [2], 4, adapter=B))
+    for _ in range(PATIENCE + 20):
+        log.step(engine)
+    engine.handle(make_request("short", [3], 4, adapter=A))
+    assert 200 < steps_until(engine, log, "short") < PATIENCE + 50
+    assert not log.finished("long")
+    log.run(engine, 3000)
+
+
+def test_newcomers_do_not_keep_an_adapter_out_for_ever():
+    engine, log = make(), Log()
+    engine.handle(make_request("a0", [1], 100, adapter=A))
+    engine.handle(make_request("b", [2], 4, adapter=B))
+    for step in range(1, 3000):
+        if log.finished("b"):
+            break
+        if step % 50 == 0:
+            engine.handle(make_request(f"a{step}", [3], 100, adapter=A))
+        log.step(engine)
+    assert step < 2 * PATIENCE
+
+
+def test_patience_goes_on_when_another_adapter_gets_the_place():
+    engine, log = make(), Log()
+    engine.handle(make_request("a", [1], PATIENCE - 6, adapter=A))
+    engine.handle(make_request("b", [2], 100, adapter=B))
+    engine.handle(make_request("c", [3], 4, adapter=C))
+    steps_until(engine, log, "a")
+    for _ in range(30):
+        log.step(engine)
+    engine.handle(make_request("b2", [4], 400, adapter=B))
+    steps_until(engine, log, "c", 150)
+    assert not log.finished("b2")
