@@ -257,7 +257,8 @@ class Processor:
             )
         limit = options.truncate_prompt_tokens
         if limit is None and pair.keep_first is None and pair.keep_second is None:
-            self._check_length(prompt.num_chars, prompt.param)
+            if prompt.num_chars > self._max_chars:
+                raise self._too_long(prompt.num_chars, prompt.param)
         if pair.first.token_ids is None:
             pair.first.token_ids = self.tokenizer.encode(pair.first.text, False)
         token_ids, start = self.tokenizer.join_pair(
@@ -280,8 +281,9 @@ class Processor:
                 param="truncate_prompt_tokens",
             )
         param = prompt.param
-        if keep is None and prompt.keep_first is None and isinstance(text, str):
-            self._check_length(len(text), param)
+        is_whole = keep is None and prompt.keep_first is None
+        if is_whole and isinstance(text, str) and len(text) > self._max_chars:
+            raise self._too_long(len(text), param)
         token_ids = self._token_ids(prompt, text)
         self.check_token_ids(token_ids, param)
         if not token_ids:
@@ -298,17 +300,20 @@ class Processor:
             kept = self._end(kept, prompt.keep_last)
         return kept, len(kept) < len(token_ids)
 
-    def _check_length(self, num_chars: int, param: str) -> None:
+    @property
+    def _max_chars(self) -> int:
         """Tokenising costs a second per few megabytes: what cannot fit, whatever its tokens, is not
         even tried.
         """
-        if num_chars > self.max_model_len * self.tokenizer.longest_token:
-            raise ContextTooLong(
-                f"This model's maximum context length is {self.max_model_len} tokens, which the "
-                f"{num_chars} characters of the {param} exceed. Please reduce the length of the "
-                f"{param}.",
-                param=param,
-            )
+        return self.max_model_len * self.tokenizer.longest_token
+
+    def _too_long(self, num_chars: int, param: str) -> ContextTooLong:
+        return ContextTooLong(
+            f"This model's maximum context length is {self.max_model_len} tokens, which the "
+            f"{num_chars} characters of the {param} exceed. Please reduce the length of the "
+            f"{param}.",
+            param=param,
+        )
 
     def _token_ids(self, prompt: Prompt, text: str | list[int]) -> list[int]:
         if not isinstance(text, str):
