@@ -103,8 +103,8 @@ class SamplingParams(
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0  # over output tokens
     frequency_penalty: Penalty = 0.0  # over output tokens
-    # Over prompt and output tokens. Within these bounds logits stay finite in float32.
-    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e30)] = 1.0
+    # Over prompt and output tokens. Logits stay finite in float32, and an integer has 64 bits.
+    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e18)] = 1.0
     seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     # None: up to the end of the context; 0: only the prompt is computed.
     max_tokens: Count | None = 16

@@ -28,7 +28,7 @@ BOUNDS = [
     ("min_p", [0.0, 1.0], [-0.01, 1.01, float("nan")]),
     ("presence_penalty", [-2.0, 2.0], [-2.01, 2.01, float("nan")]),
     ("frequency_penalty", [-2.0, 2.0], [-2.01, 2.01, float("-inf")]),
-    ("repetition_penalty", [1e-3, 100.0], [0.0, -1.0, 100.01, float("inf")]),
+    ("repetition_penalty", [1e-3, 1e18], [0.0, -1.0, 1.1e18, float("inf")]),
     ("seed", [None, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1]),
     ("max_tokens", [None, 0, 16], [-1]),
     ("min_tokens", [0, 16], [-1, 17]),

@@ -99,7 +99,7 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "chat_template", "tool_call_parser", "reasoning_parser", "fim_template", "attach",
         "ipc_dir", "speculative_config", "spec_method", "spec_model", "spec_tokens",
         "api_key_file", "long_prefill_token_threshold", "otlp_traces_endpoint", "ssl_ca_certs",
-        "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "batch_dir",
+        "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "batch_dir", "lora_dir", "max_cpu_loras",
     }  # fmt: skip
 
 

@@ -110,7 +110,8 @@ def test_graphs_compute_what_is_computed_without(folder: Path):
     )
     assert eager.worker.runner.graphs is None
     # The largest is for all requests, one of them with as many forced tokens as it may have.
-    assert sorted(graphs.worker.runner.graphs.graphs) == [1, 2, 4, 8, 16, 8 + MAX_FORCED_TOKENS]
+    sizes = [1, 2, 4, 8, 16, 8 + MAX_FORCED_TOKENS]
+    assert sorted(graphs.worker.runner.graphs.graphs) == [(size, False) for size in sizes]
     assert tokens == expected_tokens
     torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), atol=1e-5, rtol=0)
     for cache, expected in zip(
