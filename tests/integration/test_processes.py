@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import openai
 import psutil
 import pytest
 
+from tests.adapters import write_adapter
 from tests.integration.conftest import Server
 
 
@@ -116,6 +118,24 @@ def test_answers_are_the_same_though_the_engine_dies(start, long_llama, options,
     server.wait_ready()
     assert not engine.is_running()
     server.wait_idle()
+
+
+@pytest.mark.slow
+def test_adapters_belong_to_an_engine_and_outlive_it_and_their_source(start, tiny_llama, tmp_path):
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    shapes = {f"{module}.lora_A.weight": (4, 64), f"{module}.lora_B.weight": (64, 4)}
+    source = write_adapter(tmp_path / "source", shapes=shapes)
+    options = ("--device", "cpu", "--enable-lora", "--lora-modules", f"sql={source}")
+    server = start(str(tiny_llama), *options, "--served-model-name", "tiny")
+    body = {"temperature": 0, "max_tokens": 20}
+    plain, expected = complete(server, **body), complete(server, **body, model="sql")
+    assert plain["choices"] != expected["choices"]
+    attached = start(str(tiny_llama), "--attach", str(socket_folder(server)), wait=False)
+    assert attached.process.wait(60) != 0, "an engine with adapters is another one"
+    shutil.rmtree(source)
+    server.children()["engine"].kill()
+    server.wait_for_line("starting it again")
+    assert complete(server, **body, model="sql")["choices"] == expected["choices"]
 
 
 def test_an_api_server_that_dies_is_replaced_and_others_go_on(start):
