@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from servd.hf import FAKE_SPEC
 from servd.worker.layers.experts import SparseMoE
+from servd.worker.layers.packed import PackedMatrix
 from servd.worker.models.llama import LlamaMLP
 from servd.worker.ops import native
-from servd.worker.ops.packed import PackedMatrix
 from servd.worker.parallel import Parallel
 from servd.worker.quantization import int4, int8
 

@@ -19,11 +19,12 @@ from servd import plugins
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.hf import ModelSpec, quantization_of, weight_files
 from servd.pooling import is_encoder, is_encoder_as_decoder
+from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form, Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Weight
-from servd.worker.ops import native, packed
+from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 from servd.worker.staging import Staging
 

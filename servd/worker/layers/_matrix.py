@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from servd.worker.layers import packed
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
 from servd.worker.layers.weight import Copy, Weight
-from servd.worker.ops import native, packed
+from servd.worker.ops import native
 
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 

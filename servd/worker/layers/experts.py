@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form, Matrix
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from servd.worker.ops import native, packed
+from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 
 

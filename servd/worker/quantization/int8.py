@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form
-from servd.worker.ops import native, packed
+from servd.worker.ops import native
 
 MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one of floats
 

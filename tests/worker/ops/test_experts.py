@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form
 from servd.worker.layers.experts import OneByOne
-from servd.worker.ops import native, packed
-from servd.worker.ops.packed import PackedMatrix
+from servd.worker.layers.packed import PackedMatrix
+from servd.worker.ops import native
 from servd.worker.quantization import int4, int8
 from tests.worker.cpu_kernels import forced
 

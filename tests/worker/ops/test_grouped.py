@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from servd.worker.layers import packed
+from servd.worker.layers.packed import GroupedMatrix
 from servd.worker.layers.quantized import Quantized, QuantizedMatrix, stack
-from servd.worker.ops import native, packed
-from servd.worker.ops.packed import GroupedMatrix
+from servd.worker.ops import native
 from tests.worker.cpu_kernels import forced
 
 UNEVEN = (-8.0, 0.5, 1.5, 7.0, -127.0, 3.25, 1e-3, 40.0, 2, 4, 6, 8, 10, 12, 14, 113)

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from servd.errors import ConfigError
+from servd.worker.layers.packed import PackedMatrix
 from servd.worker.ops import native
-from servd.worker.ops.packed import PackedMatrix
 from servd.worker.sample.ops import native as sampling
 from servd.worker.sample.shift import Penalized, Shift
 from tests.worker.cpu_kernels import forced
