@@ -36,6 +36,31 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
 
 
 @triton.jit
+def tile_of_product(
+    left, left_stride, right, right_stride, rows, columns, own, size, end,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """left[rows, :size] times right[:size, columns]: [ROWS, COLUMNS] float32, 0 where a row is not
+    `own` and from column `end` on.
+    """
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, size, DEPTH):
+        depth = start + tl.arange(0, DEPTH)
+        from_left = tl.load(
+            left + rows[:, None] * left_stride + depth,
+            mask=own[:, None] & (depth < size)[None, :],
+            other=0.0,
+        )
+        from_right = tl.load(
+            right + depth[:, None] * right_stride + columns,
+            mask=(depth < size)[:, None] & (columns < end)[None, :],
+            other=0.0,
+        )
+        total += tl.dot(from_left.to(from_right.dtype), from_right, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def shrink_kernel(
     x, a, places, hidden, num_rows, k, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -46,20 +71,9 @@ def shrink_kernel(
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     own = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
     if tl.max(own.to(tl.int32), axis=0) > 0:
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for start in range(0, k, DEPTH):
-            depth = start + tl.arange(0, DEPTH)
-            from_x = tl.load(
-                x + rows[:, None] * k + depth,
-                mask=own[:, None] & (depth < k)[None, :],
-                other=0.0,
-            )
-            from_a = tl.load(
-                a + (place * k + depth[:, None]) * width + columns,
-                mask=(depth < k)[:, None] & (columns < width)[None, :],
-                other=0.0,
-            )
-            total += tl.dot(from_x, from_a, input_precision="ieee")
+        total = tile_of_product(
+            x, k, a + place * k * width, width, rows, columns, own, k, width, ROWS, COLUMNS, DEPTH
+        )
         tl.store(
             hidden + rows[:, None] * width + columns,
             total,
@@ -78,20 +92,10 @@ def expand_kernel(
     columns = start + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     own = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
     if tl.max(own.to(tl.int32), axis=0) > 0:
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for at in range(0, max_rank, DEPTH):
-            depth = at + tl.arange(0, DEPTH)
-            from_hidden = tl.load(
-                hidden + rows[:, None] * width + first + depth,
-                mask=own[:, None] & (depth < max_rank)[None, :],
-                other=0.0,
-            )
-            from_b = tl.load(
-                b + (place * max_rank + depth[:, None]) * n + columns,
-                mask=(depth < max_rank)[:, None] & (columns < end)[None, :],
-                other=0.0,
-            )
-            total += tl.dot(from_hidden.to(from_b.dtype), from_b, input_precision="ieee")
+        total = tile_of_product(
+            hidden + first, width, b + place * max_rank * n, n, rows, columns, own, max_rank, end,
+            ROWS, COLUMNS, DEPTH,
+        )  # fmt: skip
         to = out + rows[:, None] * stride + columns
         mask = own[:, None] & (columns < end)[None, :]
         total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
