@@ -20,8 +20,10 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 GPU_TESTS_ALONE = tests/worker/test_memory.py tests/worker/test_gpu_model_runner.py
 GPU_PYTEST = PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' --durations=10
 
-# Beside each other: those of whole servers mostly wait. Two processes that compute are enough for two CPUs.
-SERVERS = tests/integration
+# Beside each other: those of whole servers mostly wait, so that two processes of them and two that compute are enough for
+# two CPUs.
+SERVERS = $(wildcard tests/integration/test_[a-e]*.py)
+SERVERS2 = $(filter-out $(SERVERS),$(wildcard tests/integration/test_*.py))
 ROOMS = tests/api tests/core tests/demo_model tests/parity
 # What tells most within a minute: no server, no model, no long property test.
 FAST = --ignore=tests/core/structured_output tests/core tests/cli $(filter-out tests/test_docs.py tests/test_llm.py tests/test_messages.py,$(wildcard tests/test_*.py))
@@ -40,13 +42,13 @@ install: $(VENV)/.dev ## Create .venv with servd and the tools for development
 serve: $(VENV)/.serve ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
 	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.dev ## Run the tests in three processes, or with ARGS what it says
+test: $(VENV)/.dev ## Run the tests in four processes, or with ARGS what it says
 	@if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m pytest $(ARGS); fi; \
-	logs=$$(mktemp -d); \
-	$(BIN)/python -m pytest $(ROOMS) >$$logs/rooms 2>&1 & rooms=$$!; \
-	$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(SERVERS) $(ROOMS)) >$$logs/others 2>&1 & others=$$!; \
-	$(BIN)/python -m pytest $(SERVERS); failed=$$?; \
-	for process in $$rooms $$others; do wait $$process || failed=1; done; \
+	logs=$$(mktemp -d); processes=; \
+	run() { name=$$1; shift; $(BIN)/python -m pytest "$$@" >$$logs/$$name 2>&1 & processes="$$processes $$!"; }; \
+	run rooms $(ROOMS); run servers $(SERVERS); run servers2 $(SERVERS2); \
+	$(BIN)/python -m pytest $(patsubst %,--ignore=%,tests/integration $(ROOMS)); failed=$$?; \
+	for process in $$processes; do wait $$process || failed=1; done; \
 	cat $$logs/*; rm -rf $$logs; exit $$failed
 
 test-unit: $(VENV)/.dev ## Run the tests that start no server
@@ -74,7 +76,7 @@ test-sanitizers: $(VENV)/.dev ## Run the tests of the CPU kernels with AddressSa
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$$PWD; \
 	$$python -c 'from servd.worker.ops import native; native.loaded_library()'; \
 	$$python -m pytest --capture=sys tests/worker/ops tests/worker/attention tests/worker/sample \
-		-k '(native or avx or generic) and not without_memory' $(ARGS)
+		-k '(native or avx or amx or generic) and not without_memory' $(ARGS)
 
 test-gpu: .gpu ## Run the tests that need a GPU with GPU_PYTHON, in less than 8 minutes
 	@if $(HAS_GPU); then failed=0; \

@@ -18,6 +18,15 @@ FOLDER = Path("servd/worker/ops/cpu")
 # particular, GCC 14 splits some fused products of 256 bits, by the form of the loop: the same sum
 # would get other last bits in another tile.
 X86 = {
+    "amx": [
+        "-march=x86-64-v4",
+        "-mprefer-vector-width=512",
+        "-mavx512bf16",
+        "-mavx512vnni",
+        "-mamx-tile",
+        "-mamx-bf16",
+        "-mamx-int8",
+    ],  # fmt: skip
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     "avx2": ["-march=x86-64-v3", "-mtune=haswell"],
     "generic": [],

@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from servd.lora import LoRARequest
 from servd.params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from servd.llm import LLM, LLMEngine
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LLMEngine", "PoolingParams", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LLMEngine", "LoRARequest", "PoolingParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -75,6 +75,11 @@ class AccessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Meta(description="Let pages of other origins send cookies and certificates.")
     ] = False
 
+    @property
+    def needs_keys(self) -> bool:
+        """Whether clients must have one; a key file without keys lets nobody in."""
+        return bool(self.api_key or self.api_key_file)
+
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of the file's `[[keys]]`. Its name is the owner of all that its requests leave behind, so

@@ -42,6 +42,8 @@ CAUSES = {
     "queue_budget": "it waited while others' prompts used up --max-num-batched-tokens",
     "neighbour_prefill": "prompts of other requests were computed in the same steps",
     "preemption": "its KV-cache blocks were taken from it, and its tokens computed again",
+    "tier_read": "blocks of its prompt were read from --kv-cache-dir",
+    "swapped": "its KV-cache blocks were taken from it, and host memory took them",
     "engine_loop": "its engine was between two steps, taking in requests and handing on tokens",
     "rejected_drafts": "drafted tokens were rejected",
     "stalled_worker": "a step took far longer than others of its size",
@@ -70,6 +72,7 @@ BETWEEN_STEPS = {
     "prefilling": "engine_loop",
     "decoding": "engine_loop",
     "preemption": "preemption",
+    "swapped": "swapped",
 }
 COMPUTES = {"prefilling": "prefill", "decoding": "decode"}  # phase -> cause
 REPEATS = ("preemption", "engine_restart")  # phases after which tokens are computed again
@@ -191,7 +194,11 @@ def _phase(seen: Counter[str], following: str) -> str:
     if num_ended < seen["queued"]:
         if num_running > 0:
             return "decoding" if seen["first_token"] > num_ended else "prefilling"
-        return "preemption" if seen["scheduled"] >= seen["queued"] else "queued"
+        if seen["reading"] > seen["scheduled"]:
+            return "tier_read"
+        if seen["scheduled"] >= seen["queued"]:
+            return "swapped" if seen["swapped"] >= seen["preempted"] else "preemption"
+        return "queued"
     if seen["sent"] > seen["queued"]:
         return "grammar_compile" if seen["compiling"] > seen["compiled"] else "arriving"
     if seen["returned"] < seen["finished"]:
@@ -253,7 +260,7 @@ class _Explainer:
                 if phase in COMPUTES and step.record.step >= self.first_step:
                     self._compute(COMPUTES[phase], step, begin, until)
                 else:
-                    is_here = phase in ("queued", "preemption")
+                    is_here = phase in ("queued", "preemption", "swapped")
                     self._wait(waits if is_here else "queue_step", step, begin, until)
                 begin = until
                 if step.end_ns > end:

@@ -20,9 +20,11 @@ from msgspec import Meta
 from servd import plugins
 from servd.access import AccessConfig
 from servd.batch import BatchConfig
+from servd.cache import CacheConfig
 from servd.errors import ConfigError
 from servd.log import ObservabilityConfig
 from servd.lora import LoRAConfig
+from servd.models import ModelsConfig
 from servd.sizes import parse_bytes
 from servd.speculative import SpeculativeConfig, gather
 
@@ -30,6 +32,12 @@ Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+OTHER_BALANCERS = (
+    "engines of one host share a port, by --data-parallel-size alone; for those of other hosts, or "
+    "a port for each, start a server for each behind a load balancer (docs/scale.md)"
+)
 
 
 def about(description: str, **rules: Any) -> Meta:
@@ -76,7 +84,7 @@ class ModelConfig(Section, frozen=True):
         about(
             "Type of weights and activations. auto: the checkpoint's on CUDA, float32 on a CPU. A "
             "CPU computes in float32 whatever it is: 16 bits are how it stores weights and KV "
-            "cache."
+            "cache. But with bfloat16, matrix products by AMX round the activations to it."
         ),
     ] = "auto"
     quantization: Annotated[
@@ -88,6 +96,14 @@ class ModelConfig(Section, frozen=True):
             extra={"plugins": "servd.worker.quantization"},
         ),
     ] = None
+    cpu_activation_dtype: Annotated[
+        Literal["auto", "int8"],
+        about(
+            "What a CPU with AMX may round activations to where the weights are of --quantization "
+            "int8. auto: nothing that float32 would not. int8: a scale per token, or per 1024 "
+            "numbers of it; prompts are faster."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         Positive | None,
         about("Longest prompt plus output, in tokens. Default: what the model allows."),
@@ -100,8 +116,11 @@ class ModelConfig(Section, frozen=True):
         ),
     ] = None
     load_format: Annotated[
-        Literal["auto", "dummy"],
-        about("auto: safetensors. dummy: seeded random weights, for tests."),
+        Literal["auto", "pt", "dummy"],
+        about(
+            "auto: safetensors. pt: pytorch_model*.bin, of which only tensors are unpickled. "
+            "dummy: seeded random weights, for tests."
+        ),
     ] = "auto"
     seed: Annotated[
         NotNegative, about("Seed of everything random: dummy weights, requests without a seed.")
@@ -150,37 +169,12 @@ class ModelConfig(Section, frozen=True):
     ] = True
 
 
-class CacheConfig(Section, frozen=True):
-    """KV cache."""
-
-    block_size: Annotated[int, about("Tokens per KV-cache block.", ge=1, le=256)] = 16
-    gpu_memory_utilization: Annotated[
-        Share, about("Share of the device's memory that servd may use in all.")
-    ] = 0.9
-    kv_cache_memory: Annotated[
-        Positive | None,
-        about('Memory for the KV cache: bytes or "2GiB". Default: from what is free.'),
-    ] = None
-    kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
-        about("Type of keys and values. auto: --dtype. fp8: e4m3, half the bytes of 16 bits."),
-    ] = "auto"
-    enable_prefix_caching: Annotated[
-        bool, about("Reuse the KV cache of equal prompt beginnings.")
-    ] = True
-    kv_cache_metrics: Annotated[
-        bool, about("Measure how long blocks live, lie idle and wait to be used again.")
-    ] = False
-    kv_cache_metrics_sample: Annotated[
-        Share, about("Share of the blocks that --kv-cache-metrics measures.")
-    ] = 0.01
-
-
 class SchedulerConfig(Section, frozen=True):
     """Which requests run in a step."""
 
     max_num_seqs: Annotated[
-        Positive | None, about("Most requests in one step. Default: 64 on a CPU, 256 on CUDA.")
+        Annotated[int, Meta(ge=1, le=1 << 20)] | None,
+        about("Most requests in one step. Default: 64 on a CPU, 256 on CUDA."),
     ] = None
     max_num_batched_tokens: Annotated[
         Positive | None, about("Token budget of one step. Default: 512 on a CPU, 8192 on CUDA.")
@@ -236,6 +230,9 @@ class ParallelConfig(Section, frozen=True):
     ] = None
     tensor_parallel_size: Annotated[
         Positive, about("Devices that each hold a slice of every layer.")
+    ] = 1
+    data_parallel_size: Annotated[
+        int, about("Engines behind one port, each with the whole model.", ge=1, le=32)
     ] = 1
     attention_backend: Annotated[
         str,
@@ -349,6 +346,13 @@ class ServerConfig(Section, frozen=True):
             "engine is killed and started again."
         ),
     ] = 10.0
+    sleep_idle_seconds: Annotated[
+        Seconds | None,
+        about(
+            "Seconds without a request after which weights and KV cache are freed; the next one "
+            "loads the model again. Default: never."
+        ),
+    ] = None
 
 
 class Config(Section, frozen=True):
@@ -362,6 +366,7 @@ class Config(Section, frozen=True):
     access: AccessConfig = AccessConfig()
     lora: LoRAConfig = LoRAConfig()
     batches: BatchConfig = BatchConfig()
+    models: ModelsConfig = ModelsConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
 
     @classmethod
@@ -380,6 +385,8 @@ class Config(Section, frozen=True):
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1)
                 hint = f"did you mean {flag_of(near[0])}?" if near else "see `servd serve --help`"
+                if name.startswith("data_parallel_"):
+                    hint = OTHER_BALANCERS
                 raise ConfigError(f"unknown option {flag_of(name)}; {hint}")
             if name == "kv_cache_memory" and isinstance(value, str):
                 value = parse_bytes(value)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,9 @@ CONVERTIBLE = (
 )
 
 
+NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
 MAX_SIZE = 2**31 - 1  # of what config.json counts
+SHARD, MAX_SHARDS = re.compile(r"(.+-)\d+-of-(\d+)(\.\w+)"), 10_000
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,9 +120,10 @@ def read_spec(folder: Path | str) -> ModelSpec:
             if config.get(name) is not None:
                 return config[name]
         if default is None:
+            why = NO_ATTENTION * (names[0] == "num_attention_heads")
             raise UnsupportedModel(
-                f"{folder}/config.json has none of: {', '.join(names)}; servd runs decoders with "
-                "attention, docs/models.md lists them"
+                f"{folder}/config.json has none of: {', '.join(names)}; {why}docs/models.md lists "
+                "what servd runs"
             )
         return default
 
@@ -208,12 +212,16 @@ def find_model(model: str, revision: str | None = None, download_dir: str | None
 
 
 def download_weights(
-    model: str, revision: str | None = None, download_dir: str | None = None
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    load_format: str = "auto",
 ) -> Path:
     """Like `find_model`, for the weights too; shows a progress bar."""
     if (folder := local_folder(model)) is not None:
         return folder
-    return _download(model, revision, download_dir, METADATA_FILES + WEIGHT_FILES)
+    weights = ["pytorch_model*.bin"] if load_format == "pt" else WEIGHT_FILES
+    return _download(model, revision, download_dir, METADATA_FILES + weights)
 
 
 def find_headers(model: str, revision: str | None, download_dir: str | None, scratch: str) -> Path:
@@ -283,34 +291,43 @@ def _download(
         ) from None
 
 
-def weight_files(folder: Path | str) -> list[Path]:
+def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
     """The safetensors files of a checkpoint, in the order of their names, or the GGUF file of one
-    that `gguf.as_folder` made.
+    that `gguf.as_folder` made; with load_format "pt" what torch has pickled.
 
     Raises:
-        ModelNotFound: there is none, or one that the index names is missing.
+        ModelNotFound: there is none, or one that the index or the others' names name is missing.
     """
     folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
+    stem, suffix = ("pytorch_model", ".bin") if load_format == "pt" else ("model", ".safetensors")
+    index = folder / f"{stem}{suffix}.index.json"
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = [folder / name for name in names]
-        missing = [f.name for f in files if not f.exists()]
-        if missing:
-            raise ModelNotFound(
-                f"{folder} lacks {len(missing)} of {len(files)} weight files, first {missing[0]}"
-            )
-        return files
-    if (folder / gguf.WEIGHTS).is_symlink():
+        files = [folder / n for n in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    elif (folder / gguf.WEIGHTS).is_symlink():
         return [folder / gguf.WEIGHTS]
-    files = sorted(folder.glob("*.safetensors"))
+    else:
+        files = sorted(folder.glob(f"{stem}*.bin" if suffix == ".bin" else f"*{suffix}"))
+        shards = [match for file in files if (match := SHARD.fullmatch(file.name))]
+        named = {f"{m[1]}{n:0{len(m[2])}}-of-{m[2]}{m[3]}" for m in shards for n in _numbers(m[2])}
+        files = sorted({*files, *(folder / name for name in named)})
+    if missing := [file.name for file in files if not file.exists()]:
+        raise ModelNotFound(
+            f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing)}; "
+            f"copy them there, or download the model again"
+        )
     if not files:
         other = sorted(f.name for pattern in ("*.bin", "*.pt") for f in folder.glob(pattern))
         hint = f"; it has {other[0]}: convert it to safetensors" if other else ""
+        if load_format == "auto" and list(folder.glob("pytorch_model*.bin")):
+            hint += ", or say --load-format pt"
         if found := sorted(folder.glob("*.gguf")):
             hint = f"; it has {found[0].name}: name that file"
-        raise ModelNotFound(f"{folder} has no .safetensors file{hint}")
+        raise ModelNotFound(f"{folder} has no {suffix} file{hint}")
     return files
+
+
+def _numbers(total: str) -> range:
+    return range(1, min(int(total), MAX_SHARDS) + 1)
 
 
 def read_generation_defaults(spec: ModelSpec, source: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from servd import hf, ipc
 from servd.child import Child
-from servd.config import Config, ServerConfig
+from servd.config import Config, ParallelConfig, ServerConfig
 from servd.core.client import engine_address
 from servd.messages import EngineRestarting
 from servd.pulse import Pulse, Watch, make_file
@@ -31,15 +31,21 @@ class EngineProcess(Child):
     Args:
         ipc_dir: where it is to listen.
         prepares: executor and number of workers for which it does meanwhile what takes long.
+        name: for the log.
+        devices: of CUDA, that it may see; empty for all that this process does.
     """
 
-    def __init__(self, ipc_dir: str, prepares: Sequence[str] = ()) -> None:
+    def __init__(
+        self, ipc_dir: str, prepares: Sequence[str] = (), name: str = "engine", devices: str = ""
+    ) -> None:
         self.ipc_dir = ipc_dir
         self.descriptor = make_file()
         self.pulse = Pulse(self.descriptor)
         env = {ipc.PARENT_DIR: ipc_dir}
+        if devices:
+            env["CUDA_VISIBLE_DEVICES"] = devices
         try:
-            super().__init__("engine", ENGINE_MODULE, None, [self.descriptor], env, prepares)
+            super().__init__(name, ENGINE_MODULE, None, [self.descriptor], env, prepares)
         finally:
             os.close(self.descriptor)  # the child has it under the same number
 
@@ -49,7 +55,18 @@ class EngineProcess(Child):
         """Have it load the model, listen and serve."""
         from servd.core.engine_core_proc import Start
 
-        self.send(Start(config, spec, self.ipc_dir, started_at, incarnation, self.descriptor))
+        descriptor = self.descriptor
+        self.send(Start(config, spec, self.ipc_dir, started_at, incarnation, descriptor, self.name))
+
+
+def devices_of(rank: int, config: ParallelConfig) -> str:
+    """Those of CUDA that an engine may see, as CUDA_VISIBLE_DEVICES names them."""
+    if config.device != "cuda" or config.data_parallel_size == 1:
+        return ""
+    size = config.tensor_parallel_size
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = given.split(",") if given else [str(i) for i in range(size * config.data_parallel_size)]
+    return ",".join(seen[rank * size : (rank + 1) * size])
 
 
 def newest_engine(folder: str) -> int:
@@ -82,13 +99,14 @@ class Deaths:
 
 
 class Incarnations:
-    """Starts the engine, and starts it again under the same API servers.
+    """Starts the engine of a rank, and starts it again under the same API servers.
 
     Args:
         config: resolved.
         spec: the model's.
         ipc_dir: where the engines listen.
         on_exit: called from another thread when one has ended.
+        rank: under --data-parallel-size.
     """
 
     def __init__(
@@ -97,11 +115,16 @@ class Incarnations:
         spec: hf.ModelSpec,
         ipc_dir: str,
         on_exit: Callable[[Child], None],
+        rank: int = 0,
     ) -> None:
         self.config = config
         self.spec = spec
         self.ipc_dir = ipc_dir
         self.on_exit = on_exit
+        self.rank = rank
+        is_one = config.parallel.data_parallel_size == 1
+        self.name = "engine" if is_one else f"engine-{rank}"  # in the log
+        self.words = "the engine" if is_one else f"engine {rank}"
         self.number = 0
         self.child: EngineProcess | None = None
         # The next one, as far as it gets without a model: importing torch is half of a start.
@@ -115,7 +138,7 @@ class Incarnations:
         if self.standby is not None and self.standby.exit_code is not None:
             self.standby.stop(0)
             self.standby = None
-        self.standby = self.standby or EngineProcess(self.ipc_dir)
+        self.standby = self.standby or self._new_process()
         self.child, self.standby = self.standby, None
         self.child.start(self.config, self.spec, started_at, self.number)
         patience = self.config.server.engine_hang_timeout
@@ -128,11 +151,21 @@ class Incarnations:
         if not self.child or self.reason:
             return
         if reason := self.watch.look():
-            logger.error("engine: hung: %s: stacks of its threads follow, then its end", reason)
-            self.reason = f"the engine was hung: {reason}"
+            logger.error("%s: hung: %s: stacks of its threads follow", self.name, reason)
+            self.reason = f"{self.words} was hung: {reason}"
             self.child.kill_hung()
         elif self.standby is None and self.deaths.most and self.watch.seconds_ready > STANDBY_DELAY:
-            self.standby = EngineProcess(self.ipc_dir, self.prepares)
+            self.standby = self._new_process(self.prepares)
+
+    def _new_process(self, prepares: Sequence[str] = ()) -> EngineProcess:
+        devices = devices_of(self.rank, self.config.parallel)
+        return EngineProcess(self.ipc_dir, prepares, self.name, devices)
+
+    def terminate(self) -> None:
+        """Ask the engine to end."""
+        for child in (self.standby, self.child):
+            if child is not None:
+                child.terminate()
 
     def stop(self, timeout: float) -> None:
         """End the engine, `timeout` seconds after it was asked to at the latest."""
@@ -149,7 +182,7 @@ class Incarnations:
         """Take in the end of the process; returns why there is to be no other one."""
         assert self.child is not None
         self.child.stop(0)  # closes its pipe
-        self.reason = self.reason or f"the engine ended with code {self.child.exit_code}"
+        self.reason = self.reason or f"{self.words} ended with code {self.child.exit_code}"
         address = engine_address(self.ipc_dir, self.number)
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         for folder in Path(self.ipc_dir).glob("servd-*"):  # folders of its workers

@@ -17,12 +17,12 @@ import msgspec
 
 from servd import hf, ipc, log, plugins
 from servd.config import Config
-from servd.core.client import EngineCoreClient, identity
+from servd.core.client import EngineCoreClient, engine_dir, identity
 from servd.core.executor import EXECUTORS
 from servd.errors import ConfigError, UnsupportedModel
 from servd.incarnations import newest_engine, somebody_listens
 from servd.messages import EngineDead
-from servd.process_tree import ProcessTree, check_access
+from servd.process_tree import ProcessTree, check_access, url_of
 from servd.resolve import Decision, decide, look_at_machine
 
 logger = logging.getLogger("servd.launch")
@@ -53,6 +53,13 @@ def serve(read_config: Callable[[], Config]) -> int:
     inherited = None if config.server.headless else inherited_listener()
     listener = None if config.server.headless else inherited or listen(config)
     try:
+        if config.models.models_dir is not None:
+            from servd.api import front  # the others import no HTTP server
+
+            front.check(config)
+            assert listener is not None
+            logger.info("listening on %s", url_of(listener, config.access))
+            return front.serve(read_config, listener)
         config, spec, decided = find_and_resolve(config)
         with SocketFolder(config) as ipc_dir:
             if config.server.attach:
@@ -292,7 +299,9 @@ class SocketFolder:
         server = config.server
         self.is_private = not (server.attach or server.ipc_dir)
         self.path = server.attach or server.ipc_dir or str(ipc.private_dir())
-        longest = len(os.fsencode(os.path.join(self.path, LONGEST_SOCKET_NAME)))
+        last_rank = config.parallel.data_parallel_size - 1
+        longest_path = os.path.join(engine_dir(self.path, last_rank), LONGEST_SOCKET_NAME)
+        longest = len(os.fsencode(longest_path))
         if longest > ipc.MAX_SOCKET_PATH:
             raise ConfigError(
                 f"--ipc-dir {self.path}: too long by {longest - ipc.MAX_SOCKET_PATH} bytes for "
@@ -323,3 +332,5 @@ class SocketFolder:
         elif self.has_engine:  # its socket would make --attach believe in it
             for path in Path(self.path).glob("engine*"):
                 path.unlink()
+            for folder in Path(self.path).glob("rank-*"):
+                shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import shutil
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from servd import ipc, launch
+from servd.adapter_store import AdapterStore
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
@@ -26,6 +28,7 @@ from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 from servd.hf import ModelSpec
 from servd.incarnations import EngineProcess
+from servd.lora import Adapter, LoRARequest
 from servd.messages import (
     AbortRequests,
     EngineCoreOutput,
@@ -33,6 +36,7 @@ from servd.messages import (
     EngineFailed,
     EngineReady,
     EngineStatus,
+    RequestOptions,
     ToEngine,
     WorkerReady,
 )
@@ -43,6 +47,7 @@ from servd.process_tree import ENGINE_STOP_TIMEOUT
 TextOrIds = str | list[int]
 Messages = list[dict[str, Any]]
 Params = SamplingParams | PoolingParams
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -79,16 +84,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or several (strings, or lists of token ids), in order.
+        """Complete one prompt or several (strings, or lists of token ids), in order, with an
+        adapter for all or one for each.
 
         Raises:
-            InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
+            InvalidRequest: a prompt, parameter or adapter is not acceptable; nothing has been
+                computed.
             EngineError: a request failed in the engine; the others are dropped.
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
-        return self._run([(prompt, True) for prompt in prompts], params, use_tqdm)  # type: ignore[misc]
+        requests = [(prompt, True) for prompt in prompts]
+        return self._run(requests, params, use_tqdm, lora_request)  # type: ignore[misc]
 
     def chat(
         self,
@@ -97,6 +106,7 @@ class LLM:
         *,
         tools: list[dict[str, Any]] | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, in order.
@@ -106,6 +116,7 @@ class LLM:
             params: for all conversations, or one for each.
             tools: in OpenAI's form; the model sees them.
             use_tqdm: overrides the setting of this LLM.
+            lora_request: an adapter for all, or one for each.
             template_options: further fields of `Chat`, e.g. `add_generation_prompt`.
         """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
@@ -113,7 +124,7 @@ class LLM:
         # The template writes its own beginning-of-sequence token.
         options = {"tool_options": ToolOptions(tools) if tools else None, **template_options}
         prompts = [(render(Chat(messages=c, **options)), False) for c in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, params, use_tqdm)
+        return self._run(prompts, params, use_tqdm, lora_request)
 
     def embed(
         self,
@@ -121,6 +132,7 @@ class LLM:
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[list[float]]:
         """One vector for each prompt (strings, or lists of token ids), in order.
 
@@ -130,7 +142,8 @@ class LLM:
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
         requests = [(prompt, True) for prompt in prompts]
-        outputs = self._run(requests, params or PoolingParams(), use_tqdm)  # type: ignore[misc]
+        params = params or PoolingParams()
+        outputs = self._run(requests, params, use_tqdm, lora_request)  # type: ignore[misc]
         return [unpack_vector(output.outputs[0].pooled or b"") for output in outputs]
 
     def close(self) -> None:
@@ -142,6 +155,7 @@ class LLM:
         prompts: Sequence[tuple[TextOrIds, bool]],
         params: Params | Sequence[Params] | None,
         use_tqdm: bool | None,
+        lora_request: LoRARequests,
     ) -> list[RequestOutput]:
         if params is None:
             processor = self.engine.processor
@@ -150,12 +164,22 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, Params) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} parameters")
+        adapters = (
+            [lora_request] * len(prompts)
+            if lora_request is None or isinstance(lora_request, LoRARequest)
+            else list(lora_request)
+        )
+        if len(adapters) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
         ids = [str(next(self.request_ids)) for _ in prompts]
         finished: dict[str, RequestOutput] = {}
         show = self.use_tqdm if use_tqdm is None else use_tqdm
         try:
-            for request_id, (prompt, special), p in zip(ids, prompts, each, strict=True):
-                self.engine.add_request(request_id, prompt, p, add_special_tokens=special)
+            for request_id, (prompt, special), p, adapter in zip(
+                ids, prompts, each, adapters, strict=True
+            ):
+                options = {"add_special_tokens": special, "lora_request": adapter}
+                self.engine.add_request(request_id, prompt, p, **options)
             hide = None if show else True  # None: hidden unless stderr is a terminal
             with tqdm(total=len(ids), desc="prompts", disable=hide, dynamic_ncols=True) as bar:
                 started, num_tokens = time.perf_counter(), 0
@@ -188,6 +212,11 @@ class LLMEngine:
     def __init__(
         self, config: Config, separate_process: bool = False, use_tqdm: bool = False
     ) -> None:
+        if config.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                "data_parallel_size: offline there is one engine; leave it out, or send batches to "
+                "`servd serve`"
+            )
         config, spec, _ = launch.find_and_resolve(config)
         assert config.model.max_model_len is not None
         tokenizer = Tokenizer.of_model(config, spec)
@@ -198,19 +227,30 @@ class LLMEngine:
             port = SeparateProcess if separate_process else InProcess
             self.port: Port = port(config, spec, progress)
         self.processor.max_model_len = self.port.max_model_len
+        self.lora = config.lora
+        self.adapters = AdapterStore(ipc.private_dir()) if config.lora.enable_lora else None
         # Scripts rarely call `close`; then it runs at exit.
-        self._close = weakref.finalize(self, _close, self.processor.grammars, self.port)
+        self._close = weakref.finalize(
+            self, _close, self.processor.grammars, self.port, self.adapters
+        )
 
     def add_request(
-        self, request_id: str, prompt: TextOrIds, params: Params, *, add_special_tokens: bool = True
+        self,
+        request_id: str,
+        prompt: TextOrIds,
+        params: Params,
+        *,
+        add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a prompt.
 
         Raises:
-            InvalidRequest: prompt or parameters are not acceptable, or the id is in use.
+            InvalidRequest: prompt, parameters or adapter are not acceptable, or the id is in use.
         """
         whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
-        prepared = self.processor.process(whole, params)
+        options = RequestOptions(adapter=lora_request and self._load(lora_request))
+        prepared = self.processor.process(whole, params, options)
         # Choices have ids of their own, which may be taken by another request.
         taken = map(self.output_processor.owner, prepared.request.choice_ids)
         if request_id in self.requests or any(taken):
@@ -226,6 +266,21 @@ class LLMEngine:
             outputs=[CompletionOutput(index=i) for i in range(prepared.params.n)],
         )
         self.port.send(prepared.request)
+
+    def _load(self, asked: LoRARequest) -> Adapter:
+        """The adapter, as it was when its path was first named."""
+        if self.adapters is None:
+            raise InvalidRequest("adapters need enable_lora=True", param="lora_request")
+        loaded = self.adapters.named().get(asked.lora_name)
+        if loaded is not None and loaded.source == asked.lora_path:
+            return loaded
+        layers = self.port.worker.adaptable
+        try:
+            return self.adapters.load(
+                asked.lora_name, asked.lora_path, self.lora.max_lora_rank, layers
+            )
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="lora_request") from None
 
     def step(self) -> list[RequestOutput]:
         """Wait for the next outputs of the engine; return the requests that got some, each whole up
@@ -263,9 +318,11 @@ class LLMEngine:
         self._close()
 
 
-def _close(grammars: GrammarChecker, port: Port) -> None:
+def _close(grammars: GrammarChecker, port: Port, adapters: AdapterStore | None) -> None:
     grammars.close()
     port.close()
+    if adapters is not None:
+        adapters.clear()
 
 
 class Port(Protocol):
@@ -288,7 +345,7 @@ class InProcess:
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
         self.executor, self.worker = start_executor(config, spec, progress)
-        self.engine = EngineCore(config, spec, self.executor, self.worker.num_blocks)
+        self.engine = EngineCore(config, spec, self.executor, self.worker)
         self.compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self.engine.grammars.on_compiled = self.compiled.put
         self.max_model_len = self.engine.scheduler.max_model_len
@@ -307,7 +364,10 @@ class InProcess:
         return outputs.outputs if outputs else []
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers, once what has ended is kept. At exit it is too late for that."""
+        with contextlib.suppress(RuntimeError):
+            while self.engine.has_work and not self.engine.scheduler.requests:
+                self.engine.step()
         self.executor.shutdown()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -17,6 +18,9 @@ from msgspec import Meta
 current_request: ContextVar[Mapping[str, str]] = ContextVar(
     "current_request", default=MappingProxyType({})
 )
+
+# Environment variable: the model, where each of several has processes of its own.
+MODEL = "SERVD_LOG_MODEL"
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +86,8 @@ def setup(process: str, options: ObservabilityConfig) -> None:
     """Log to stderr as `12:34:56.789 INFO  api-0  message`, or as JSON. Called once by each
     process.
     """
+    if model := os.environ.get(MODEL):
+        process = f"{model}/{process}"
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter(
         f"%(asctime)s.%(msecs)03d %(levelname)-7s {process:<8} %(message)s", datefmt="%H:%M:%S"

@@ -1,22 +1,11 @@
-"""LoRA adapters as files: options, what PEFT wrote, and the store that all processes share.
-
-The store keeps a copy of each adapter under a hash of its bytes, and a table of names. A request
-carries the hash, so that it has the same adapter from its first token to its last, whatever its
-name means meanwhile, in every API server and in every engine that a restart brings.
-"""
+"""LoRA adapters as files: options, and what PEFT wrote."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import math
-import os
 import re
-import shutil
 import stat
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,6 +34,10 @@ class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             description="Adapters kept in main memory, those used last. Default: --max-loras.",
         ),
     ] = None
+    lora_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type that adapters are kept in; auto: that of the activations."),
+    ] = "auto"
     lora_modules: Annotated[
         list[str],
         Meta(
@@ -75,6 +68,15 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     folder: str  # where a copy of them is
     source: str = ""  # where they came from
     created: int = 0  # Unix time
+    is_on_demand: bool = False  # loaded because a request named it
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """Which adapter an offline request has, in vLLM's words."""
+
+    lora_name: str
+    lora_int_id: int  # not needed: a name is enough
+    lora_path: str  # a folder
 
 
 Shape = tuple[int, int]
@@ -131,7 +133,7 @@ class AdapterFiles:
         try:
             self._read_modules()
         except (
-            re.error, ArithmeticError, AttributeError, KeyError, TypeError, ValueError
+            re.error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
         ) as error:  # fmt: skip
             raise self._error(f"{CONFIG} or {TENSORS} holds nonsense: {error!r}") from None
 
@@ -284,125 +286,3 @@ def parse_module(text: str) -> tuple[str, str]:
     if not name or not path:
         raise ConfigError(f"--lora-modules {text}: must be NAME=FOLDER, or JSON of name and path")
     return name, path
-
-
-KEEP_SECONDS = 3600  # that the files of a replaced adapter stay, for requests that have it
-PIECE = 1 << 20
-
-
-class AdapterStore:
-    """The table of adapters and the copies of their files, in a folder that all processes share.
-
-    Changes are made under a lock, and are seen by everybody at once.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._table = self.folder / "adapters.json"
-        self._seen: tuple[int, int] | None = None  # inode and time of the table as read
-        self._named: dict[str, Adapter] = {}
-
-    @classmethod
-    def beside(cls, ipc_dir: str) -> AdapterStore:
-        """The one of the processes that have their sockets in a folder."""
-        return cls(Path(ipc_dir, "adapters"))
-
-    def named(self) -> dict[str, Adapter]:
-        """All of them by name; the table is read again only if it has changed."""
-        try:
-            status = os.stat(self._table)
-        except OSError:
-            return {}
-        if (seen := (status.st_ino, status.st_mtime_ns)) != self._seen:
-            adapters = msgspec.json.decode(self._table.read_bytes(), type=list[Adapter])
-            self._named, self._seen = {each.name: each for each in adapters}, seen
-        return self._named
-
-    def clear(self) -> None:
-        """Forget the adapters of a server that has ended."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def load(
-        self,
-        name: str,
-        source: str,
-        max_rank: int,
-        layers: Mapping[str, Shape],
-        if_taken: Literal["replace", "keep", "refuse"] = "replace",
-    ) -> Adapter:
-        """Copy an adapter and give it a name, which may be another's until then.
-
-        Raises:
-            ConfigError: see `AdapterFiles`; the name is taken; or there is no room for the copy.
-        """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._locked():
-            if if_taken != "replace" and (taken := self.named().get(name)) is not None:
-                if if_taken == "keep":
-                    return taken
-                raise ConfigError(
-                    f"the adapter {name!r} is loaded already: set load_inplace to replace it"
-                )
-            AdapterFiles(source).check(max_rank, layers)  # or any size would be copied
-            copy = self.folder / f"loading-{os.getpid()}"
-            try:
-                digest = self._copy(Path(source), copy)
-                AdapterFiles(copy, source).check(max_rank, layers)
-                folder = self.folder / digest
-                if not folder.exists():
-                    copy.rename(folder)
-            except OSError as error:
-                raise ConfigError(f"the adapter {source} cannot be copied: {error}") from None
-            finally:
-                shutil.rmtree(copy, ignore_errors=True)
-            os.utime(folder)
-            adapter = Adapter(name, digest, str(folder), source, int(time.time()))
-            self._write({**self.named(), name: adapter})
-        return adapter
-
-    def unload(self, name: str) -> Adapter | None:
-        """Take a name away; None if nothing has it."""
-        if name not in self.named():
-            return None
-        with self._locked():
-            named = {**self.named()}
-            found = named.pop(name, None)
-            self._write(named)
-        return found
-
-    def _copy(self, source: Path, copy: Path) -> str:
-        """The digest of what was copied."""
-        shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir(mode=0o700)
-        digest = hashlib.sha256()
-        for name in (CONFIG, TENSORS):
-            with (source / name).open("rb") as file, (copy / name).open("wb") as to:
-                while piece := file.read(PIECE):
-                    digest.update(piece)
-                    to.write(piece)
-            digest.update(str((copy / name).stat().st_size).encode())
-        return digest.hexdigest()
-
-    def _write(self, named: Mapping[str, Adapter]) -> None:
-        self._touch(self._named.values())  # what is replaced is kept from now on
-        new = self._table.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(list(named.values())))
-        now = time.time_ns()
-        os.utime(new, ns=(now, now))  # the file system's own clock may tick every 4 ms
-        new.rename(self._table)
-        used = {each.digest for each in named.values()}
-        for folder in self.folder.iterdir():
-            if folder.is_dir() and folder.name not in used:
-                if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
-                    shutil.rmtree(folder, ignore_errors=True)
-
-    def _touch(self, adapters: Iterable[Adapter]) -> None:
-        for adapter in adapters:
-            with suppress(FileNotFoundError):
-                os.utime(adapter.folder)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self.folder / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield

@@ -16,7 +16,6 @@ Structs are positional on the wire (`array_like`): new fields are appended, with
 from __future__ import annotations
 
 from enum import StrEnum
-from itertools import zip_longest
 from typing import Annotated
 
 import msgspec
@@ -26,6 +25,7 @@ from servd.config import Config
 from servd.hf import ModelSpec
 from servd.lora import Adapter
 from servd.params import PoolingParams, SamplingParams
+from servd.stats import SchedulerStats
 from servd.tracing import Mark, StepRecord
 
 
@@ -70,6 +70,7 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     weight: float = 1.0  # its owner's share, compared with others'
     lane: int = 0  # 1: in the background, with what lane 0 leaves
     adapter: Adapter | None = None  # None: the model as it is
+    rank: int | None = None  # the engine that it asks for, under --data-parallel-size
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:
@@ -128,6 +129,14 @@ class ResetPrefixCache(Message, tag=True):
     """Forget all cached blocks that no request uses."""
 
 
+class Sleep(Message, tag=True):
+    """Free weights and KV cache as soon as there is nothing to do; the next request wakes it."""
+
+
+class WakeUp(Message, tag=True):
+    """Load the model again, before a request needs it."""
+
+
 class Audit(Message, tag=True):
     """Look for contradictions in the engine's state; it answers with EngineAudit."""
 
@@ -135,7 +144,7 @@ class Audit(Message, tag=True):
     number: int  # counts this client's questions
 
 
-ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Audit
+ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Sleep | WakeUp | Audit
 
 
 # ---- core -> api ----
@@ -163,13 +172,14 @@ class WorkerReady(Message, tag=True):
 
 
 class EngineReady(Message, tag=True):
-    """The engine serves requests from now on."""
+    """The engine serves requests from now on; said again when it falls asleep and wakes."""
 
     worker: WorkerReady
     max_model_len: int
     block_size: int
     startup_seconds: dict[str, float] = {}  # by phase, from the user's command on
     incarnation: int = 0
+    is_asleep: bool = False  # the next request waits until the model is loaded again
 
 
 class EngineAudit(Message, tag=True):
@@ -219,61 +229,8 @@ class EngineCoreOutput(Message):
     evicted_at_ns: int = 0
     num_drafts: int = 0  # that the workers had found for this step
     num_accepted: int = 0  # of them
-
-
-class DraftStats(Message):
-    """How many of the workers' drafts were accepted; they may draft fewer than asked."""
-
-    num_drafts: int = 0  # steps of a request with at least one
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = []
-
-    def count(self, num_tokens: int, num_accepted: int) -> None:
-        """Take in a step of a request with drafts."""
-        per_pos = self.num_accepted_tokens_per_pos
-        per_pos += [0] * (num_tokens - len(per_pos))
-        for position in range(num_accepted):
-            per_pos[position] += 1
-        self.num_drafts += 1
-        self.num_draft_tokens += num_tokens
-        self.num_accepted_tokens += num_accepted
-
-    def add(self, other: DraftStats) -> None:
-        """Add another count."""
-        self.num_drafts += other.num_drafts
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_accepted_tokens += other.num_accepted_tokens
-        pairs = zip_longest(
-            self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0
-        )
-        self.num_accepted_tokens_per_pos = [sum(pair) for pair in pairs]
-
-
-class BlockEviction(Message):
-    """A cached block was evicted; times in nanoseconds."""
-
-    lifetime_ns: int
-    idle_ns: int  # since it was found in the prefix cache, or filled
-    reuse_gaps_ns: list[int] = []  # between two times that it was found
-
-
-class SchedulerStats(Message):
-    """The engine's state after a step, for metrics and logs; counters since the last report."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0  # 0 to 1
-    prefix_cache_queries: int = 0  # tokens looked up
-    prefix_cache_hits: int = 0  # tokens found
-    num_preemptions: int = 0
-    num_scheduled_tokens: int = 0  # in this step
-    step: int = 0
-    drafts: DraftStats = msgspec.field(default_factory=DraftStats)
-    num_deferred: int = 0  # requests that cannot run yet, e.g. while a grammar compiles
-    evictions: list[BlockEviction] = []  # under --kv-cache-metrics
-    running_adapters: list[str] = []  # names, of requests that run
-    waiting_adapters: list[str] = []  # of requests that wait for one of these to end
+    # On the first output: those of num_cached_tokens that came from tiers below the device.
+    num_external_tokens: int = 0
 
 
 class EngineCoreOutputs(Message, tag=True):
@@ -393,15 +350,31 @@ class ScheduledRequest(Message):
     draft_token_ids: list[int] = []  # the engine's drafts; empty: those of the workers
 
 
+class BlockCopy(Message):
+    """A block of the KV cache, and a slot of the engine's memory with a part for each rank."""
+
+    block: int
+    slot: int
+    to_device: bool  # from the slot to the block
+
+
+class BlockCopies(Message):
+    """Copies that each worker makes one after the other: later ones build on earlier ones."""
+
+    memory: str  # the file that workers map: slots, each of kv_bytes_per_block of every rank
+    copies: list[BlockCopy]
+
+
 class SchedulerOutput(Message, tag=True):
     """One step: what changed, and how many tokens each request computes. Workers apply it in this
-    order: free `freed_slots`, add `new_requests`, then compute `scheduled`.
+    order: make `copies`, free `freed_slots`, add `new_requests`, then compute `scheduled`.
     """
 
     step: int
     scheduled: list[ScheduledRequest]
     new_requests: list[NewRequest] = []
     freed_slots: list[int] = []
+    copies: BlockCopies | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -19,12 +19,15 @@ import msgspec
 
 from servd import hf, ipc, log
 from servd.access import AccessConfig, read_keys, tls_context
+from servd.adapter_store import AdapterStore
+from servd.api import routing
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.child import Child
 from servd.config import Config
+from servd.core.client import engine_dir
 from servd.errors import ConfigError
 from servd.incarnations import LOOK_INTERVAL, Deaths, Incarnations, newest_engine
-from servd.lora import AdapterStore, parse_module
+from servd.lora import parse_module
 from servd.messages import EngineDead, EngineRestarting
 from servd.pulse import Pulse, Watch, make_file
 from servd.resolve import Decision
@@ -91,11 +94,14 @@ class ProcessTree:
         self.started_at = started_at
         self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
         self.reload_is_due = False
-        self.incarnations: Incarnations | None = None
+        self.engines: list[Incarnations] = []  # by rank; none with --attach
+        size = config.parallel.data_parallel_size
+        self.folders = [engine_dir(ipc_dir, rank) for rank in range(size)]  # of their sockets
+        self.routing = routing.make_file() if size > 1 else -1
         self.api_servers: list[Child] = []
         self.api_deaths = Deaths(config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # to our API servers, by their sockets
-        self.inboxes: dict[str, Path] = {}  # by name
+        self.clients: dict[str, int] = {}  # numbers of our API servers by name
         self.watches: dict[str, Watch] = {}  # API servers by name
         self.metrics_dir: str | None = None
 
@@ -111,7 +117,10 @@ class ProcessTree:
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
                 signal.signal(signum, self.on_signal)
         if not self.config.server.attach:
-            self.incarnations = Incarnations(self.config, self.spec, self.ipc_dir, self.events.put)
+            for rank, folder in enumerate(self.folders):
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+                one = Incarnations(self.config, self.spec, folder, self.events.put, rank)
+                self.engines.append(one)
         if self.listener is not None:
             logger.info("listening on %s", url_of(self.listener, self.config.access))
             count = self.config.server.api_server_count
@@ -120,8 +129,8 @@ class ProcessTree:
             self.api_servers = [
                 self.start_api_server(f"api-{i}", self.hands_over) for i in range(count)
             ]
-        if self.incarnations is not None:
-            self.incarnations.start(self.started_at)
+        for engine in self.engines:
+            engine.start(self.started_at)
 
     def copy_adapters(self) -> list[str]:
         """--lora-modules, of copies that stay what they are when the engine is started again."""
@@ -143,8 +152,8 @@ class ProcessTree:
         # A random number rather than an index: servers of several launchers may attach to one
         # engine.
         client = secrets.randbits(31)
-        inbox = Path(self.ipc_dir, f"client-{client}")
-        self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # what is sent waits for it to start
+        for inbox in self.inboxes(client):
+            self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # what is sent waits for its start
         pulse = make_file()
         self.watches[name] = Watch(Pulse(pulse), LOOK_INTERVAL, API_PATIENCE)
         start = Start(
@@ -156,22 +165,33 @@ class ProcessTree:
             name,
             self.listener.fileno(),
             url_of(self.listener, self.config.access) if name == "api-0" else None,
-            self.incarnations.number if self.incarnations else newest_engine(self.ipc_dir),
+            [engine.number for engine in self.engines]
+            or [newest_engine(folder) for folder in self.folders],
             self.hands_over,
             waits,
             pulse,
+            int(name.rpartition("-")[2]),
+            self.routing,
         )
         env = {"PROMETHEUS_MULTIPROC_DIR": self.metrics_dir} if self.metrics_dir else {}
-        child = Child(name, API_MODULE, start, [self.listener.fileno(), pulse], env)
+        descriptors = [
+            self.listener.fileno(),
+            pulse,
+            *([self.routing] if self.routing >= 0 else []),
+        ]
+        child = Child(name, API_MODULE, start, descriptors, env)
         os.close(pulse)
-        self.inboxes[name] = inbox
+        self.clients[name] = client
         child.on_exit(self.events.put)
         return child
 
-    @property
-    def engine(self) -> Child | None:
-        """The engine process, if it is ours."""
-        return self.incarnations and self.incarnations.child
+    def inboxes(self, client: int) -> list[Path]:
+        """Where an API server hears of each engine."""
+        return [Path(folder, f"client-{client}") for folder in self.folders]
+
+    def engine_of(self, event: Child | signal.Signals) -> Incarnations | None:
+        """The engine whose process that is."""
+        return next((engine for engine in self.engines if engine.child is event), None)
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Signal handlers only leave a note; SimpleQueue.put is allowed in one."""
@@ -205,13 +225,15 @@ class ProcessTree:
                 )
                 self.drain()
                 return 0
-            why = self.replace_engine() if event is self.engine else self.replace_api_server(event)
+            engine = self.engine_of(event)
+            why = self.replace_engine(engine) if engine else self.replace_api_server(event)
             if why is not None:
                 break
         code = 2 if event.exit_code == 2 else 1  # 2: a ConfigError, which the child has printed
         if code == 1:
             logger.error("%s: stopping", why)
-        self.tell(EngineDead(why))
+        for folder in self.folders:
+            self.tell(folder, EngineDead(why))
         self.wait_for_api_servers(DEATH_GRACE)
         return code
 
@@ -230,10 +252,11 @@ class ProcessTree:
         self.config = self.config.replace(
             log_level=new.observability.log_level, **msgspec.structs.asdict(new.access)
         )
-        if self.incarnations is not None:
-            self.incarnations.config = self.config
-        for child in [*self.api_servers, *([self.engine] if self.engine else [])]:
-            child.post(self.config)
+        for engine in self.engines:
+            engine.config = self.config
+        for child in [*self.api_servers, *(engine.child for engine in self.engines)]:
+            if child is not None:
+                child.post(self.config)
         logger.info("SIGHUP: keys, their limits, certificates and log level were read again")
 
     def next_event(self) -> Child | signal.Signals:
@@ -242,23 +265,21 @@ class ProcessTree:
             try:
                 return self.events.get(timeout=LOOK_INTERVAL)
             except queue.Empty:
-                if self.incarnations is not None:
-                    self.incarnations.look()
+                for engine in self.engines:
+                    engine.look()
                 for child in self.api_servers:
                     if reason := self.watches[child.name].look():
                         logger.error("%s: hung: %s: its stacks follow", child.name, reason)
                         child.kill_hung()
 
-    def replace_engine(self) -> str | None:
-        """Start another engine, to which API servers turn with all that is open; or why not."""
-        incarnations = self.incarnations
-        assert incarnations is not None
+    def replace_engine(self, engine: Incarnations) -> str | None:
+        """Start another one, to which API servers turn with all that the last had; or why not."""
         died_at = time.monotonic()
-        if (why := incarnations.end()) is not None:
+        if (why := engine.end()) is not None:
             return why
-        logger.error("%s: starting it again", incarnations.reason)
-        self.tell(incarnations.succeed())
-        incarnations.start(died_at)
+        logger.error("%s: starting it again", engine.reason)
+        self.tell(engine.ipc_dir, engine.succeed())
+        engine.start(died_at)
         return None
 
     def replace_api_server(self, child: Child) -> str | None:
@@ -268,24 +289,25 @@ class ProcessTree:
             return reason
         logger.error("%s: starting it again", reason)
         child.stop(0)  # closes its pipe
-        inbox = self.inboxes[child.name]
-        self.outboxes.pop(inbox).close()
-        inbox.unlink(missing_ok=True)
-        inbox.with_name(f"api-{inbox.name.partition('-')[2]}").unlink(missing_ok=True)
+        client = self.clients[child.name]
+        for inbox in self.inboxes(client):
+            self.outboxes.pop(inbox).close()
+            inbox.unlink(missing_ok=True)
+        Path(self.ipc_dir, f"api-{client}").unlink(missing_ok=True)
         if self.metrics_dir is not None:  # gauges count what lives
             for path in Path(self.metrics_dir).glob(f"gauge_live*_{child.process.pid}.db"):
                 path.unlink()
-        engine = self.incarnations
-        waits = self.hands_over and engine is not None and not engine.was_ready
+        waits = self.hands_over and not all(engine.was_ready for engine in self.engines)
         place = self.api_servers.index(child)
         self.api_servers[place] = self.start_api_server(child.name, waits)
         return None
 
-    def tell(self, message: EngineDead | EngineRestarting) -> None:
-        """Send to all API servers: of an engine those that attached to it, too."""
-        for outbox in self.outboxes.values():
-            outbox.send(message)
-        others = {*Path(self.ipc_dir).glob("client-*")} if self.incarnations else {*()}
+    def tell(self, folder: str, message: EngineDead | EngineRestarting) -> None:
+        """Send to all API servers as the engine of a folder: to those that attached to it, too."""
+        for inbox, outbox in self.outboxes.items():
+            if inbox.parent == Path(folder):
+                outbox.send(message)
+        others = {*Path(folder).glob("client-*")} if self.engines else {*()}
         for inbox in others - self.outboxes.keys():
             outbox = ipc.Outbox(f"ipc://{inbox}")
             outbox.send(message)
@@ -301,14 +323,18 @@ class ProcessTree:
         self.wait_for_api_servers(self.config.server.shutdown_timeout + 1)
 
     def wait_for_api_servers(self, timeout: float) -> None:
-        """Until all have ended, `timeout` seconds are over, or a signal to end arrives."""
+        """Until all have ended, the last engine has, `timeout` seconds are over, or a signal to end
+        arrives.
+        """
         deadline = time.monotonic() + timeout
         while any(child.exit_code is None for child in self.api_servers):
             try:
                 event = self.events.get(timeout=max(deadline - time.monotonic(), 0))
             except queue.Empty:
                 return
-            if self.ends(event) or event is self.engine:
+            children = [engine.child for engine in self.engines if engine.child]
+            is_last = event in children and all(each.exit_code is not None for each in children)
+            if self.ends(event) or is_last:
                 return
 
     def stop(self) -> None:
@@ -317,8 +343,10 @@ class ProcessTree:
             child.terminate()
         for child in self.api_servers:
             child.stop(API_STOP_TIMEOUT)
-        if self.incarnations is not None:
-            self.tell(EngineDead("the engine was stopped"))  # to those of others
-            self.incarnations.stop(ENGINE_STOP_TIMEOUT)
+        for engine in self.engines:
+            self.tell(engine.ipc_dir, EngineDead("the engine was stopped"))  # to those of others
+            engine.terminate()
+        for engine in self.engines:
+            engine.stop(ENGINE_STOP_TIMEOUT)
         if self.metrics_dir is not None:
             shutil.rmtree(self.metrics_dir, ignore_errors=True)

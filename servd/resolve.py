@@ -16,7 +16,7 @@ from servd import plugins, pooling
 from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec
-from servd.lora import parse_module
+from servd.lora import LoRAConfig, parse_module
 from servd.pooling import is_encoder_as_decoder
 
 log = logging.getLogger("servd.resolve")
@@ -94,6 +94,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
     if config.model.model_impl == "auto":
         decided["model_impl"] = _choose_implementation(spec)
     decided |= _resolve_lengths(config, spec, on_cuda)
+    config.replace(**{name: each.value for name, each in decided.items()}).cache.verify()
     if config.scheduler.async_scheduling is None:
         why = (
             "the next step is scheduled while the GPU computes"
@@ -144,6 +145,8 @@ def _check_plugins(config: Config) -> None:
             if value.replace("-", "_") not in known:
                 there_are = ", ".join(known)
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
+    if config.model.cpu_activation_dtype == "int8" and config.model.quantization != "int8":
+        raise ConfigError("--cpu-activation-dtype int8 needs weights of --quantization int8")
     if speculative := config.model.speculative_config:
         flag, size = "--speculative-config:", speculative.draft_tensor_parallel_size
         plugins.check(f"{flag} method", "servd.worker.spec_decode", speculative.method)
@@ -156,8 +159,14 @@ def _check_plugins(config: Config) -> None:
 
 def _check_adapters(config: Config) -> None:
     lora = config.lora
-    if not lora.enable_lora and (lora.lora_modules or lora.lora_dir):
-        raise ConfigError("--lora-modules and --lora-dir need --enable-lora")
+    if not lora.enable_lora:
+        given = [
+            flag_of(name)
+            for name, default in msgspec.structs.asdict(LoRAConfig()).items()
+            if getattr(lora, name) != default
+        ]
+        if given:
+            raise ConfigError(f"{', '.join(given)}: only with --enable-lora")
     if lora.enable_lora and config.model.compile:
         raise ConfigError("--compile cannot compile layers with adapters: leave out --enable-lora")
     if lora.lora_dir is not None and not os.path.isdir(lora.lora_dir):
@@ -222,10 +231,18 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
         raise ConfigError(
             "--compile needs the package triton, in which torch writes its kernels: install it"
         )
-    if device == "cuda" and machine.num_gpus < size:
+    num_engines = config.parallel.data_parallel_size
+    if device == "cuda" and machine.num_gpus < size * num_engines:
+        engines = f" with --data-parallel-size {num_engines}" if num_engines > 1 else ""
         raise ConfigError(
-            f"--tensor-parallel-size {size}: the CUDA driver shows {machine.num_gpus} device(s); "
-            "lower it, or check CUDA_VISIBLE_DEVICES"
+            f"--tensor-parallel-size {size}{engines}: the CUDA driver shows {machine.num_gpus} "
+            "device(s); lower it, or check CUDA_VISIBLE_DEVICES"
+        )
+    if num_engines > 1 and (config.server.attach or config.server.headless):
+        flag = "--attach" if config.server.attach else "--headless"
+        raise ConfigError(
+            f"{flag} knows one engine, and --data-parallel-size asks for {num_engines}: leave one "
+            "of them out; API processes of several engines are started with --api-server-count"
         )
     if config.parallel.executor is None:
         one = Decision("uniproc", "one device, whose worker runs inside the engine process")

@@ -41,10 +41,16 @@ class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: int
     draft_weights: int
+    adapters: int  # room for --max-loras of them
     requests: int  # rows for max_num_seqs of them
     forward: int  # estimate: the most that a forward pass takes in addition
     sampling: int  # the same of sampling
     kv_per_block: int
+
+    @property
+    def persistent(self) -> int:
+        """All but the KV cache that stays."""
+        return self.weights + self.draft_weights + self.adapters + self.requests
 
     @property
     def step(self) -> int:

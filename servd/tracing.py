@@ -24,7 +24,9 @@ STAGES = (
     "compiled",
     "queued",  # the engine has it, in the waiting queue
     "scheduled",  # a step that contains it is launched; again after it was preempted
+    "reading",  # it waits for blocks of its prompt from files
     "preempted",  # blocks ran out; waits again
+    "swapped",  # and its blocks go to host memory
     "first_token",  # harvested by the engine
     "finished",  # last token harvested by the engine
     "returned",  # the API process has the last token
@@ -70,6 +72,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_drafts: int = 0  # tokens computed as drafts
     num_accepted: int = 0  # drafts that were kept
     prefills: dict[str, int] = {}  # engine ids with more than one token -> how many
+    engine: int = 0  # the rank; an API server fills it in
 
 
 PATIENCE = 5  # a step is overdue after this many times the expected time, plus some seconds

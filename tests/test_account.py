@@ -123,6 +123,17 @@ def test_a_preempted_request_waits_and_computes_again():
     assert found["decode"] == 10 + 10 + 20
 
 
+def test_a_request_that_waits_for_files_and_one_whose_blocks_go_to_host_memory():
+    marks = marks_of(
+        ("queued", 4), ("reading", 6), ("scheduled", 24, 10), ("first_token", 34, 10),
+        ("preempted", 44, 11), ("swapped", 44), ("scheduled", 64, 13), end=84,
+    )  # fmt: skip
+    steps = [step(10, 24, 34, {"own": 9}), step(11, 34, 44), step(12, 44, 64), step(13, 64, 84)]
+    found = explain(marks, steps)
+    assert found["tier_read"] == 18 and found["swapped"] == 20
+    assert found["decode"] == 30 and "preemption" not in found
+
+
 def test_drafts_in_vain():
     marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 14, 10), end=74)
     steps = [step(10, 4, 14)]

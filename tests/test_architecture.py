@@ -34,6 +34,7 @@ TOP = {
     "servd.__main__",
     "servd.incarnations",
     "servd.launch",
+    "servd.model_tree",
     "servd.process_tree",
     "servd.llm",
 }
@@ -43,13 +44,14 @@ TOP = {
 ONE_DOOR = {
     "aiohttp": ["servd/cli/bench/_load.py"],
     "fastapi": ["servd/api/"],
+    "httpx": ["servd/api/front.py", "servd/api/model_servers.py"],
     "huggingface_hub": ["servd/hf.py"],
     "jinja2": ["servd/api/chat_template.py"],
     "llguidance": ["servd/core/structured_output/"],
     "msgspec": ["servd/"],
     "numpy": ["servd/worker/", "servd/cli/bench/_report.py"],
     "opentelemetry": ["servd/api/otel.py"],
-    "prometheus_client": ["servd/api/metrics.py"],
+    "prometheus_client": ["servd/api/metrics.py", "servd/api/collectors.py", "servd/api/front.py"],
     "pydantic": ["servd/api/"],
     "pydantic_core": ["servd/api/"],
     "safetensors": ["servd/worker/"],
@@ -60,8 +62,8 @@ ONE_DOOR = {
     "transformers": ["servd/worker/"],
     "triton": ["servd/worker/"],
     "typing_extensions": ["servd/api/"],
-    "uvicorn": ["servd/api/server.py", "servd/api/http_protocol.py"],
-    "uvloop": ["servd/api/server.py"],
+    "uvicorn": ["servd/api/server.py", "servd/api/front.py", "servd/api/http_protocol.py"],
+    "uvloop": ["servd/api/server.py", "servd/api/front.py"],
     "zmq": ["servd/ipc.py"],
 }
 
@@ -202,8 +204,15 @@ def wrong_doors(source: Source) -> list[str]:
 def pickling(source: Source) -> list[str]:
     """Imports and calls that pickle."""
     found = [name for name in source.imports if name.split(".")[0] in PICKLES]
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute):
+    nodes = [*ast.walk(source.tree)]
+    only_tensors = {
+        node.func
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and any(ast.unparse(keyword) == "weights_only=True" for keyword in node.keywords)
+    }
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node not in only_tensors:
             found += sorted({node.attr, ast.unparse(node)} & PICKLING_CALLS)
     return found
 

@@ -13,7 +13,7 @@ from servd import incarnations as module
 from servd import ipc, launch
 from servd.child import Child
 from servd.config import Config
-from servd.incarnations import EngineProcess, Incarnations
+from servd.incarnations import EngineProcess, Incarnations, devices_of
 
 
 @pytest.fixture
@@ -77,3 +77,14 @@ def test_no_standby_where_no_engine_is_started_again(ipc_dir, monkeypatch):
         assert engines.standby is None
     finally:
         engines.stop(60)
+
+
+def test_each_engine_sees_devices_of_its_own(monkeypatch):
+    parallel = Config.load(
+        {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}
+    ).parallel
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [devices_of(rank, parallel) for rank in range(2)] == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5,1,3,4")
+    assert [devices_of(rank, parallel) for rank in range(2)] == ["7,GPU-5", "1,3"]
+    assert devices_of(0, Config.load({"device": "cuda"}).parallel) == "", "all, as they are"

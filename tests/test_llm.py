@@ -5,19 +5,21 @@ has the rest.
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
 
 import pytest
 
-from servd import LLM, PoolingParams, SamplingParams
-from servd.core.executor.fake import next_state, vector
+from servd import LLM, LoRARequest, PoolingParams, SamplingParams
+from servd.core.executor.fake import expected_tokens, next_state, vector
 from servd.core.structured_output import manager
 from servd.core.structured_output.grammar import GrammarError
 from servd.errors import EngineError, InvalidRequest
 from servd.messages import FinishReason
 from servd.params import StructuredOutput
+from tests.adapters import write_adapter
 
 
 def expected(text: str, params: PoolingParams) -> list[float]:
@@ -48,6 +50,41 @@ def test_embed(separate_process):
         assert [position.token_ids[0] for position in output.outputs[0].prompt_logprobs] == [98, 99]
     finally:
         llm.close()
+
+
+@pytest.mark.parametrize("separate_process", [False, True])
+def test_requests_with_adapters(tmp_path, separate_process):
+    adapters = [
+        LoRARequest(f"a{seed}", seed, str(write_adapter(tmp_path / str(seed), seed=seed)))
+        for seed in (1, 2)
+    ]
+    llm = LLM(executor="fake", use_tqdm=False, enable_lora=True, separate_process=separate_process)
+    try:
+        params = SamplingParams(max_tokens=8)
+        each = [*adapters, None]
+        outputs = llm.generate([[7, 8, 9]] * 3, params, lora_request=each)
+        assert llm.engine.adapters is not None
+        named = llm.engine.adapters.named()
+        digests = [named[each.lora_name].digest for each in adapters] + ["0"]
+        for output, digest in zip(outputs, digests, strict=True):
+            assert output.outputs[0].token_ids == expected_tokens([7, 8, 9], 8, 257, digest)
+        (again,) = llm.generate([7, 8, 9], params, lora_request=adapters[1])
+        assert again.outputs[0].token_ids == outputs[1].outputs[0].token_ids
+        abcd = re.compile("[a-d]{12}")
+        params = SamplingParams(
+            max_tokens=12, structured_output=StructuredOutput("regex", abcd.pattern)
+        )
+        outputs = llm.generate(["a"] * 3, params, lora_request=[*adapters, None])
+        texts = [output.outputs[0].text for output in outputs]
+        assert len({*texts}) == 3 and all(map(abcd.fullmatch, texts))
+        broken = LoRARequest("broken", 3, str(write_adapter(tmp_path / "3", use_dora=True)))
+        with pytest.raises(InvalidRequest, match="DoRA"):
+            llm.generate("a", params, lora_request=broken)
+        with pytest.raises(ValueError, match="2 prompts but 1 lora_requests"):
+            llm.generate(["a", "b"], params, lora_request=adapters[:1])
+    finally:
+        llm.close()
+    assert not llm.engine.adapters.folder.exists()
 
 
 def test_a_request_whose_grammar_fails_ends_alone(monkeypatch):

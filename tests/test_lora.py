@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from servd.adapter_store import AdapterStore
 from servd.errors import ConfigError
-from servd.lora import CONFIG, TENSORS, AdapterFiles, AdapterStore, parse_module
+from servd.lora import CONFIG, TENSORS, AdapterFiles, parse_module
 from tests.adapters import Q_PROJ, write_adapter
 
 LAYER = "layers.0.self_attn.q_proj"
@@ -110,6 +111,15 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, size: int):
     file = write_adapter(tmp_path) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors"):
+        AdapterFiles(tmp_path)
+
+
+@pytest.mark.parametrize("about", [{"data_offsets": [0]}, {"data_offsets": {}}, {}], ids=str)
+def test_a_header_of_nonsense_is_refused(tmp_path: Path, about):
+    header = json.dumps({f"{Q_PROJ}.lora_A.weight": about}).encode()
+    file = write_adapter(tmp_path) / "adapter_model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ConfigError, match="holds nonsense"):
         AdapterFiles(tmp_path)
 
 

@@ -83,6 +83,20 @@ def test_a_hang_up_does_not_cut_a_drain_short(tree):
     assert server.exit_code is None
 
 
+def test_a_drain_goes_on_as_long_as_there_is_an_engine(tree):
+    tree.api_servers = [SimpleNamespace(exit_code=None)]
+    engines = [SimpleNamespace(exit_code=None) for _ in range(2)]
+    tree.engines = [SimpleNamespace(child=engine) for engine in engines]
+    heard = []
+    for engine in engines:
+        engine.exit_code = -9
+        tree.events.put(engine)
+        tree.events.put(signal.SIGTERM)
+        tree.wait_for_api_servers(30)
+        heard.append(tree.events.empty())
+    assert heard == [True, False]
+
+
 def test_tls_begins_and_ends_only_with_a_restart(tree, reader, tmp_path: Path, caplog):
     file = tmp_path / "cert.pem"
     trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(file))
@@ -131,12 +145,13 @@ def test_an_api_server_that_is_replaced_in_a_hand_over_waits_for_no_engine(
     """Unless none was ever ready: its socket goes with it."""
     started: list[bool] = []
     monkeypatch.setattr(tree, "start_api_server", lambda name, waits: started.append(waits))
-    tree.hands_over = True
+    tree.hands_over, tree.ipc_dir = True, str(tmp_path)
     for was_ready in (False, True):
-        tree.incarnations = SimpleNamespace(was_ready=was_ready, child=None)
+        tree.engines = [SimpleNamespace(was_ready=was_ready, child=None)]
+        tree.folders = [str(tmp_path)]
         child = SimpleNamespace(name="api-0", exit_code=-9, stop=lambda timeout: None)
         inbox = tmp_path / "client-7"
-        tree.api_servers, tree.inboxes = [child], {"api-0": inbox}
+        tree.api_servers, tree.clients = [child], {"api-0": 7}
         tree.outboxes = {inbox: SimpleNamespace(close=lambda: None)}
         for name in ("client-7", "api-7", "api-8"):
             (tmp_path / name).touch()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from servd import plugins
 from servd.config import Config, choices, options_by_name
 from servd.errors import ConfigError
-from servd.hf import ModelSpec
+from servd.hf import FAKE_SPEC, ModelSpec
 from servd.resolve import Machine, look_at_machine, resolve
 
 SPEC = ModelSpec(
@@ -97,9 +97,11 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "model", "tokenizer", "revision", "download_dir", "load_format", "generation_config",
         "kv_cache_memory", "kv_cache_dtype", "quantization", "attention_backend", "uds",
         "chat_template", "tool_call_parser", "reasoning_parser", "fim_template", "attach",
+        "models_dir", "models_memory", "sleep_idle_seconds",
         "ipc_dir", "speculative_config", "spec_method", "spec_model", "spec_tokens",
         "api_key_file", "long_prefill_token_threshold", "otlp_traces_endpoint", "ssl_ca_certs",
         "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "batch_dir", "lora_dir", "max_cpu_loras",
+        "kv_cache_dir", "kv_offloading_size", "lora_dtype", "cpu_activation_dtype",
     }  # fmt: skip
 
 
@@ -146,6 +148,8 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
             ["--per-request-spec-decode-metrics", "add --speculative-config"],
         ),
         (CPU, {"headless": True}, ["--headless", "--ipc-dir"]),
+        (CPU, {"max_loras": 4, "lora_dir": "/"}, ["--max-loras, --lora-dir", "--enable-lora"]),
+        (CPU, {"cpu_activation_dtype": "int8"}, ["--cpu-activation-dtype", "--quantization int8"]),
         (
             CPU,
             {"attention_backend": "fast"},
@@ -218,5 +222,19 @@ def test_an_encoder_computes_prompts_whole():
     assert config.scheduler.max_num_batched_tokens == config.model.max_model_len == 2048
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 512 is below the 2048 tokens"):
         decide(max_num_batched_tokens=512)
+    with pytest.raises(ConfigError, match="--kv-cache-dir and --kv-offloading-size keep what"):
+        decide(kv_offloading_size=1)
     with pytest.raises(ConfigError, match="--model-impl transformers has no encoders"):
         decide(model_impl="transformers")
+
+
+def test_several_engines_need_devices_and_api_servers_of_their_own():
+    two = {"executor": "fake", "data_parallel_size": 2}
+    for option in ({"attach": "/run/servd"}, {"headless": True, "ipc_dir": "/run/servd"}):
+        with pytest.raises(ConfigError, match="knows one engine.*--api-server-count"):
+            resolve(Config.load(two | option), FAKE_SPEC, Machine())
+    gpus = Machine(num_gpus=1, torch_has_cuda=True)
+    with pytest.raises(ConfigError, match="--data-parallel-size 2: the CUDA driver shows 1 dev"):
+        resolve(Config.load(two), FAKE_SPEC, gpus)
+    with pytest.raises(ConfigError, match="behind a load balancer"):
+        Config.load({"data_parallel_rank": 1})

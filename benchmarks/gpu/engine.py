@@ -93,7 +93,7 @@ class Bench:
         self.ready = executor.start()
         self.worker: Any = executor.worker
         self.executor = TimedExecutor(executor)
-        self.engine = EngineCore(self.config, self.spec, executor, self.ready.num_blocks)
+        self.engine = EngineCore(self.config, self.spec, executor, self.ready)
         self.engine.executor = self.executor  # type: ignore[assignment]
         self.random = random.Random(0)
         self.num_requests = 0

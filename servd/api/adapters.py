@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from servd.adapter_store import AdapterStore
 from servd.api.async_llm import AsyncLLM
 from servd.errors import ConfigError, Forbidden, InvalidRequest, Unavailable
-from servd.lora import CONFIG, TENSORS, Adapter, AdapterStore, LoRAConfig
+from servd.lora import CONFIG, TENSORS, Adapter, AdapterFiles, LoRAConfig
 from servd.messages import EngineReady
 
 NAME = re.compile(r"\w[\w.:@-]*(?:/\w[\w.:@-]*)*", re.ASCII)
@@ -40,7 +43,7 @@ class Adapters:
         Raises:
             InvalidRequest, Unavailable: see `load`.
         """
-        if (adapter := self.store.named().get(name)) is not None:
+        if (adapter := self.store.use(name)) is not None:
             return adapter
         if self.folder is None or len(name) > MAX_NAME or not NAME.fullmatch(name):
             return None
@@ -50,13 +53,29 @@ class Adapters:
         return await self._load(name, at, "keep")
 
     def listed(self) -> list[Adapter]:
-        """Those that are loaded, and those in --lora-dir that a request may name."""
-        found = dict(self.store.named())
+        """Those that are loaded, and those in --lora-dir that a request could have loaded."""
+        found, is_ready = dict(self.store.named()), self.async_llm.is_ready
         for path in sorted(self.folder.glob(f"*/{CONFIG}")) if self.folder else ():
             at, name = path.parent, path.parent.name
             if name not in found and NAME.fullmatch(name) and self._is_inside(at):
-                found[name] = Adapter(name, "", "", str(at), int(path.stat().st_mtime))
+                with suppress(OSError):  # it goes meanwhile
+                    changed = path.stat().st_mtime, (at / TENSORS).stat().st_mtime
+                    if self._fits(at, is_ready, *changed):
+                        found[name] = Adapter(name, "", "", str(at), int(changed[0]))
         return list(found.values())
+
+    @lru_cache(maxsize=1024)  # noqa: B019  # one of a process
+    def _fits(self, at: Path, is_ready: bool, *changed: float) -> bool:
+        """Whether the adapter that was changed at these times can be loaded, as far as can be said
+        before the model is.
+        """
+        ready = self.async_llm.status
+        layers = ready.worker.adaptable if isinstance(ready, EngineReady) else {}
+        try:
+            AdapterFiles(at).check(self.config.max_lora_rank, layers)
+        except ConfigError:
+            return False
+        return True
 
     async def load(self, name: str, path: str, in_place: bool) -> Adapter:
         """Load an adapter, for requests from now on; those that run keep what they have.

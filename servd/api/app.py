@@ -21,6 +21,7 @@ from starlette.routing import request_response
 
 import servd
 from servd.access import AccessConfig
+from servd.adapter_store import AdapterStore
 from servd.api import console
 from servd.api.adapters import Adapters
 from servd.api.async_llm import AsyncLLM
@@ -35,7 +36,6 @@ from servd.api.routes import load_routers
 from servd.api.siblings import Siblings
 from servd.config import Config
 from servd.errors import NotFound, ServdError
-from servd.lora import AdapterStore
 
 Endpoint = Callable[..., Awaitable[Response]]
 
@@ -73,7 +73,7 @@ def create_app(
     if keys.are_needed:
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
     if config.access.allowed_origins:  # outermost: browsers ask without a key, and read errors, too
-        middleware.insert(0, _cross_origin(config.access))
+        middleware.insert(0, cross_origin(config.access))
     app = FastAPI(
         title="servd",
         version=servd.__version__,
@@ -126,7 +126,8 @@ def _with_path(endpoint: Endpoint) -> Endpoint:
     return answer
 
 
-def _cross_origin(access: AccessConfig) -> Middleware:
+def cross_origin(access: AccessConfig) -> Middleware:
+    """What answers browsers that ask for pages of other origins."""
     return Middleware(
         CORSMiddleware,
         allow_origins=access.allowed_origins,

@@ -1,30 +1,28 @@
-"""AsyncLLM: runs concurrent requests on one engine, from the event loop of an API server."""
+"""AsyncLLM: runs concurrent requests on engines, from the event loop of an API server."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import islice
 from typing import TypeVar
-from uuid import uuid4
 
 from servd.access import Key
 from servd.api.admission import DEADLINE_PASSED, Admission, Admitted
 from servd.api.auth import ANYONE
+from servd.api.engine_client import EngineClient
 from servd.api.fair_loop import FairLoop
 from servd.api.fair_threads import FairThreads
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Prepared, Processor
-from servd.api.progress import Progress, progress
+from servd.api.progress import Progress, combine
 from servd.api.prompt import Prompt
-from servd.api.recovery import Recovery
+from servd.api.routing import Router
 from servd.api.running import DeltaStream, Running
 from servd.api.timeline import Timeline, Tracer
 from servd.config import Config
@@ -40,21 +38,8 @@ from servd.errors import (
 )
 from servd.hf import ModelSpec
 from servd.log import current_request
-from servd.messages import (
-    AbortRequests,
-    EngineAudit,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineFailed,
-    EngineReady,
-    EngineRestarting,
-    EngineStatus,
-    FinishReason,
-    FromEngine,
-    RequestOptions,
-    SchedulerStats,
-)
 from servd.messages import EngineDead as EngineDeadMessage
+from servd.messages import EngineReady, EngineStatus, FinishReason, RequestOptions
 from servd.outputs import CompletionOutput
 from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Mark, now_ns
@@ -70,90 +55,87 @@ PROMPT_SIZE = 200  # what a prompt takes besides its text, in the same measure
 NUM_THREADS = 3
 NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
 
-# An engine faster than this process would otherwise hold its event loop ever longer. Outputs that
-# are read together are merged, so reading for a short time only would cost throughput.
-MAX_READ_NS = 5_000_000  # for reading messages, before others get the event loop
-MAX_MESSAGES = 16  # between two looks at the clock
-STEPS_LOOKED_AT = 256  # to predict how long the next one should take
-REQUESTS_LOOKED_AT = 256  # by /health, which anybody may call
-
 
 class AsyncLLM:
-    """Prepares requests, sends them to the engine and streams their deltas back. Belongs to one
-    event loop.
+    """Prepares requests, sends each to an engine and streams its deltas back. Belongs to one event
+    loop.
 
     Attributes:
-        status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
-        stats: the scheduler's state as last reported.
-        loading_since: when the wait for the engine that loads, or loaded last, began; seconds of
-            the monotonic clock.
+        engines: those of --data-parallel-size, by rank.
         admission: limits what is taken in.
         loop: gives turns to the owners of requests.
-        recovery: what becomes of open requests when the engine dies.
 
     Args:
         config: resolved.
         spec: the model's.
-        client: the channel to the engine.
+        clients: the channels to the engines.
         processor: makes engine requests.
         output_processor: makes text.
         tracer: gets the marks of every request; the HTTP room calls its `finish`.
         metrics: counts.
+        router: chooses one of several engines.
     """
-
-    status: EngineStatus | EngineReady | EngineDeadMessage
 
     def __init__(
         self,
         config: Config,
         spec: ModelSpec,
-        client: EngineCoreClient,
+        clients: Sequence[EngineCoreClient],
         processor: Processor,
         output_processor: OutputProcessor,
         tracer: Tracer,
         metrics: Metrics,
+        router: Router | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
-        self.client = client
         self.processor = processor
         self.output_processor = output_processor
         self.tracer = tracer
         self.metrics = metrics
-        self.status = EngineStatus("starting the engine")
-        self.stats = SchedulerStats()
+        self.router = router
         self.admission = Admission(config.scheduler, metrics)
-        self.loading_since = time.monotonic()
-        self._running: dict[str, Running] = {}  # by request id
-        self.recovery = Recovery(client, output_processor, self._running)
-        self.audits: dict[int, asyncio.Future[EngineAudit]] = {}  # pending, by number
+        for _ in clients[1:]:
+            Metrics(metrics.labels["model_name"], beside=metrics)
+        self.engines = [
+            EngineClient(rank, config, client, output_processor, tracer, own, self._engine_ready)
+            for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))
+        ]
         self.loop = FairLoop()
         self._threads = FairThreads(NUM_THREADS, "prepare")
         self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
-        self._reading_on: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start receiving from the engine on the running event loop."""
-        self._reading_on = asyncio.get_running_loop()
-        self._reading_on.add_reader(self.client.fileno(), self._receive)
-        self._receive()  # the channel is edge-triggered
+        """Start receiving from the engines on the running event loop."""
+        for engine in self.engines:
+            engine.start()
 
     def close(self) -> None:
-        """Stop receiving and fail open requests. The caller closes the channel."""
+        """Stop receiving and fail open requests. The caller closes the channels."""
         self.fail(ShuttingDown("the server has stopped"))
-        for request_id in [*self._running]:
-            self._end(request_id)
-        if self._reading_on is not None:
-            self._reading_on.remove_reader(self.client.fileno())
-            self._reading_on = None
+        for engine in self.engines:
+            engine.close()
         self._threads.close()
         self._grammar_threads.close()
         self.processor.grammars.close()
 
     @property
+    def status(self) -> EngineStatus | EngineReady | EngineDeadMessage:
+        """That of the engine which says most of all of them: one that is gone for ever; one that
+        was never ready; one that serves; one that restarts.
+        """
+        engines = self.engines
+        return engines[0].status if len(engines) == 1 else min(engines, key=_significance).status
+
+    @property
     def is_ready(self) -> bool:
-        """Whether the engine serves requests."""
+        """Whether requests are served: by all engines, or by those that do not restart."""
         return isinstance(self.status, EngineReady)
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether there was an engine that served, and none does."""
+        return all(engine.recovery.is_restarting for engine in self.engines)
 
     @property
     def num_unfinished(self) -> int:
@@ -178,13 +160,13 @@ class AsyncLLM:
         match self.status:
             case EngineDeadMessage(reason=reason):
                 raise EngineDead(f"the engine is gone: {reason}")
-            case EngineStatus(phase=phase, progress=progress) if not self.recovery.is_restarting:
+            case EngineStatus(phase=phase, progress=progress) if not self.is_restarting:
                 error = Unavailable(
                     f"the model is still loading ({phase}, {progress:.0%}): retry later",
                     retry_after=5,
                 )
                 raise self.admission.refuse("loading", error)
-        num_waiting = self.stats.num_waiting
+        num_waiting = sum(engine.stats.num_waiting for engine in self.engines)
         return self.admission.enter(key, owner, num_prompts, num_waiting, lane, timeout)
 
     async def prepare(
@@ -247,7 +229,7 @@ class AsyncLLM:
         if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
             raise EngineDead(f"the engine is gone: {self.status.reason}")
         for one in prepared:
-            if one.request_id in self._running:
+            if any(one.request_id in engine.running for engine in self.engines):
                 raise InvalidRequest(
                     f"a request with the id {one.request_id!r} is running", param="request_id"
                 )
@@ -274,7 +256,7 @@ class AsyncLLM:
                 self._end(one.request_id)
 
     def _start(self, one: Prepared, stream: DeltaStream, first: int) -> None:
-        """Send a prompt to the engine; `first` is the index of its first choice in the stream."""
+        """Send a prompt to an engine; `first` is the index of its first choice in the stream."""
         if one.part_of:  # of parts that run side by side, the first speaks for all
             whole = None if first else self.tracer.running.get(one.part_of)
             timeline = whole or Timeline(one.request_id)
@@ -288,7 +270,7 @@ class AsyncLLM:
             ChoiceTimes(arrival, len(one.prompt_token_ids), exemplar=exemplar)
             for _ in range(one.params.n)
         ]
-        self._running[one.request_id] = Running(
+        running = Running(
             one, timeline, stream, first, choices, is_counted=not one.part_of, sent_ns=sent
         )
         self.output_processor.add(one)
@@ -297,154 +279,39 @@ class AsyncLLM:
             timeline.prompt = array("I", one.prompt_token_ids)
             timeline.salt = one.request.options.cache_keys
         timeline.marks += [*one.marks, Mark("sent", sent)]
-        if self.recovery.is_restarting:  # the next engine gets it
+        engine = self.engines[0]
+        if self.router is not None:
+            ready = [each.rank for each in self.engines if each.is_ready]
+            running.routed = self.router.route(one.request, ready or range(len(self.engines)))
+            engine = self.engines[running.routed.rank]
+        timeline.engine = engine.rank
+        engine.running[one.request_id] = running
+        if engine.recovery.is_restarting:  # the next one gets it
             timeline.marks.append(Mark("engine_lost", sent))
         else:
-            self.client.send(one.request)
+            engine.client.send(one.request)
 
     def _end(self, request_id: str) -> None:
-        """Forget a prompt, and abort its unfinished choices."""
-        running = self._running.pop(request_id, None)
-        if running is None:
-            return
-        engine_ids = self.output_processor.abort(request_id)
-        if engine_ids and not isinstance(self.status, EngineDeadMessage):
-            self.client.send(AbortRequests(engine_ids))
-            num_tokens = sum(choice.num_tokens for choice in running.choices)
-            log.info("%s: aborted after %d tokens", request_id, num_tokens)
-            if running.is_counted:
-                aborted = self.metrics.labelled["vllm:request_success", FinishReason.ABORT]
-                aborted.inc(len(engine_ids))
-        if running.is_counted:
-            self.metrics.observe_request(running.prepared.params, running.choices)
-        self.recovery.try_next()
+        for engine in self.engines:  # one of them has it
+            engine.end(request_id)
+
+    def _engine_ready(self) -> None:
+        """Called for each engine, whenever it begins to serve."""
+        statuses = [engine.status for engine in self.engines]
+        if self.router is not None:
+            self.router.start_anew()
+        self.processor.max_model_len = min(
+            status.max_model_len for status in statuses if isinstance(status, EngineReady)
+        )
 
     def progress(self) -> Progress:
-        """Whether the engine makes progress on the requests of this process."""
-        looked_at = [*islice(self._running.values(), REQUESTS_LOOKED_AT)]
-        unfinished = [
-            running.unfinished()
-            for running in looked_at
-            if any(map(self.output_processor.owner, running.prepared.request.choice_ids))
-        ]
-        budget = self.config.scheduler.max_num_batched_tokens or 0
-        steps, num_others = self.tracer.latest_steps(STEPS_LOOKED_AT), len(self._running)
-        num_others -= len(looked_at)
-        return progress(unfinished, steps, budget, now_ns(), num_others)
+        """Whether the engines make progress on the requests of this process."""
+        return combine([engine.progress() if engine.is_ready else None for engine in self.engines])
 
     def fail(self, error: EngineError) -> None:
         """End every open request with an error."""
-        for running in self._running.values():
-            running.stream.fail(error)
-
-    def _receive(self) -> None:
-        if self._reading_on is None:  # closed meanwhile
-            return
-        try:
-            self._take_messages()
-        except Exception:
-            # Messages received with it are lost, and no request may wait for them.
-            log.exception("messages of the engine could not be taken")
-            self.fail(EngineError("an answer of the engine could not be read: see the log"))
-            # There may be more, and the channel is edge-triggered.
-            self._reading_on.call_soon(self._receive)
-
-    def _take_messages(self) -> None:
-        """Take the engine's messages; the outputs of several steps become one delta per choice."""
-        end = now_ns() + MAX_READ_NS
-        outputs: list[EngineCoreOutput] = []
-        while messages := self.client.drain(MAX_MESSAGES):
-            for message in messages:
-                if getattr(message, "incarnation", current := self.client.incarnation) < current:
-                    continue  # from an engine that has died
-                if isinstance(message, EngineCoreOutputs):
-                    outputs += message.outputs
-                    self._take_state(message)
-                else:
-                    self._take_outputs(outputs)
-                    outputs = []
-                    self._take_status(message)
-            if now_ns() >= end:
-                # The channel is edge-triggered, so come back by ourselves.
-                asyncio.get_running_loop().call_soon(self._receive)
-                break
-        self._take_outputs(outputs)
-
-    def _take_status(self, message: FromEngine) -> None:
-        match message:
-            case EngineFailed(reason=reason):
-                log.error("the engine has failed: %s", reason)
-            case EngineRestarting():
-                self._restart(message)
-            case EngineDeadMessage(reason=reason):
-                self.status = message
-                log.error("the engine is gone: %s", reason)
-                self.fail(EngineDead(f"the engine is gone: {reason}"))
-            case EngineAudit(number=number):
-                asked = self.audits.get(number)
-                if asked is not None and not asked.done():  # else it has waited for too long
-                    asked.set_result(message)
-            case EngineReady():
-                self.status = message
-                self.metrics.observe_ready(message, self.config)
-                self.processor.max_model_len = message.max_model_len
-                self.recovery.engine_ready()
-            case EngineStatus():
-                self.status = message
-
-    def _restart(self, message: EngineRestarting) -> None:
-        """Wait for the next engine; end the request that the last ones died of."""
-        if not self.recovery.is_restarting:
-            self.loading_since = time.monotonic()
-            open_ids = self.recovery.num_tokens()
-            self.tracer.lose_engine(self._running[each].timeline for each in open_ids)
-        self.status = EngineStatus("restarting")
-        self.metrics.restarts.count = message.incarnation
-        guilty = self.recovery.engine_died(message.incarnation, message.computing)
-        outputs: list[EngineCoreOutput] = []
-        if guilty is not None:
-            report = uuid4().hex[:8]
-            log.error("%s: engines die of this request (report %s)", guilty, report)
-            error = f"the engine ended at this request three times (report {report})"
-            outputs = [
-                EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
-                for engine_id in self._running[guilty].prepared.request.choice_ids
-            ]
-        self._take_state(EngineCoreOutputs([], SchedulerStats()))
-        self._take_outputs(outputs)
-
-    def _take_state(self, message: EngineCoreOutputs) -> None:
-        self.tracer.steps.extend(message.steps)
-        if message.stats is not None:
-            self.stats = message.stats
-            self.metrics.observe_step(message.stats)
-
-    def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        received = now_ns()
-        for output in outputs:
-            if output.marks and (owner := self.output_processor.owner(output.request_id)):
-                request_id, index = owner
-                running = self._running[request_id]
-                running.timeline.marks += output.marks
-                running.choices[index].add(output)
-        deltas, stopped = self.output_processor.process(outputs)
-        if stopped:
-            self.client.send(AbortRequests(stopped))
-        now = now_ns()
-        for request_id, delta in deltas:
-            running = self._running[request_id]
-            times = running.choices[delta.index]
-            if running.is_counted:
-                self.metrics.observe_tokens(times, len(delta.token_ids), now)
-            if delta.finish_reason is not None:
-                times.finish_reason = delta.finish_reason
-                if running.is_counted:
-                    self.metrics.observe_finished(times, delta.finish_reason, now)
-                running.timeline.marks += [Mark("returned", received), Mark("detokenised", now)]
-            delta.index += running.first
-            running.stream.put(delta)
-        if self.recovery.is_trying:
-            self.recovery.try_next()
+        for engine in self.engines:
+            engine.fail(error)
 
     async def offload(
         self, owner: str, size: int, work: Callable[[], T], *, is_new: bool = False
@@ -468,3 +335,14 @@ class AsyncLLM:
         except Overloaded:
             self.metrics.labelled["vllm:admission_rejections", "max_waiting_requests"].inc()
             raise
+
+
+def _significance(engine: EngineClient) -> int:
+    """What its status says of all engines; the lowest decides."""
+    match engine.status:
+        case EngineDeadMessage():
+            return 0
+        case EngineReady():
+            return 2
+    was_ready = engine.recovery.is_restarting or engine.client.incarnation
+    return 3 if was_ready else 1

@@ -1,4 +1,4 @@
-"""audit: whether an API server and its engine agree on what is open; what the server holds."""
+"""audit: whether an API server and its engines agree on what is open; what the server holds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from itertools import count
 import msgspec
 
 from servd.api.async_llm import AsyncLLM
+from servd.api.engine_client import EngineClient
 from servd.errors import Unavailable
-from servd.messages import Audit, EngineReady
+from servd.messages import Audit
 
 TIMEOUT = 30.0  # seconds for the engine's answer, which comes between two steps
 
@@ -39,28 +40,48 @@ class AuditReport(msgspec.Struct):
 
 
 async def audit(async_llm: AsyncLLM) -> AuditReport:
-    """Ask the engine, and compare: both ends keep order, so what was open when it was asked and is
+    """Ask each engine, and compare: both ends keep order, so what was open when it was asked and is
     open when it has answered must be open there, and nothing else may be.
 
     Raises:
         Unavailable: there is no engine at the moment, or another audit is running.
     """
-    is_ready = isinstance(async_llm.status, EngineReady) and not async_llm.recovery.is_restarting
-    if not is_ready or async_llm.recovery.is_trying:  # some are held back
-        raise Unavailable("the engine is not ready: retry later")
-    if async_llm.audits:  # each takes the engine as long as a step
-        raise Unavailable("another audit is running: retry later")
+    for engine in async_llm.engines:
+        if not engine.is_ready or engine.recovery.is_trying:  # some are held back
+            raise Unavailable("the engine is not ready: retry later")
+        if engine.audits:  # each takes the engine as long as a step
+            raise Unavailable("another audit is running: retry later")
+    found = [await audit_engine(engine) for engine in async_llm.engines]
+    problems = [
+        f"rank {rank}: {problem}" if len(found) > 1 else problem
+        for rank, (its_problems, _) in enumerate(found)
+        for problem in its_problems
+    ]
+    admission = async_llm.admission
+    counts = [*admission.prompts.values(), *(num + 1 for num in admission.tokens.values())]
+    if min(counts, default=1) <= 0:
+        problems.append("admission counts an owner without requests")
+    num_requests = sum(its_requests for _, its_requests in found)
+    return AuditReport(problems, num_requests, holdings(async_llm))
+
+
+async def audit_engine(client: EngineClient) -> tuple[list[str], int]:
+    """Problems of one engine, and how many requests it has.
+
+    Raises:
+        Unavailable: it did not answer.
+    """
     number = next(numbers)
-    answer = async_llm.audits[number] = asyncio.get_running_loop().create_future()
-    before = async_llm.output_processor.open_ids()
-    async_llm.client.send(Audit(async_llm.client.client, number))
+    answer = client.audits[number] = asyncio.get_running_loop().create_future()
+    before = client.open_ids()
+    client.client.send(Audit(client.client.client, number))
     try:
         engine = await asyncio.wait_for(answer, TIMEOUT)
     except TimeoutError:
         raise Unavailable("the engine did not answer: retry later") from None
     finally:
-        del async_llm.audits[number]
-    theirs, after = set(engine.request_ids), async_llm.output_processor.open_ids()
+        del client.audits[number]
+    theirs, after = set(engine.request_ids), client.open_ids()
     problems = [f"engine: {problem}" for problem in engine.problems]
     for what, ids in (
         ("in the engine, and not open here", theirs - before),
@@ -68,13 +89,10 @@ async def audit(async_llm: AsyncLLM) -> AuditReport:
     ):
         if ids:
             problems.append(f"{len(ids)} requests are {what}: {sorted(ids)[:8]}")
-    admission, stats = async_llm.admission, async_llm.stats
-    counts = [*admission.prompts.values(), *(num + 1 for num in admission.tokens.values())]
-    if min(counts, default=1) <= 0:
-        problems.append("admission counts an owner without requests")
+    stats = client.stats
     if not engine.num_requests and not after and stats.num_running + stats.num_waiting:
         problems.append(f"no request is open, the gauges say {stats.num_running} run")
-    return AuditReport(problems, engine.num_requests, holdings(async_llm))
+    return problems, engine.num_requests
 
 
 def holdings(async_llm: AsyncLLM) -> Holdings:

@@ -15,12 +15,16 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reveal nothing about the mo
 # Routes that reveal something about other clients or the machine. All others need "inference".
 SCOPE_OF_PATH: dict[str, Scope] = {
     "/debug/audit": "admin",
+    "/is_sleeping": "admin",
     "/load": "metrics",
     "/metrics": "metrics",
     "/server_info": "admin",
+    "/sleep": "admin",
+    "/v1/cache": "metrics",
     "/v1/load_lora_adapter": "admin",
     "/v1/steps": "metrics",
     "/v1/unload_lora_adapter": "admin",
+    "/wake_up": "admin",
 }
 # The key of every request where none is needed.
 ANYONE = Key(name="", sha256="", scopes=SCOPES)
@@ -32,8 +36,7 @@ class Keys:
     """The API keys of this server, as last read."""
 
     def __init__(self, access: AccessConfig) -> None:
-        # A key file without keys lets nobody in.
-        self.are_needed = bool(access.api_key or access.api_key_file)
+        self.are_needed = access.needs_keys
         self.load(access)
 
     def load(self, access: AccessConfig) -> None:

@@ -8,7 +8,6 @@ whatever goes wrong in one is the request's 400.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import secrets
 import time
@@ -29,8 +28,6 @@ from jinja2.parser import Parser
 from servd.api.prompt import Chat
 from servd.api.tokenizer import Tokenizer
 from servd.errors import ConfigError, InvalidRequest, ModelNotFound
-
-log = logging.getLogger("servd.api")
 
 # For models without a template, such as GPT-2: "User: ...\nAssistant: ...", the next line being the
 # model's.
@@ -91,6 +88,11 @@ class ChatTemplate:
         self._template = _Compiled(template)
         self._tool_template = self._template if tool_template is None else _Compiled(tool_template)
 
+    @property
+    def is_default(self) -> bool:
+        """Whether the model has none of its own, and none was given."""
+        return self.source.endswith(DEFAULT_TEMPLATE)
+
     @classmethod
     def load(
         cls, tokenizer: Tokenizer, override: str | None = None, escape: bool = True
@@ -103,10 +105,6 @@ class ChatTemplate:
         """
         named = _read_override(override) if override else _read_model_templates(tokenizer)
         if not named:
-            log.info(
-                "the model has no chat template: using the plain `User: ... Assistant:` one (see "
-                "--chat-template)"
-            )
             # Where the tokenizer would add BOS, the prompt has to begin with it as other templates'
             # prompts do.
             template = DEFAULT_TEMPLATE

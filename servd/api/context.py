@@ -134,6 +134,8 @@ def admit(
     if key.by_user and options.owner:
         owner = f"{owner}/{options.owner[:64]}"
     lane = max(options.lane, state.lane)
+    if (rank := request.headers.get("x-data-parallel-rank")) is not None:
+        options = msgspec.structs.replace(options, rank=_rank(rank, len(async_llm.engines)))
     options = msgspec.structs.replace(
         options,
         owner=owner,
@@ -145,7 +147,8 @@ def admit(
     for prompt_id in prompt_ids if is_traced else ():
         state.traced.append(prompt_id)
         path = request.scope["path"][:200]
-        timeline = async_llm.tracer.open(prompt_id, state.owner, path, state.model)
+        since = state.received_ns
+        timeline = async_llm.tracer.open(prompt_id, state.owner, path, state.model, since)
         timeline.marks += [Mark("received", state.received_ns), Mark("parsed", now_ns())]
     timeout = math.inf
     if state.deadline is not None:
@@ -154,6 +157,17 @@ def admit(
     with async_llm.admit(num_prompts, key, state.client, options.lane, timeout) as admitted:
         state.headers = admitted.headers
         yield admitted, options
+
+
+def _rank(text: str, size: int) -> int:
+    """The value of X-data-parallel-rank."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < size):
+        raise InvalidRequest(
+            f"X-data-parallel-rank must be from 0 to {size - 1}, got {text[:32]!r}: the server has "
+            f"{size} engines (--data-parallel-size)",
+            param="X-data-parallel-rank",
+        )
+    return int(text)
 
 
 async def offload(request: Request, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:

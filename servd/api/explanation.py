@@ -154,9 +154,10 @@ def _duration(ns: int) -> str:
 
 def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
     """Steps in order; their times count from `origin`."""
-    return [
+    steps = [
         TimelineStep(
             step=record.step,
+            engine=record.engine,
             begin_ms=_ms(begin - origin),
             end_ms=_ms(end - origin),
             schedule_ms=_ms(record.scheduled_ns - record.started_ns),
@@ -171,8 +172,10 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
             num_drafts=record.num_drafts,
             num_accepted=record.num_accepted,
         )
-        for begin, end, record, _ in busy_times(records)
+        for engine in sorted({record.engine for record in records})
+        for begin, end, record, _ in busy_times([r for r in records if r.engine == engine])
     ]
+    return sorted(steps, key=lambda step: step.begin_ms)
 
 
 def _phases(record: StepRecord) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from servd import plugins
-from servd.api.chat_template import ChatTemplate
+from servd.api.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from servd.api.forced_calls import ForcedCallsParser, calls_schema
 from servd.api.grammar_checker import MAX_BYTES
 from servd.api.output_parser import ExpectedOutput
@@ -215,5 +215,6 @@ def _choose(package: str, name: str | None, template: str) -> Any:
         if parser.matches(template):
             log.info("%s: %s, by the chat template", kind, name)
             return parser
-    log.info("%s: none, the chat template shows no known format", kind)
+    if not template.endswith(DEFAULT_TEMPLATE):
+        log.info("%s: none, the chat template shows no known format", kind)
     return None

@@ -61,12 +61,17 @@ def _compare(
 ) -> None:
     """Find the earlier prompt that begins most like this one."""
     likeness = [
-        # Among prompts that share as much, the one with the same salt says more.
-        (common_length(prompt, known), other.salt == timeline.salt, other, known)
+        # Among prompts that share as much, the one that could have been found says more.
+        (
+            common_length(prompt, known),
+            (other.salt == timeline.salt) + (other.engine == timeline.engine),
+            other,
+            known,
+        )
         for other in others
         if other is not timeline and (known := other.prompt) and other.marks[0].at_ns < scheduled
     ]
-    best = max(likeness, key=lambda each: each[:2], default=(0, False, None, prompt))
+    best = max(likeness, key=lambda each: each[:2], default=(0, 0, None, prompt))
     most, _, nearest, known = best
     if nearest is None:
         found.text = "no earlier prompt of this API key and API process is known"
@@ -74,6 +79,9 @@ def _compare(
         if nearest.salt != timeline.salt:
             found.reason = "salt"
             found.text = f"{nearest.id} shares {most} tokens, but has another cache_salt or adapter"
+        elif nearest.engine != timeline.engine:
+            found.reason = "engine"
+            found.text = f"{nearest.id} shares {most} tokens, but was sent to another engine"
         else:
             found.text = f"{nearest.id} shares {most} tokens, which the cache has lost since"
     elif most == len(known):

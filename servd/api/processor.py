@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from typing import Any
 
@@ -22,6 +23,8 @@ from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest, RequestOptions
 from servd.params import MAX_LOGPROBS, PoolingParams, ReasoningTags, SamplingParams
 from servd.tracing import Mark, now_ns
+
+log = logging.getLogger("servd.api")
 
 NO_OPTIONS = RequestOptions()
 # Characters of a text that is tokenised though it need not fit: the tokenizer needs about 140 bytes
@@ -84,6 +87,11 @@ class Processor:
         server = config.server
         escape = server.escape_special_tokens
         self.chat_template = ChatTemplate.load(tokenizer, server.chat_template, escape)
+        if self.chat_template.is_default and self.pooling.is_causal:  # an encoder has no chats
+            log.info(
+                "the model has no chat template: using the plain `User: ... Assistant:` one (see "
+                "--chat-template)"
+            )
         self.fill_in_middle = FillInMiddle.choose(tokenizer, config.server.fim_template)
         self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer)
         # Sampling defaults of the model for fields that a request leaves out. max_tokens is not
@@ -307,6 +315,20 @@ class Processor:
         """
         return self.max_model_len * self.tokenizer.longest_token
 
+    def _no_room(self, num_tokens: int, least: int, param: str) -> ContextTooLong:
+        text = f"This model's maximum context length is {self.max_model_len} tokens"
+        if not least:
+            text += (
+                f", and the {param} has {num_tokens}. Shorten it, or set truncate_prompt_tokens."
+            )
+        else:
+            text += (
+                f". However, you requested {num_tokens + least} tokens ({num_tokens} in the "
+                f"{param}, {least} in the completion). Please reduce the length of the {param} or "
+                "completion."
+            )
+        return ContextTooLong(text, param=param)
+
     def _too_long(self, num_chars: int, param: str) -> ContextTooLong:
         return ContextTooLong(
             f"This model's maximum context length is {self.max_model_len} tokens, which the "
@@ -366,13 +388,7 @@ class Processor:
         room = self.max_model_len - len(token_ids)
         param = prompt.param
         if room < least:
-            raise ContextTooLong(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, "
-                f"you requested {len(token_ids) + least} tokens ({len(token_ids)} in the {param}, "
-                f"{least} in the completion). Please reduce the length of the {param} or "
-                f"completion.",
-                param=param,
-            )
+            raise self._no_room(len(token_ids), least, param)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = min(room, self.default_max_tokens or room)

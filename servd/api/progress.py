@@ -9,6 +9,7 @@ import msgspec
 from servd.tracing import PATIENCE, Pace, StepRecord
 
 SECOND = 1_000_000_000
+ORDER = ("prefill", "decoding", "idle", "stalled")  # the first one is what several engines do
 GRACE = 10.0  # seconds that a busy machine, or the first step of a size, may take beyond PATIENCE
 
 
@@ -30,6 +31,24 @@ class Progress(msgspec.Struct):
     seconds_since_step: float | msgspec.UnsetType = msgspec.UNSET
     expected_seconds: float | msgspec.UnsetType = msgspec.UNSET  # the most that a step should take
     reason: str | msgspec.UnsetType = msgspec.UNSET
+    # With several engines, what each does, by rank; the fields above are of all that serve.
+    engines: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+def combine(each: Sequence[Progress | None]) -> Progress:
+    """That of several engines; None for one that does not serve at the moment, which others do."""
+    serving = [found for found in each if found is not None]
+    # As long as one gets on, so do requests: those who watch the others start them again.
+    best = min(serving, key=lambda found: ORDER.index(found.activity))
+    if len(each) == 1:
+        return best
+    since = [s for found in serving if isinstance(s := found.seconds_since_step, float)]
+    return msgspec.structs.replace(
+        best,
+        num_unfinished=sum(found.num_unfinished for found in serving),
+        seconds_since_step=min(since, default=msgspec.UNSET),
+        engines=["restarting" if found is None else found.activity for found in each],
+    )
 
 
 def progress(

@@ -12,6 +12,7 @@ from servd.api.fair_loop import FairLoop
 from servd.api.metrics import ChoiceTimes
 from servd.api.processor import Prepared
 from servd.api.progress import Unfinished
+from servd.api.routing import Routed
 from servd.api.timeline import Timeline
 from servd.errors import ServdError
 from servd.outputs import CompletionOutput
@@ -80,6 +81,7 @@ class Running(msgspec.Struct):
     choices: list[ChoiceTimes]
     is_counted: bool  # in the metrics
     sent_ns: int
+    routed: Routed | None = None  # with several engines
 
     def unfinished(self) -> Unfinished:
         """What shows whether the engine makes progress on it."""

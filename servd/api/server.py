@@ -24,6 +24,7 @@ import uvloop
 
 from servd import log
 from servd.access import load_certificates, tls_context
+from servd.adapter_store import AdapterStore
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
 from servd.api.context import Context
@@ -32,14 +33,14 @@ from servd.api.metrics import Metrics
 from servd.api.middleware import count_refusal
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
+from servd.api.routing import Router
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.child import SHOW_STACKS, read_start
 from servd.config import Config, ServerConfig
-from servd.core.client import EngineCoreClient, identity
+from servd.core.client import EngineCoreClient, engine_dir, identity
 from servd.errors import ConfigError, ShuttingDown
-from servd.lora import AdapterStore
 from servd.messages import EngineDead, EngineStatus
 from servd.pulse import Pulse
 
@@ -230,9 +231,11 @@ async def serve(start: Start) -> int:
     """Run the server; return the process's exit code."""
     config, spec = start.config, start.spec
     listener = socket.socket(fileno=start.listener)
-    client = EngineCoreClient(
-        start.ipc_dir, start.client, identity(config, spec), start.incarnation
-    )
+    own = identity(config, spec)
+    clients = [
+        EngineCoreClient(engine_dir(start.ipc_dir, rank), start.client, own, incarnation)
+        for rank, incarnation in enumerate(start.incarnations)
+    ]
     tokenizer = Tokenizer.of_model(config, spec)
     assert config.model.max_model_len is not None
     processor = Processor(config, spec, tokenizer, config.model.max_model_len, client=start.client)
@@ -240,13 +243,15 @@ async def serve(start: Start) -> int:
     async_llm = AsyncLLM(
         config,
         spec,
-        client,
+        clients,
         processor,
         OutputProcessor(tokenizer),
         Tracer(spans=(spans := spans_of(config.observability))),
         Metrics(config.model.served_model_name[0], config.model.max_model_len),
+        Router.of(config, start.place, start.routing),
     )
-    async_llm.metrics.restarts.count = start.incarnation
+    for engine, incarnation in zip(async_llm.engines, start.incarnations, strict=True):
+        engine.metrics.observe_restarts(incarnation)
     async_llm.start()
     store = AdapterStore.beside(start.ipc_dir) if config.lora.enable_lora else None
     app = create_app(config, async_llm, reasons=start.reasons, store=store)
@@ -274,7 +279,8 @@ async def serve(start: Start) -> int:
         await asyncio.wait([batching])
     siblings.close()
     async_llm.close()
-    client.close()
+    for client in clients:
+        client.close()
     if spans is not None:
         spans.close()
     return ENGINE_IS_DEAD if isinstance(async_llm.status, EngineDead) else 0

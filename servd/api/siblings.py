@@ -48,14 +48,15 @@ class FindTimeline(msgspec.Struct, tag=True):
 
 
 class WhenRan(msgspec.Struct, tag=True):
-    """When the requests of an owner ran, by id."""
+    """When the requests of an owner ran on an engine, by id."""
 
     answer: ClassVar[Any] = dict[str, Ran | None]
     owner: str
+    engine: int
 
 
 class ListSteps(msgspec.Struct, tag=True):
-    """The latest steps of the engine, in order."""
+    """The latest steps of each engine, in order."""
 
     answer: ClassVar[Any] = list[StepRecord]
     count: int
@@ -106,7 +107,7 @@ class Siblings:
     async def list_steps(self, question: ListSteps) -> list[StepRecord]:
         """Those of which any has heard."""
         steps = chain.from_iterable(await self._ask_all(question))
-        by_start = {step.started_ns: step for step in steps}
+        by_start = {(step.started_ns, step.engine): step for step in steps}
         return [by_start[start] for start in sorted(by_start)][-question.count :]
 
     # ---- between siblings ----
@@ -151,14 +152,15 @@ class Siblings:
                 return await self._summaries(question)
             case FindTimeline():
                 return await self._timeline(question)
-            case WhenRan(owner):
-                timelines = self.tracer.of_owner(owner)
+            case WhenRan(owner, engine):
+                timelines = [t for t in self.tracer.of_owner(owner) if t.engine == engine]
                 size = len(timelines) * CHARS_PER_STEP
                 return await self.async_llm.offload(
                     owner, size, lambda: {each.id: ran([*each.marks]) for each in timelines}
                 )
             case ListSteps(count):
-                return self.tracer.latest_steps(count)
+                engines = [*self.tracer.steps]
+                return [step for each in engines for step in self.tracer.latest_steps(count, each)]
 
     async def _summaries(self, question: ListRequests) -> list[RequestSummary]:
         find = self.tracer.longest if question.order == "slowest" else self.tracer.latest
@@ -174,7 +176,7 @@ class Siblings:
         if timeline is None:
             return None
         others: dict[str, Ran | None] = {}
-        for each in await self._ask_all(WhenRan(owner)):
+        for each in await self._ask_all(WhenRan(owner, timeline.engine)):
             others |= each
         (inquiry,) = tracer.inquiries([timeline])
         prompts = tracer.latest(owner, tracer.keep)

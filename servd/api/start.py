@@ -21,7 +21,15 @@ class Start(msgspec.Struct):
     name: str  # for the log, e.g. "api-0"
     listener: int  # descriptor of the listening socket, inherited
     url: str | None  # announced by this process once the model is ready
-    incarnation: int  # the engine's
+    incarnations: list[int]  # of the engines, by rank
     hands_over: bool = False  # another server may accept from the same socket, before and after
     waits: bool = False  # for the engine, before it takes connections from there
     pulse: int = -1  # inherited descriptor, see Pulse
+    place: int = 0  # among the API servers of its tree
+    routing: int = -1  # inherited descriptor, see Router; -1 with one engine
+
+
+class StartModel(msgspec.Struct):
+    """What the server of one model among several reads from its stdin."""
+
+    config: Config  # with --uds, not resolved

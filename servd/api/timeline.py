@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ class Timeline(msgspec.Struct):
     owner: str = ""
     route: str = ""
     model: str = ""  # as the answer names it
-    created: float = 0.0  # Unix time
+    created: float = 0.0  # Unix time of its first mark
     marks: list[Mark] = []
     choices: Sequence[ChoiceTimes] = ()
     params: SamplingParams | None = None
@@ -49,6 +50,7 @@ class Timeline(msgspec.Struct):
     parsed_from_ns: int = 0
     parsed_to_ns: int = 0
     parsing_ns: int = 0
+    engine: int = 0  # the rank of the one that has it, or had it
     is_finished: bool = False
     account: Account | None = None  # only of the slowest: the steps of others are still there
     summary: RequestSummary | None = None  # once it is finished and was asked for
@@ -110,17 +112,28 @@ class Tracer:
         self.running: dict[str, Timeline] = {}
         self.recent: OrderedDict[str, Timeline] = OrderedDict()
         self.slowest: dict[str, Timeline] = {}
-        self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        # By engine, in order.
+        self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
         self._num_marks = 0  # in `recent`
         self._prompts: deque[Timeline] = deque()  # finished, with their prompts
         self._num_prompt_tokens = 0
         self._accountant = ThreadPoolExecutor(1, "account")
 
-    def open(self, request_id: str, owner: str = "", route: str = "", model: str = "") -> Timeline:
-        """The timeline of a running request; a new one if it has none yet."""
+    def open(
+        self,
+        request_id: str,
+        owner: str = "",
+        route: str = "",
+        model: str = "",
+        since_ns: int | None = None,
+    ) -> Timeline:
+        """The timeline of a running request; a new one, that began at `since_ns`, if it has none
+        yet.
+        """
         timeline = self.running.get(request_id)
         if timeline is None:
-            timeline = Timeline(request_id, owner, route, model, time.time())
+            age = 0.0 if since_ns is None else (now_ns() - since_ns) * 1e-9
+            timeline = Timeline(request_id, owner, route, model, time.time() - age)
             self.running[request_id] = timeline
         return timeline
 
@@ -128,9 +141,16 @@ class Tracer:
         """Note that `request_id` reached `stage` (one of STAGES), now or at `at_ns`."""
         self.open(request_id).marks.append(Mark(stage, at_ns or now_ns(), step))
 
-    def lose_engine(self, timelines: Iterable[Timeline]) -> None:
+    def add_steps(self, steps: Sequence[StepRecord], engine: int) -> None:
+        """Keep steps of an engine."""
+        for step in steps if engine else ():
+            step.engine = engine
+        self.steps[engine].extend(steps)
+
+    def lose_engine(self, timelines: Iterable[Timeline], engine: int) -> None:
         """Note when the engine that had these requests was last known to live."""
-        last_step = self.steps[-1].harvested_ns if self.steps else 0
+        steps = self.steps[engine]
+        last_step = steps[-1].harvested_ns if steps else 0
         for timeline in timelines:
             lost = max(last_step, timeline.marks[-1].at_ns)
             timeline.marks.append(Mark("engine_lost", lost))
@@ -208,14 +228,19 @@ class Tracer:
         own = [timeline for timeline in self.slowest.values() if timeline.owner == owner]
         return sorted(own, key=lambda timeline: -timeline.wall_ns)[:count]
 
-    def latest_steps(self, count: int) -> list[StepRecord]:
+    def latest_steps(self, count: int, engine: int) -> list[StepRecord]:
         """In order."""
-        return list(islice(reversed(self.steps), count))[::-1]
+        return list(islice(reversed(self.steps[engine]), count))[::-1]
 
     def inquiries(self, timelines: Sequence[Timeline]) -> list[Inquiry]:
         """Collect what it takes to account for these requests up to now."""
-        steps, now = list(self.steps), Mark("now", now_ns())
+        steps = {engine: list(self.steps[engine]) for engine in {t.engine for t in timelines}}
+        now = Mark("now", now_ns())
         return [
-            Inquiry(t, t.marks if t.is_finished else [*sorted(t.marks, key=BY_TIME), now], steps)
+            Inquiry(
+                t,
+                t.marks if t.is_finished else [*sorted(t.marks, key=BY_TIME), now],
+                steps[t.engine],
+            )
             for t in timelines
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +19,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 after a clean stop, 1 if a process died, 2 for a named error."""
     try:
         arguments = make_parser().parse_args(argv)
-        sys.exit(arguments.run(arguments))
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        sys.exit(code)
     except ServdError as error:
         print(f"servd: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # whoever reads it has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -74,6 +80,10 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(flag, known, n=1)
             listed = f"`{self.prog} --help` says what there is"
             hint = f"did you mean {near[0]}?" if near else listed
+            if flag.startswith("--data-parallel-"):
+                from servd.config import OTHER_BALANCERS
+
+                hint = OTHER_BALANCERS
             self.error(f"unknown argument {unknown[0]}; {hint}")
         return parsed, unknown
 

@@ -16,7 +16,11 @@ import msgspec
 from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError
 
-SHORT_FLAGS = {"speculative_config": ["-sc"]}  # as vLLM has them
+OTHER_FLAGS = {  # as vLLM has or had them
+    "data_parallel_size": ["-dp"],
+    "speculative_config": ["-sc"],
+    "kv_offloading_size": ["--swap-space"],
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +47,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                 continue
             if option.default not in (msgspec.NODEFAULT, None, False):
                 description += f" [{'on' if option.default is True else option.default}]"
-            flags = SHORT_FLAGS.get(option.name, []) + [flag_of(option.name)]
+            flags = OTHER_FLAGS.get(option.name, []) + [flag_of(option.name)]
             style = argument_style(kind, option.name)
-            group.add_argument(*flags, help=description, **style)
+            group.add_argument(*flags, dest=option.name, help=description, **style)
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:

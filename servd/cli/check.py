@@ -19,8 +19,8 @@ from typing import Literal
 
 import msgspec
 
-from servd import hf, launch, plugins
-from servd.api.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from servd import hf, launch, plugins, pooling
+from servd.api.chat_template import ChatTemplate
 from servd.api.tokenizer import Tokenizer
 from servd.cli import _options
 from servd.config import Config
@@ -136,7 +136,7 @@ def check_device(config: Config) -> Iterator[Finding]:
     library = plugins.load(f"{WORKER}.ops", "native", "library")()
     built = [*plugins.load(f"{WORKER}.ops", "native", "FOLDER").glob("_*.so")]
     compiler = shutil.which(os.environ.get("CXX", "c++"))
-    text = "used" if library else "off, or older than their sources" if built else "not built"
+    text = library.name if library else "off, or older than their sources" if built else "not built"
     remedy = f"{'' if compiler else 'install a C++ compiler, then '}install servd again"
     yield judge(library is not None, "CPU kernels", text, remedy)
 
@@ -172,11 +172,11 @@ def check_model(config: Config) -> Iterator[Finding]:
         name = "tokenizer"
         tokenizer = Tokenizer.of_model(config, spec)
         yield Finding(name, "ok", f"{spec.vocab_size} tokens")
-        name = "chat template"
-        template = ChatTemplate.load(tokenizer, config.server.chat_template)
-        has_one = template.source != DEFAULT_TEMPLATE
-        text = "is there" if has_one else "none: chats get a plain one"
-        yield judge(has_one, name, text, "give one with --chat-template")
+        if pooling.read(spec).is_causal:  # an encoder has no chats
+            name = "chat template"
+            has_one = not ChatTemplate.load(tokenizer, config.server.chat_template).is_default
+            text = "is there" if has_one else "none: chats get a plain one"
+            yield judge(has_one, name, text, "give one with --chat-template")
         name = "weights"
         if spec.folder and config.model.load_format != "dummy":
             yield check_weights(config, spec)
@@ -192,7 +192,7 @@ def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
     """
     if hf.local_folder(config.model.model or "") is None:
         try:
-            hf.weight_files(spec.folder)
+            hf.weight_files(spec.folder, config.model.load_format)
         except ModelNotFound:
             return Finding("weights", "ok", "on the hub: the first start downloads them")
     plan = plugins.load(WORKER, "dry_run", "plan")(config, spec)

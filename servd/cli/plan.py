@@ -88,9 +88,7 @@ class Report:
         self.num_tokens = plan.num_blocks * self.block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = min(max_model_len, self.num_tokens) or max_model_len
-        sizes = plan.sizes
-        beside = sizes.weights + sizes.draft_weights + sizes.requests + sizes.step
-        self.for_kv_cache = plan.free - beside  # at most
+        self.for_kv_cache = plan.free - plan.sizes.persistent - plan.sizes.step  # at most
 
     def fit(self, length: int) -> int:
         """How many requests of this many tokens the KV cache holds."""
@@ -103,7 +101,9 @@ class Report:
         """What to lower, or could be raised."""
         sizes, length, seqs = self.plan.sizes, self.max_model_len, self.max_num_seqs
         if self.for_kv_cache < 0:
-            lacking = format_bytes(-self.for_kv_cache)
+            lacking, rows = format_bytes(-self.for_kv_cache), sizes.requests + sizes.step
+            if self.plan.free > sizes.persistent - sizes.requests and seqs > 1:
+                return [f"lower --max-num-seqs: {seqs} requests take {format_bytes(rows)}"]
             smaller = "" if self.config.model.quantization else ", or try --quantization int8"
             return [f"{lacking} more memory, or a higher --tensor-parallel-size{smaller}"]
         if self.plan.shortage:
@@ -150,11 +150,15 @@ class Report:
     def text(self, lengths: list[int]) -> str:
         """For a person."""
         plan, sizes, size = self.plan, self.plan.sizes, self.config.parallel.tensor_parallel_size
-        budget = self.config.scheduler.max_num_batched_tokens
+        budget, lora = self.config.scheduler.max_num_batched_tokens, self.config.lora
         per_token = format_bytes(sizes.kv_per_block // self.block_size)
         rows = [
             ("weights", sizes.weights, plan.dtype),
             ("weights of the draft", sizes.draft_weights, ""),
+            (
+                "adapters", sizes.adapters,
+                f"--max-loras {lora.max_loras}, --max-lora-rank {lora.max_lora_rank}",
+            ),
             ("requests", sizes.requests, f"--max-num-seqs {self.max_num_seqs}"),
             ("largest step", sizes.step, f"about, --max-num-batched-tokens {budget}"),
             (
@@ -163,6 +167,8 @@ class Report:
             ),
         ]  # fmt: skip
         where = f"{plan.device} ({size} ranks, each)" if size > 1 else plan.device
+        if (engines := self.config.parallel.data_parallel_size) > 1:
+            where += f", for each of {engines} engines"
         lines = [f"{self.config.model.model} on {where}, {format_bytes(plan.free)} free", ""]
         lines += [f"  {name:<22}{format_bytes(n):>9}   {note}" for name, n, note in rows if n]
         lines += ["", "  tokens of a request    that fit at once"]

@@ -141,7 +141,7 @@ def ask_here(
     tokenizer = Tokenizer.of_model(config, spec)
     processor = Processor(config, spec, tokenizer, config.model.max_model_len)
     outputs, metrics = OutputProcessor(tokenizer), Metrics(spec.model_type)
-    llm = AsyncLLM(config, spec, client, processor, outputs, Tracer(), metrics)
+    llm = AsyncLLM(config, spec, [client], processor, outputs, Tracer(), metrics)
     content = arguments.prompt
     if not arguments.raw:
         content = Chat(messages=[{"role": "user", "content": content}])

@@ -39,7 +39,9 @@ def problems(engine: EngineCore) -> list[str]:
         or scheduler.has_work
         or not (engine.in_flight or scheduler.kv_cache.usage),
     }
-    return [problem for problem, is_well in found.items() if not is_well]
+    tiers = scheduler.kv_cache.tiers
+    below = tiers.problems() if tiers is not None else []
+    return [problem for problem, is_well in found.items() if not is_well] + below
 
 
 def audit(message: Audit, engine: EngineCore) -> list[EngineCoreOutputs | EngineAudit]:

@@ -16,13 +16,22 @@ from servd.messages import Attach, FromEngine, ToEngine
 
 def identity(config: Config, spec: ModelSpec) -> str:
     """What an engine and those who attach to it must have in common: servd's version, the model,
-    the tokenizer and what adapters may be. In words that an error can quote, with a fingerprint.
+    the tokenizer, what adapters may be and how many engines there are. In words that an error can
+    quote, with a fingerprint.
     """
     folder = os.path.realpath(spec.folder) if spec.folder else "fake"
     lora = config.lora.num_places, config.lora.max_lora_rank
-    deciding = [msgspec.structs.replace(spec, folder=folder), config.model.tokenizer, lora]
+    size = config.parallel.data_parallel_size
+    deciding = [msgspec.structs.replace(spec, folder=folder), config.model.tokenizer, lora, size]
     fingerprint = hashlib.sha256(msgspec.json.encode(deciding)).hexdigest()[:12]
     return f"servd {servd.__version__} with model {os.path.basename(folder)} ({fingerprint})"
+
+
+def engine_dir(ipc_dir: str, rank: int) -> str:
+    """Folder of the sockets of an engine and its clients, one for each of --data-parallel-size: an
+    engine knows of no other.
+    """
+    return os.path.join(ipc_dir, f"rank-{rank}") if rank else ipc_dir
 
 
 def engine_address(ipc_dir: str, incarnation: int) -> str:

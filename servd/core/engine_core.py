@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from servd.config import Config
 from servd.core.executor import Executor, PendingOutput
+from servd.core.kv_cache import tiers
 from servd.core.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
 from servd.hf import ModelSpec
@@ -22,7 +23,10 @@ from servd.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ResetPrefixCache,
+    Sleep,
     ToEngine,
+    WakeUp,
+    WorkerReady,
 )
 from servd.tracing import StepRecord, now_ns
 
@@ -36,11 +40,11 @@ class EngineCore:
         config: resolved.
         spec: the model's.
         executor: started.
-        num_blocks: KV-cache blocks that the executor has (`WorkerReady.num_blocks`).
+        worker: what its `start` returned.
     """
 
     def __init__(
-        self, config: Config, spec: ModelSpec, executor: Executor, num_blocks: int
+        self, config: Config, spec: ModelSpec, executor: Executor, worker: WorkerReady
     ) -> None:
         max_model_len = config.model.max_model_len or spec.max_position_embeddings
         speculative = config.model.speculative_config
@@ -48,16 +52,25 @@ class EngineCore:
             config.scheduler,
             config.cache,
             max_model_len,
-            num_blocks,
+            worker.num_blocks,
             speculative.num_speculative_tokens if speculative else 0,
             config.lora.max_loras,
         )
+        self.config, self.spec = config, spec
+        self.connect(executor, worker)
         self.grammars = GrammarManager(config, spec)
-        self.executor = executor
         self.depth = 2 if config.scheduler.async_scheduling else 1  # steps in flight
         self.in_flight: deque[PendingOutput] = deque()
         # Called with each step before it is launched.
         self.on_scheduled: Callable[[StepRecord], None] = lambda record: None
+
+    def connect(self, executor: Executor, worker: WorkerReady) -> None:
+        """Run on this executor from now on: the first one, or one in place of another that is gone
+        (see `Scheduler.forget_workers`).
+        """
+        self.executor = executor
+        lower = tiers.load(self.config, self.spec, worker, executor)
+        self.scheduler.kv_cache.connect(lower)
 
     @property
     def has_work(self) -> bool:
@@ -83,9 +96,10 @@ class EngineCore:
                     self.scheduler.report_to(request.client)
                 self.scheduler.abort(request_ids)
             case ResetPrefixCache():
-                self.scheduler.kv_cache.pool.forget_cached()
-            case Attach() | Audit():
-                pass  # outputs carry their client's number; who listens to it is not known here
+                self.scheduler.kv_cache.reset()
+            case Attach() | Audit() | Sleep() | WakeUp():
+                pass  # for the process around it: outputs carry their client's number, and whether
+                # there is a model to run is not known here
 
     def _add(self, request: EngineCoreRequest, has_grammar: bool = False) -> None:
         """One that should never have been sent fails alone: nobody else may suffer from it."""
@@ -118,6 +132,8 @@ class EngineCore:
             record.launched_ns = now_ns()
         if self.in_flight and (scheduled is None or len(self.in_flight) >= self.depth):
             self._harvest()
+        elif scheduled is None:
+            self.scheduler.kv_cache.wait()
         return self.scheduler.take_outputs(grammars.num_waiting)
 
     def _harvest(self) -> None:

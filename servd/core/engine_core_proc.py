@@ -5,6 +5,7 @@ idle.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -28,6 +29,7 @@ from servd.core.audit import audit
 from servd.core.client import engine_address, identity
 from servd.core.engine_core import EngineCore
 from servd.core.executor import EXECUTORS, Executor, Progress
+from servd.core.stats_line import StatsLine
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineError
 from servd.ipc import Inbox, Outbox, UnreadableMessage
@@ -35,7 +37,6 @@ from servd.messages import (
     AbortRequests,
     Attach,
     Audit,
-    DraftStats,
     EngineAudit,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -46,7 +47,9 @@ from servd.messages import (
     EngineStatus,
     FinishReason,
     FromEngine,
+    Sleep,
     ToEngine,
+    WakeUp,
     WorkerFailed,
     WorkerReady,
 )
@@ -56,7 +59,6 @@ from servd.tracing import FIRST_STEP, PATIENCE, Pace, StepRecord
 
 logger = logging.getLogger("servd.engine")
 
-LOG_INTERVAL = 10.0  # seconds between log lines while requests run
 STEPS_PER_LOOK = 256  # steps between two looks at how long they take, but for the FIRST_STEPS
 FIRST_STEPS = 64
 IDLE = 1.0  # seconds without work after which the engine warms up for requests to come
@@ -71,6 +73,7 @@ class Start(msgspec.Struct):
     started_at: float  # time.monotonic() when the user's command, or the restart, began
     incarnation: int = 0  # how many engines this tree had before
     pulse: int = -1  # inherited descriptor, see Pulse
+    name: str = "engine"  # for the log
 
 
 class StartupClock:
@@ -125,6 +128,8 @@ class EngineCoreProc:
             target=self.guard, args=[self.send_outputs], name="output", daemon=True
         )
         self.executor: Executor | None = None
+        self.ready: EngineReady | None = None  # as last said
+        self.is_tired = False  # to sleep as soon as there is nothing to do
         self.pulse = Pulse(start.pulse)
         self.pace = Pace()
 
@@ -166,22 +171,19 @@ class EngineCoreProc:
     def load(self) -> EngineCore:
         """Bring up executor and engine, reporting progress."""
         config, spec = self.start.config, self.start.spec
-        self.executor, worker = start_executor(config, spec, self.progress)
-        self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
-        engine = EngineCore(config, spec, self.executor, worker.num_blocks)
-        gc.collect()
-        gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
+        executor, worker = self.start_executor(config, self.progress)
+        engine = EngineCore(config, spec, executor, worker)
         engine.grammars.on_compiled = self.inputs.put
         engine.on_scheduled = partial(self.begin_step, engine)
         self.clock.enter("ready")
-        ready = EngineReady(
+        self.ready = EngineReady(
             worker,
             engine.scheduler.max_model_len,
             config.cache.block_size,
             self.clock.seconds,
             self.start.incarnation,
         )
-        self.outputs.put((None, ready))
+        self.outputs.put((None, self.ready))
         self.pulse.get_ready()
         phases = ", ".join(
             f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items()
@@ -198,16 +200,21 @@ class EngineCoreProc:
                 self.pulse.rest()
                 message = self.next_input(engine)
                 self.pulse.work(FIRST_STEP)
-                if isinstance(message, WorkerFailed):
-                    # A worker or thread ended while no step was awaited.
-                    raise EngineError(message.reason)
-                if isinstance(message, Audit):
-                    for each in audit(message, engine):
-                        self.outputs.put((message.client, each))
-                    continue
-                engine.handle(
-                    all_of(message.client, engine) if isinstance(message, ClientGone) else message
-                )
+                match message:
+                    case WorkerFailed(reason):  # or a thread, while no step was awaited
+                        raise EngineError(reason)
+                    case Audit(client):
+                        for each in audit(message, engine):
+                            self.outputs.put((client, each))
+                    case Sleep() | WakeUp():
+                        self.is_tired = isinstance(message, Sleep)
+                        if not self.is_tired:
+                            self.wake_up(engine)
+                    case ClientGone(client):
+                        engine.handle(all_of(client, engine))
+                    case _:
+                        engine.handle(message)
+            self.wake_up(engine)
             for client, outputs in engine.step().items():
                 self.outputs.put((client, outputs))
 
@@ -221,13 +228,64 @@ class EngineCoreProc:
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
         """Wait for a message; the first long wait is a good time for what would make requests
-        stutter.
+        stutter, and a still longer one for sleep.
         """
+        if self.is_tired and not engine.has_work and not engine.grammars.num_waiting:
+            self.sleep(engine)
         try:
             return self.inputs.get(timeout=IDLE)
         except queue.Empty:
             engine.grammars.warm_up()
-            return self.inputs.get()
+        if (patience := self.start.config.server.sleep_idle_seconds) is not None:
+            try:
+                return self.inputs.get(timeout=max(patience - IDLE, 0))
+            except queue.Empty:
+                self.sleep(engine)
+        return self.inputs.get()
+
+    def start_executor(self, config: Config, progress: Progress) -> tuple[Executor, WorkerReady]:
+        """See the function of this name; from now on the collector ignores what this made."""
+        self.executor, worker = start_executor(config, self.start.spec, progress)
+        self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
+        gc.collect()
+        gc.freeze()
+        return self.executor, worker
+
+    def sleep(self, engine: EngineCore) -> None:
+        """Free what the model takes, while there is nothing to do."""
+        self.is_tired = False
+        if self.executor is None:
+            return
+        gc.unfreeze()
+        self.executor.shutdown()
+        self.executor = None
+        engine.scheduler.forget_workers()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # glibc would keep most of it
+        logger.info("asleep: weights and KV cache are freed")
+        self.say_asleep(True)
+
+    def wake_up(self, engine: EngineCore) -> None:
+        """Load the model again, if it sleeps; messages wait meanwhile."""
+        if self.executor is not None:
+            return
+        assert self.ready is not None
+        self.pulse.rest()  # loading may take as long as it did at first
+        started_at = time.monotonic()
+        known = self.ready.worker  # as many blocks as then: what is free now says other numbers
+        memory = known.num_blocks * known.kv_bytes_per_block
+        config = self.start.config.replace(kv_cache_memory=memory)
+        executor, worker = self.start_executor(config, lambda phase, fraction: None)
+        assert worker.num_blocks == known.num_blocks, worker
+        engine.connect(executor, worker)
+        logger.info("awake after %.2f s", time.monotonic() - started_at)
+        self.say_asleep(False)
+
+    def say_asleep(self, is_asleep: bool) -> None:
+        """Tell all clients, and those to come."""
+        assert self.ready is not None
+        self.ready = msgspec.structs.replace(self.ready, is_asleep=is_asleep)
+        self.outputs.put((None, self.ready))
 
     def guard(self, work: Callable[[], None]) -> None:
         """Run a thread's work; if it fails, so does the engine: otherwise every request would wait
@@ -357,7 +415,7 @@ def start_executor(
     if executor_class.needs_weights and model.load_format != "dummy":
         progress("finding weights", 0.0)
         assert model.model is not None
-        hf.download_weights(model.model, model.revision, model.download_dir)
+        hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
     progress("importing", 0.0)
     executor = executor_class(config, spec, progress)
     try:
@@ -365,48 +423,6 @@ def start_executor(
     except BaseException:
         executor.shutdown()
         raise
-
-
-class StatsLine:
-    """One log line every LOG_INTERVAL seconds while tokens are produced."""
-
-    def __init__(self) -> None:
-        self.since = time.monotonic()
-        self.num_tokens = 0
-        self.drafts = DraftStats()
-
-    def count(self, outputs: EngineCoreOutputs) -> None:
-        """Add the outputs of a step; write the line when it is time."""
-        if self.num_tokens == 0:  # idle times are not part of the rate
-            self.since = time.monotonic()
-        for output in outputs.outputs:
-            self.num_tokens += len(output.new_token_ids)
-        if (stats := outputs.stats) is None:
-            return
-        if stats.drafts.num_drafts:
-            self.drafts.add(stats.drafts)
-        elapsed = time.monotonic() - self.since
-        if elapsed < LOG_INTERVAL:
-            return
-        logger.info(
-            "running %d, waiting %d, KV cache %.0f %%, %.1f output tok/s",
-            stats.num_running,
-            stats.num_waiting,
-            100 * stats.kv_cache_usage,
-            self.num_tokens / elapsed,
-        )
-        if drafts := self.drafts.num_drafts:
-            accepted, drafted = self.drafts.num_accepted_tokens, self.drafts.num_draft_tokens
-            logger.info(
-                "drafts: mean acceptance length %.2f, %.1f of %.1f drafted tok/s accepted "
-                "(%.0f %%), by position %s",
-                1 + accepted / drafts,
-                accepted / elapsed,
-                drafted / elapsed,
-                100 * accepted / drafted,
-                " ".join(f"{n / drafts:.2f}" for n in self.drafts.num_accepted_tokens_per_pos),
-            )
-        self.num_tokens, self.drafts = 0, DraftStats()
 
 
 def prepare(executor: str = "", num_workers: str = "0") -> None:
@@ -420,7 +436,7 @@ def main() -> None:
     preparing = threading.Thread(target=prepare, args=sys.argv[1:], daemon=True)
     preparing.start()
     start = read_start(Start, lambda config: log.set_level(config.observability))
-    log.setup("engine", start.config.observability)
+    log.setup(start.name, start.config.observability)
     preparing.join()
     faulthandler.register(SHOW_STACKS, all_threads=True)
 

@@ -19,6 +19,7 @@ from servd.messages import (
     TokenLogprobs,
 )
 from servd.params import PoolingParams, SamplingParams
+from servd.speculative import MAX_FORCED_TOKENS
 from servd.tracing import Mark, now_ns
 
 
@@ -26,6 +27,7 @@ class RequestStatus(Enum):
     """Where a request is."""
 
     WAITING = auto()
+    SWAPPED = auto()  # waits after it had to yield, and lower tiers take its blocks
     RUNNING = auto()
     FINISHED = auto()
 
@@ -36,6 +38,21 @@ class GrammarEnd:
 
     num_tokens: int = 1  # how many of those just sampled, up to that token
     error: str | None = None  # None: the output is complete; else the token is not part of it
+
+
+def prompt_too_long(num_prompt_tokens: int, max_model_len: int, by_cache: bool) -> str:
+    """Why a prompt is refused; `by_cache`: the KV cache is what limits it, not the model."""
+    cause = ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
+    return (
+        f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are limited"
+        f" to {max_model_len} tokens{cause * by_cache}"
+    )
+
+
+def failure(request_id: str, marks: list[Mark], error: str, step: int = -1) -> EngineCoreOutput:
+    """The end of a request that cannot run, or cannot go on after a step."""
+    marks = [*marks, Mark("finished", now_ns(), step)]
+    return EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error)
 
 
 @lru_cache
@@ -82,6 +99,8 @@ class Request:
     num_found_drafts: int = 0  # by the workers, when last harvested: later steps hope for more
     acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
+    num_external_tokens: int = 0  # of those, from tiers below the device
+    reads_until_ns: int = 0  # how long it waits for such; 1: not at all; 0: nobody has looked yet
     evicted_at_ns: int = 0  # see EngineCoreOutput
     num_preemptions: int = 0
     aside_since: int = -1  # step since which it has waited for its adapter
@@ -148,7 +167,7 @@ class Request:
             request.num_tokens = len(request.token_ids)
         return request
 
-    def as_new(self, cached: list[int]) -> NewRequest:
+    def as_new(self) -> NewRequest:
         """What the workers must know of it when it gets its slot, and blocks of the prefix
         cache.
         """
@@ -157,7 +176,7 @@ class Request:
             token_ids=self.token_ids.copy(),
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed_tokens,
-            block_ids=cached,
+            block_ids=self.block_ids.copy(),
             params=self.params,
             eos_token_ids=self.eos_token_ids,
             cache_salt=self.cache_salt,
@@ -173,6 +192,19 @@ class Request:
     def num_placeholders(self) -> int:
         """Tokens sampled, or about to be, by steps that are not harvested yet."""
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens and placeholders that no step has computed or is to compute."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def forced_drafts(self, token_ids: list[int]) -> list[int]:
+        """Those of the tokens that are sure to follow the harvested ones which no step in flight
+        samples, as far as there is room for the token after them.
+        """
+        room = self.max_num_tokens - self.num_tokens - 1
+        first = self.num_placeholders
+        return token_ids[first : first + min(room, MAX_FORCED_TOKENS)]
 
     def read(self, result: ModelRunnerOutput, row: int) -> None:
         """Take in what a step found of the prompt; what is known already was computed again after a
@@ -244,6 +276,7 @@ class Request:
             output.logprobs = result.logprobs[row][:num_tokens]
         if is_first:
             output.num_cached_tokens = self.num_cached_tokens
+            output.num_external_tokens = self.num_external_tokens
             output.evicted_at_ns = self.evicted_at_ns
             output.prompt_logprobs = self.prompt_logprobs or None
             self.marks.append(Mark("first_token", now, step))

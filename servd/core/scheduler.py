@@ -18,19 +18,18 @@ from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
 from servd.core.queues import QUEUES
 from servd.core.queues.fair import WaitingQueue, by_order
-from servd.core.request import GrammarEnd, Request, RequestStatus
+from servd.core.request import GrammarEnd, Request, RequestStatus, failure, prompt_too_long
 from servd.core.step import Step, StepLog
 from servd.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    FinishReason,
     ModelRunnerOutput,
     ScheduledRequest,
     SchedulerOutput,
-    SchedulerStats,
 )
-from servd.speculative import MAX_FORCED_TOKENS, max_num_samples
+from servd.speculative import max_num_samples
+from servd.stats import SchedulerStats
 from servd.tracing import Mark, StepRecord, now_ns
 
 logger = logging.getLogger("servd.scheduler")
@@ -93,7 +92,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, if only harvest another or hand over outputs."""
-        return bool(self.requests or self._in_flight or self._outputs)
+        return bool(self.requests or self._in_flight or self._outputs) or self.kv_cache.has_copies
 
     def add(self, message: EngineCoreRequest) -> None:
         """Accept a request; it ends in exactly one terminal output unless it is aborted."""
@@ -101,23 +100,15 @@ class Scheduler:
         order = self.waiting.order(message.options)
         request = Request.from_message(message, order, self.max_model_len)
         if request.num_tokens + (not request.is_prompt_only) > self.max_model_len:
-            self.reject(message, self._prompt_too_long(request.num_tokens))
-            return
+            limit, by_cache = self.max_model_len, self.max_model_len == self.cache_len
+            return self.reject(message, prompt_too_long(request.num_tokens, limit, by_cache))
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
     def reject(self, message: EngineCoreRequest, error: str) -> None:
         """End a request that cannot run at all."""
-        self._put_error(message, [*message.marks, Mark("queued", now_ns())], error)
-
-    def _put_error(
-        self, of: EngineCoreRequest | Request, marks: list[Mark], error: str, step: int = -1
-    ) -> None:
-        marks = [*marks, Mark("finished", now_ns(), step)]
-        output = EngineCoreOutput(
-            of.request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error
-        )
-        self._outputs[of.client].append(output)
+        marks = [*message.marks, Mark("queued", now_ns())]
+        self._outputs[message.client].append(failure(message.request_id, marks, error))
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests, wherever they are. Those that are unknown may just have finished."""
@@ -153,8 +144,7 @@ class Scheduler:
         self.waiting.begin_step()
         if self.lookahead.max_drafts:
             self.lookahead.begin_step(len(self.running))
-        if self.waiting:
-            self._make_room(step)
+        self._make_room(step)
         budget = self.max_num_batched_tokens
         for lane, first, end in self.waiting.lanes(self.running):
             part = islice(self.running, first, end)
@@ -163,11 +153,12 @@ class Scheduler:
                 budget = self._schedule_prompts(step, budget, partial, lane)
             if record.prefills:
                 break
-        if not step.scheduled:
+        step.copies = self.kv_cache.take_copies()
+        if not step.scheduled and step.copies is None:
             return None
         self._num_steps += 1
         self._in_flight.append(step)
-        freed_slots, self._freed_slots = self._freed_slots, []
+        freed, self._freed_slots = self._freed_slots, []
         record.num_tokens = self._stats.num_scheduled_tokens = self.max_num_batched_tokens - budget
         record.num_requests = len(step.scheduled)
         if self.waiting:
@@ -175,7 +166,13 @@ class Scheduler:
             # Where nothing else held up the first of those that wait, its turn did not come.
             record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
         record.scheduled_ns = now_ns()
-        return SchedulerOutput(record.step, step.scheduled, step.new_requests, freed_slots)
+        return SchedulerOutput(record.step, step.scheduled, step.new_requests, freed, step.copies)
+
+    def forget_workers(self) -> None:
+        """They are gone, while nothing ran, with all that they computed and were told."""
+        self.kv_cache.connect(None)
+        self.kv_cache.reset()
+        self._freed_slots = []
 
     @property
     def newest(self) -> StepRecord:
@@ -184,6 +181,9 @@ class Scheduler:
 
     def _make_room(self, step: Step) -> None:
         """Let requests yield to the one that is next, as far as the policy says."""
+        for victim in self.waiting.outranked(self.running):
+            self.running.remove(victim)
+            self._preempt(victim, step.record)
         while self.waiting and (victim := self.waiting.victim(self.running)) is not None:
             head = self.waiting.head(self.running)
             if self.free_slots and self.kv_cache.fits(head, self.kv_cache.match_prefix(head)):
@@ -214,7 +214,8 @@ class Scheduler:
                 continue
             drafts, num_drafts = NO_DRAFTS, request.num_drafts
             if request.slot in forced_tokens:
-                drafts = self._forced_drafts(request, forced_tokens[request.slot])
+                if not any(each.chose_drafts_of(request) for each in self._in_flight):
+                    drafts = request.forced_drafts(forced_tokens[request.slot])
                 num_drafts = len(drafts)
             if num_drafts:
                 num_drafts = max(min(num_drafts, drafts_left), 0)
@@ -228,20 +229,6 @@ class Scheduler:
             budget -= 1 + num_drafts
             drafts_left -= num_drafts
         return budget, partial
-
-    def _forced_drafts(self, request: Request, token_ids: list[int]) -> list[int]:
-        """Those of the tokens after the harvested ones that no step in flight samples, as far as
-        there is room for the token after them.
-        """
-        if request.num_tokens - request.num_computed_tokens != 1 or any(
-            other is request and scheduled.num_drafts > len(scheduled.draft_token_ids)
-            for step in self._in_flight
-            for other, scheduled in zip(step.requests, step.scheduled, strict=True)
-        ):
-            return []  # it computes a prompt, or nobody knows where its next step begins
-        first = request.num_placeholders
-        room = request.max_num_tokens - request.num_tokens - 1
-        return token_ids[first : first + min(room, MAX_FORCED_TOKENS)]
 
     def _schedule_prompts(self, step: Step, budget: int, partial: list[Request], lane: int) -> int:
         """Compute prompts of a lane, in the policy's order; returns the budget that is left.
@@ -265,23 +252,21 @@ class Scheduler:
                 for_long = 0  # none of them can go on
                 continue
             room = budget if queue.is_long(request) else budget - for_long
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
-            if (
-                not self.chunks_prompts
-                and num_tokens < request.num_tokens - request.num_computed_tokens
-            ):
+            if request.num_uncomputed_tokens > room and not self.chunks_prompts:
                 break
-            if request.status is RequestStatus.WAITING:
+            if request.slot < 0:
                 cached = self.kv_cache.match_prefix(request)
                 # Preempted with a token in flight, it is harvested before the next step.
-                may_start = not request.num_placeholders and self.kv_cache.fits(request, cached)
+                may_start = not request.num_placeholders and self.kv_cache.can_start(
+                    request, cached
+                )
                 if not may_start:
                     step.record.waits_for = "blocks"
                     continue
                 self._admit(step, request, cached, now)
-                num_tokens = min(request.num_tokens - request.num_computed_tokens, room)
             else:
                 partial.remove(request)
+            num_tokens = min(request.num_uncomputed_tokens, room)
             new_block_ids = self._allocate(step, request, num_tokens)
             if new_block_ids is None:
                 continue
@@ -295,8 +280,7 @@ class Scheduler:
         the step keeps theirs.
         """
         while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
-            victim = self.running[-1]
-            if victim in step.requests:
+            if (victim := self.running[-1]) in step.requests:
                 return None
             self.running.pop()
             self._preempt(victim, step.record)
@@ -313,13 +297,10 @@ class Scheduler:
         request.num_drafts = 0  # a preempted one's are gone, whatever was harvested since
         insort(self.running, request, key=by_order)
         if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
-            request.evicted_at_ns = self.kv_cache.evicted_at_ns(request)
-            self._stats.prefix_cache_queries += request.num_prompt_tokens
-            self._stats.prefix_cache_hits += request.num_cached_tokens
+            self.kv_cache.count(request, self._stats)
         request.marks.append(Mark("scheduled", now, step.record.step))
         step.record.num_cached_tokens += request.num_computed_tokens
-        step.new_requests.append(request.as_new(cached))
+        step.new_requests.append(request.as_new())
 
     def _append(
         self,
@@ -368,6 +349,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         request.marks.append(Mark("preempted", now_ns(), record.step))
+        self.kv_cache.swap_out(request)
         record.num_preempted += 1
         self.waiting.add(request)
         self._stats.num_preemptions += 1
@@ -392,6 +374,7 @@ class Scheduler:
         if is_news_due:
             for request in self.requests.values():
                 self.report_to(request.client)
+        self.kv_cache.harvest(step)
         if self.lookahead.max_drafts:
             self.lookahead.time(step.scheduled, took_ns)
         for i, (request, scheduled, token_ids) in enumerate(
@@ -412,9 +395,8 @@ class Scheduler:
                 record.num_drafts += scheduled.num_drafts
                 record.num_accepted += request.settle(scheduled, output, len(token_ids), num_found)
                 counts = output.num_drafts, output.num_accepted
-                self.lookahead.count(
-                    request.acceptance, *counts, scheduled.max_new_drafts, num_found
-                )
+                asked = scheduled.max_new_drafts, num_found
+                self.lookahead.count(request.acceptance, *counts, *asked)
                 if output.num_drafts:
                     self._stats.drafts.count(*counts)
             if output.finish_reason is not None:
@@ -442,8 +424,7 @@ class Scheduler:
         report.num_waiting = len(self.waiting)
         report.running_adapters, report.waiting_adapters = self.waiting.adapters.names()
         report.num_deferred = num_deferred
-        report.kv_cache_usage = self.kv_cache.usage
-        report.evictions = self.kv_cache.pool.take_evictions()
+        self.kv_cache.report(report)
         report.step = self._num_steps
         return report
 
@@ -455,19 +436,17 @@ class Scheduler:
         """
         request, failed = step.requests[index], [step.requests[index]]
         if any(new.slot == step.scheduled[index].slot for new in step.new_requests):
-            blocks = self.kv_cache.computed_by(request)
-            failed += [
-                each
-                for each in self.running
-                if each is not request and not blocks.isdisjoint(each.block_ids)
-            ]
+            # One that has left meanwhile has blocks in the cache, too.
+            left = {each for later in (step, *self._in_flight) for each in later.requests}
+            failed += self.kv_cache.adopters(request, {*self.running, *left} - {request})
             for each in failed:
-                self.kv_cache.pool.forget(self.kv_cache.computed_by(each))
+                self.kv_cache.forget_computed(each)
         for each in failed:
             if each.status is not RequestStatus.FINISHED:
                 self.kv_cache.forget(each)
                 self._finish(each)
-                self._put_error(each, each.marks, error, step.record.step)
+                output = failure(each.request_id, each.marks, error, step.record.step)
+                self._outputs[each.client].append(output)
 
     def _finish(self, request: Request) -> None:
         """Forget a request and free what it holds, wherever it is."""
@@ -476,6 +455,7 @@ class Scheduler:
             self._release(request)
         else:
             self.waiting.remove(request)
+            self.kv_cache.stop_waiting(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
 
@@ -486,10 +466,3 @@ class Scheduler:
         self.free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
-
-    def _prompt_too_long(self, num_prompt_tokens: int) -> str:
-        cause = ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
-        return (
-            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are limited"
-            f" to {self.max_model_len} tokens{cause * (self.max_model_len == self.cache_len)}"
-        )

@@ -8,7 +8,7 @@ from itertools import islice
 import msgspec
 
 from servd.core.request import Request
-from servd.messages import NewRequest, ScheduledRequest
+from servd.messages import BlockCopies, NewRequest, ScheduledRequest
 from servd.tracing import Pace, StepRecord
 
 MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each
@@ -27,6 +27,16 @@ class Step(msgspec.Struct):
     scheduled: list[ScheduledRequest] = []
     requests: list[Request] = []
     new_requests: list[NewRequest] = []
+    copies: BlockCopies | None = None
+
+    def chose_drafts_of(self, request: Request) -> bool:
+        """Whether it verifies drafts which only the workers know, so that nobody can say where the
+        request's next step begins.
+        """
+        return any(
+            each is request and scheduled.num_drafts > len(scheduled.draft_token_ids)
+            for each, scheduled in zip(self.requests, self.scheduled, strict=True)
+        )
 
 
 class StepLog:

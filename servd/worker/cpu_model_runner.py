@@ -35,16 +35,21 @@ class CPUModelRunner(ModelRunner):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """16 bits are for storage: most CPUs multiply them four times more slowly than float32."""
+        """16 bits are for storage, and for what products of bfloat16 round by AMX."""
         return self.dtype if native.library() is None else torch.float32
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks of all engines of this host, each with a cache."""
+        return self.parallel.size * self.config.parallel.data_parallel_size
 
     def kv_cache_memory(self) -> int:
         """A share of what is available, divided over the ranks of this host."""
-        return kv_cache_share(available_memory(), self.parallel.size)
+        return kv_cache_share(available_memory(), self.num_workers)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Programs know its addresses."""
-        size, free = num_blocks * self.bytes_per_block * self.parallel.size, available_memory()
+        size, free = num_blocks * self.bytes_per_block * self.num_workers, available_memory()
         if size > free:
             log.warning(
                 "a full KV cache takes %s and %s of memory are free, so that the system may end "

@@ -76,14 +76,14 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
         config = config.replace(attention_backend="torch_sdpa")
     device = torch.device(config.parallel.device)
     runner = load(GPUModelRunner if on_cuda else CPUModelRunner, config, spec, device)
-    sizes, num_ranks = _sizes(runner), config.parallel.tensor_parallel_size
-    kept = sizes.weights + sizes.draft_weights + sizes.requests
+    sizes = _sizes(runner)
+    num_ranks = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
     if isinstance(runner, GPUModelRunner):
         meter = CudaMeter(runner.device)
         use = runner.memory_use = MemoryUse(
             total=meter.total,
             outside=meter.taken() - meter.held(),
-            persistent=kept,
+            persistent=sizes.persistent,
             per_request=sizes.requests // runner.max_num_seqs,
             forward=sizes.forward,
             sampling=sizes.sampling,
@@ -94,7 +94,7 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
         free, room = int(use.total * use.utilization) - use.outside, use.available
     else:
         free = available_memory() // num_ranks
-        room = kv_cache_share((free - kept) * num_ranks, num_ranks)
+        room = kv_cache_share((free - sizes.persistent) * num_ranks, num_ranks)
     num_blocks, shortage = 0, ""
     try:
         num_blocks = runner.count_blocks(room)
@@ -119,12 +119,11 @@ def compare(runner: ModelRunner) -> None:
         log.warning("no plan to compare memory with: %r", error)
         return
     pairs = {
-        "weights": (planned.weights, runner.weights_bytes),
+        "weights": (planned.weights + planned.adapters, runner.weights_bytes),
         "KV cache per block": (planned.kv_per_block, runner.bytes_per_block),
     }
     if isinstance(runner, GPUModelRunner) and (use := runner.memory_use):
-        kept = planned.weights + planned.draft_weights + planned.requests
-        pairs["weights and requests"] = (kept, use.persistent)
+        pairs["weights and requests"] = (planned.persistent, use.persistent)
         pairs["largest step"] = (planned.step, max(use.forward, use.sampling))
     log.info(
         "planned: %s",
@@ -162,9 +161,11 @@ def _sizes(runner: ModelRunner) -> MemorySizes:
     inputs = [runner.parallel.share(shape[1]) for shape in rows]
     # The stream, its norm, and two on the way; what a layer computes, and what is made of it.
     width = 4 * spec.hidden_size + max(outputs, default=0) + max(inputs, default=0)
+    adapters = runner.adapters.nbytes if runner.adapters else 0
     return MemorySizes(
-        weights=runner.weights_bytes,
+        weights=runner.weights_bytes - adapters,
         draft_weights=sum(map(model_loader.count_bytes, drafts)),
+        adapters=adapters,
         requests=sum(x.nbytes for x in kept if isinstance(x, Tensor)),
         forward=runner.max_num_tokens * width * runner.compute_dtype.itemsize,
         # Logits, what they are shifted to, and the weights of the draw.

@@ -34,6 +34,8 @@ MODELS = "servd.worker.models"
 QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
 MakeForm = Callable[[Tensor], Form | None]
+IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
+MAX_NAMED = 8  # parameters
 # Found in a calibrated checkpoint, beside the projections or below one of them.
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
@@ -134,16 +136,18 @@ def load_weights(
     progress: Callable[[float], None],
     make: MakeForm,
     rename: Callable[[str], str] = str,
+    load_format: str = "auto",
 ) -> None:
     """Fill the model from the checkpoint in `folder`, tensor by tensor from the mapped file. A
     matrix that is complete takes its form at once, so that only parts of one are there twice.
 
     Args:
         model: to fill.
-        folder: with the safetensors files.
+        folder: with the weight files.
         progress: called with how far it is, 0 to 1.
         make: see `form_maker`.
         rename: from a checkpoint's name for a tensor to one that the model has.
+        load_format: see `hf.weight_files`.
 
     Raises:
         ModelNotFound: a file or tensor is missing or broken.
@@ -154,7 +158,8 @@ def load_weights(
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
     is_on_cuda = any(weight.is_cuda for weight in weights.values())
     copy = Staging() if is_on_cuda else Tensor.copy_
-    files = weight_files(folder)
+    files = weight_files(folder, load_format)
+    _check(files)
     done, total = 0, sum(file.stat().st_size for file in files)
     convert = getattr(model, "convert", iter)  # where the names of checkpoints are not the model's
     for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
@@ -169,13 +174,38 @@ def load_weights(
                     if isinstance(target, Matrix) and not target.missing:
                         target.reform(make)
         except ValueError as error:
-            raise UnsupportedModel(f"{folder}: tensor {name} has {error}") from None
+            layer = IN_LAYER.search(name)
+            where = f"layer {layer[1]}: {layer[2]}" if layer else name
+            raise UnsupportedModel(f"{folder}: {where} has {error}") from None
         done += tensor.nbytes
         progress(min(done / total, 1.0))
     missing = [name for name, weight in weights.items() if weight.missing]
     if missing:
+        named = ", ".join(missing[:MAX_NAMED]) + ", ..." * (len(missing) > MAX_NAMED)
         raise ModelNotFound(
-            f"{folder} lacks the weights of {len(missing)} parameters, first {missing[0]}"
+            f"{folder} lacks the weights of {len(missing)} parameters that config.json asks for: "
+            f"{named}"
+        )
+
+
+def _check(files: list[Path]) -> None:
+    """All at once, before the time that reading takes.
+
+    Raises:
+        ModelNotFound: files are cut off or broken.
+    """
+    broken: list[str] = []
+    for path in files:
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+        except (OSError, SafetensorError) as error:
+            broken.append(f"{path.name} ({error})")
+    if broken:
+        raise ModelNotFound(
+            f"{files[0].parent}: {len(broken)} of {len(files)} weight files cannot be read: "
+            f"{', '.join(broken)}; download them again"
         )
 
 
@@ -202,18 +232,34 @@ def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of safetensors files as they are, by name, mapped.
+    """Tensors of files as they are, by name, mapped.
 
     Raises:
         ModelNotFound: a file is broken.
     """
     for path in files:
         try:
+            if path.suffix == ".bin":
+                yield from _unpickle(path).items()
+                continue
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
                     yield name, file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ModelNotFound(f"{path} cannot be read: {error}") from None
+
+
+def _unpickle(path: Path) -> dict[str, Tensor]:
+    """Tensors by name; anything else in the file is refused."""
+    # These have storage in a dry run, too.
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # whatever is made of broken bytes
+            raise OSError(error) from None
+    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+        raise OSError("it holds no tensors by name")
+    return found
 
 
 def _load_kv_scale(
@@ -278,13 +324,16 @@ def init_dummy_weights(model: Loadable, seed: int, make: MakeForm) -> None:
             weight.reform(make)
 
 
-def form_maker(dtype: torch.dtype, quantization: str | None, folder: str) -> MakeForm:
+def form_maker(
+    dtype: torch.dtype, quantization: str | None, folder: str, activations: str = "auto"
+) -> MakeForm:
     """What brings a matrix into the form in which the device multiplies fastest.
 
     Args:
         dtype: the type of matrices that are not quantized; narrower ones stay as they are.
         quantization: a file of servd/worker/quantization, or None.
         folder: with the checkpoint.
+        activations: --cpu-activation-dtype.
 
     Raises:
         ConfigError: the checkpoint is quantized already, or was to be.
@@ -299,20 +348,20 @@ def form_maker(dtype: torch.dtype, quantization: str | None, folder: str) -> Mak
             "leave the option out"
         )
     try:
-        return plugins.load(QUANTIZATIONS, quantization, "quantize")
+        quantize = plugins.load(QUANTIZATIONS, quantization, "quantize")
     except AttributeError:
         raise ConfigError(
             f"--quantization {quantization}: that is read from checkpoints that have it, which "
             "this one has not; docs/quantization.md has those that are made while loading"
         ) from None
+    return partial(quantize, x_dtype=torch.int8) if activations == "int8" else quantize
 
 
 def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:
     if weight.device.type != "cpu" or native.library() is None:
         return None
-    return packed.PackedMatrix(
-        weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
-    )
+    kept = weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
+    return packed.PackedMatrix(kept, x_dtype=dtype)
 
 
 def count_bytes(model: Loadable) -> int:

@@ -18,17 +18,24 @@ import torch
 from servd.config import Config
 from servd.errors import InvalidRequest
 from servd.hf import ModelSpec
-from servd.messages import GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
+from servd.messages import (
+    BlockCopies,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+)
 from servd.params import SamplingParams
 from servd.sizes import format_bytes
 from servd.speculative import max_num_samples
 from servd.tracing import now_ns
 from servd.worker import kv_cache, model_loader, readers, spec_decode
 from servd.worker.attention import AttentionBatch, Backend, make_backend
+from servd.worker.block_store import BlockStore
 from servd.worker.device import upload
 from servd.worker.input_batch import Decode, Forward, InputBatch, decode_attention
 from servd.worker.layers.attention import ForwardContext, spec_of
-from servd.worker.lora.adapters import Adapters
+from servd.worker.lora.adapters import Adapters, check_modules
 from servd.worker.parallel import Parallel
 from servd.worker.readers import StepPart
 from servd.worker.request_states import RequestStates
@@ -141,6 +148,7 @@ class ModelRunner(ABC):
             self.max_num_seqs, self.max_num_tokens, self.max_drafts
         )
         self.kv_caches: list[torch.Tensor] = []
+        self.block_store: BlockStore | None = None
         self.launched: LaunchedStep | None = None
         self.failed: dict[int, str] = {}  # slot -> why its request could not enter
 
@@ -165,11 +173,7 @@ class ModelRunner(ABC):
             self.config.model.model_impl,
             self.max_model_len,
         )
-        make = model_loader.form_maker(self.dtype, self.config.model.quantization, self.spec.folder)
-        if self.config.model.load_format == "dummy":
-            model_loader.init_dummy_weights(self.model, self.config.model.seed, make)
-        else:
-            model_loader.load_weights(self.model, self.spec.folder, progress, make)
+        self._load_weights(progress)
         self.adapters = self._make_adapters()
         self.weights_bytes = model_loader.count_bytes(self.model)
         attention = spec_of(
@@ -207,14 +211,29 @@ class ModelRunner(ABC):
             each for each in (*self.readers, self.adapters, self.proposer) if each is not None
         ]
 
+    def _load_weights(self, progress: Callable[[float], None]) -> None:
+        check_modules(self.config.lora, self.model)  # before the time that weights take
+        config = self.config.model
+        make = model_loader.form_maker(
+            self.dtype, config.quantization, self.spec.folder, config.cpu_activation_dtype
+        )
+        if config.load_format == "dummy":
+            model_loader.init_dummy_weights(self.model, config.seed, make)
+        else:
+            folder, form = self.spec.folder, config.load_format
+            model_loader.load_weights(self.model, folder, progress, make, load_format=form)
+
     def _make_adapters(self) -> Adapters | None:
         """What follows the adapters of requests, if there may be any."""
         if not self.config.lora.enable_lora:
             return None
         most = max(self.max_num_tokens, self.max_num_samples)
+        name = self.config.lora.lora_dtype
+        dtype = self.compute_dtype if name == "auto" else getattr(torch, name)
         return Adapters(
-            self.config.lora, self.model, self.compute_dtype, self.device, self.max_num_seqs, most
-        )
+            self.config.lora, self.model, dtype, self.device, self.max_num_seqs, most,
+            self.parallel,
+        )  # fmt: skip
 
     def count_blocks(self, room: int | None = None) -> int:
         """KV-cache blocks that fit, in `room` bytes where --kv-cache-memory does not say how many.
@@ -261,6 +280,8 @@ class ModelRunner(ABC):
         if self.launched is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         begin = now_ns()
+        if scheduled.copies is not None:
+            self._copy_blocks(scheduled.copies)
         self._update_states(scheduled)
         num_scheduled = len(scheduled.scheduled)
         self.launched = LaunchedStep(num_scheduled)
@@ -281,6 +302,13 @@ class ModelRunner(ABC):
             )
         times_ns = (begin, prepared, now_ns())
         self.launched = LaunchedStep(num_scheduled, (batch, hidden), parts, times_ns)
+
+    def _copy_blocks(self, copies: BlockCopies) -> None:
+        """Between the cache and the engine's memory, which is mapped with the first copies."""
+        if self.block_store is None:
+            caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
+            self.block_store = BlockStore(copies.memory, caches, self.parallel)
+        self.block_store.make(copies.copies)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] of a step."""

@@ -76,7 +76,9 @@ class SelfCheck:
             and runner.max_num_seqs >= len(LENGTHS)
             and quantization_of(spec.folder) is None
         )
-        self.cached = _cached(spec, len(self.prompts[-1])) if self.is_on else Path()
+        self.cached = (
+            _cached(spec, config.model.load_format, len(self.prompts[-1])) if self.is_on else Path()
+        )
         if self.is_on and worker.parallel.rank == 0 and not self.cached.exists():
             command = [sys.executable, "-m", "servd.worker.self_check", spec.folder, str(limit)]
             command.append(str(self.cached))
@@ -156,11 +158,11 @@ def _pair(params: PoolingParams, ids: list[int]) -> PoolingParams:
     )
 
 
-def _cached(spec: ModelSpec, length: int) -> Path:
+def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
     """Where the reference of these files is kept, or is to be."""
     folder = Path(spec.folder)
     files = [
-        *weight_files(folder),
+        *weight_files(folder, load_format),
         *sorted(folder.glob("*.json")),
         *sorted(folder.glob("*/*.json")),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class Worker:
             runner_class = GPUModelRunner
         else:
             self.device = torch.device("cpu")
-            self.num_threads = set_num_threads(size)
+            self.num_threads = set_num_threads(size * config.parallel.data_parallel_size)
             runner_class = CPUModelRunner
         self.parallel = Parallel.connect(rank, size, self.device, distributed_init)
         self.runner = runner_class(config, spec, self.device, self.parallel)
@@ -73,8 +74,9 @@ class Worker:
         self.progress("loading weights", 1.0)
         seconds = time.monotonic() - start
         log.info("weights loaded in %.2f s, attention %s", seconds, self.runner.backend_name)
-        if self.runner.proposer is not None:
-            log.info("%s", self.runner.proposer)
+        for part in (self.runner.proposer, self.runner.adapters):
+            if part is not None:
+                log.info("%s", part)
         self.progress("measuring memory", 0.0)
         num_blocks = self.runner.count_blocks()
         if self.parallel.rank == 0:
@@ -117,7 +119,13 @@ class Worker:
         return self.runner.sample_tokens(bitmask)
 
     def shutdown(self) -> None:
-        """Leave the group; on a CPU, torch gets its threads back. May be called more than once."""
+        """Leave the group. A process that goes on without this gets back torch's threads on a CPU,
+        and gives back the memory of a GPU, which torch would keep.
+        """
         self.parallel.close()
         if self.device.type == "cpu":
-            torch.set_num_threads(self.num_threads)  # for a program that goes on without servd
+            torch.set_num_threads(self.num_threads)
+        else:
+            del self.runner
+            gc.collect()
+            torch.cuda.empty_cache()

@@ -16,12 +16,14 @@ import httpx
 import msgspec
 import uvicorn
 
+from servd.adapter_store import AdapterStore
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
 from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
+from servd.api.routing import Router
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
@@ -30,13 +32,14 @@ from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
 from servd.core.structured_output.manager import Compiled
 from servd.hf import FAKE_SPEC, ModelSpec
-from servd.lora import AdapterStore
 from servd.messages import (
     Audit,
     EngineReady,
     EngineRestarting,
     FromEngine,
+    Sleep,
     ToEngine,
+    WakeUp,
 )
 from servd.resolve import Machine, resolve
 
@@ -85,7 +88,7 @@ class InProcessEngine:
             executor.script = list(script.encode()) if isinstance(script, str) else script or []
         self.executor = executor
         self.worker = executor.start()
-        self.core = EngineCore(config, spec, executor, self.worker.num_blocks)
+        self.core = EngineCore(config, spec, executor, self.worker)
         self.sent: list[ToEngine] = []
         self.may_step = asyncio.Event()
         self.may_step.set()
@@ -93,10 +96,11 @@ class InProcessEngine:
         self._arrived: list[FromEngine] = []
         self._readable, self._written = os.pipe()
         self._steps: asyncio.Task[None] | None = None
+        self.ready = EngineReady(
+            self.worker, config.model.max_model_len or 0, config.cache.block_size
+        )
         if is_ready:
-            self.tell(
-                EngineReady(self.worker, config.model.max_model_len or 0, config.cache.block_size)
-            )
+            self.tell(self.ready)
 
     def send(self, message: ToEngine) -> None:
         # Through the wire format, so that nothing is shared between the rooms.
@@ -106,6 +110,9 @@ class InProcessEngine:
             for found in audit(message, self.core):
                 found.incarnation = self.incarnation
                 self.tell(found)
+            return
+        if isinstance(message, Sleep | WakeUp):  # at once, as if there were nothing to do
+            self.tell(msgspec.structs.replace(self.ready, is_asleep=isinstance(message, Sleep)))
             return
         loop = asyncio.get_running_loop()
         self.core.grammars.on_compiled = lambda news: loop.call_soon_threadsafe(self._handle, news)
@@ -136,7 +143,7 @@ class InProcessEngine:
         if self._steps is not None:
             self._steps.cancel()
             self._steps = None
-        self.core = EngineCore(self.config, self.spec, self.executor, self.worker.num_blocks)
+        self.core = EngineCore(self.config, self.spec, self.executor, self.worker)
         self.executor.rows.clear()
         self.tell(EngineRestarting(self.incarnation + 1, "killed", computing))
 
@@ -178,7 +185,8 @@ class Served(msgspec.Struct):
     """A running server and its parts."""
 
     http: httpx.AsyncClient
-    engine: InProcessEngine
+    engine: InProcessEngine  # the first one
+    engines: list[InProcessEngine]
     async_llm: AsyncLLM
     app: Any
     url: str = ""  # if it listens on a socket
@@ -207,21 +215,24 @@ async def serve(
     }
     config = resolve(Config.load(settings), spec, Machine())
     tokenizer = Tokenizer.load(spec.folder) if spec.folder else Tokenizer.bytes()
-    engine = InProcessEngine(config, spec, is_ready, script)
+    size = config.parallel.data_parallel_size
+    engines = [InProcessEngine(config, spec, is_ready, script) for _ in range(size)]
     processor = Processor(config, spec, tokenizer, config.model.max_model_len or 0)
     async_llm = AsyncLLM(
         config,
         spec,
-        engine,  # type: ignore[arg-type]
+        engines,  # type: ignore[arg-type]
         processor,
         OutputProcessor(tokenizer),
         tracer or Tracer(),
         Metrics(MODEL),
+        Router.of(config),
     )
     async_llm.start()
     app = create_app(config, async_llm, keep_alive=keep_alive, store=store)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(engine.close)
+        for engine in engines:
+            stack.push_async_callback(engine.close)
         stack.callback(async_llm.close)
         if listen:
             url = await stack.enter_async_context(listening(app))
@@ -232,8 +243,8 @@ async def serve(
                 base_url="http://servd", transport=httpx.ASGITransport(app), timeout=60
             )
         await stack.enter_async_context(http)
-        yield Served(http, engine, async_llm, app, url)
-        assert problems(engine.core) == []
+        yield Served(http, engines[0], engines, async_llm, app, url)
+        assert [problems(engine.core) for engine in engines] == [[]] * size
 
 
 @asynccontextmanager

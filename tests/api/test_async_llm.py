@@ -10,6 +10,7 @@ from collections import deque
 import pytest
 
 from servd.api import async_llm as module
+from servd.api import engine_client
 from servd.api.async_llm import AsyncLLM
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
@@ -28,12 +29,12 @@ from servd.messages import (
     EngineReady,
     EngineStatus,
     FinishReason,
-    SchedulerStats,
     WorkerReady,
 )
 from servd.messages import EngineDead as EngineDeadMessage
 from servd.outputs import CompletionOutput
 from servd.params import SamplingParams, StructuredOutput
+from servd.stats import SchedulerStats
 from servd.tracing import Mark, now_ns
 
 READY = EngineReady(
@@ -93,7 +94,7 @@ async def llm():
     llm = AsyncLLM(
         config,
         FAKE_SPEC,
-        client,
+        [client],
         Processor(config, FAKE_SPEC, tokenizer, 1000),
         OutputProcessor(tokenizer),
         Tracer(),
@@ -129,22 +130,22 @@ async def start(llm: AsyncLLM, prepared: Prepared) -> asyncio.Task:
 
 async def test_a_request_from_end_to_end(llm):
     task = await start(llm, prepare(llm))
-    assert [type(m) for m in llm.client.sent] == [EngineCoreRequest]
+    assert [type(m) for m in llm.engines[0].client.sent] == [EngineCoreRequest]
     for text in ("Hello", " wor"):
-        llm.client.answer(text)
+        llm.engines[0].client.answer(text)
         await settle()
-    llm.client.answer("ld", FinishReason.LENGTH)
+    llm.engines[0].client.answer("ld", FinishReason.LENGTH)
     deltas = await task
     assert [delta.text for delta in deltas] == ["Hello", " wor", "ld"]
     assert [delta.finish_reason for delta in deltas] == [None, None, FinishReason.LENGTH]
-    assert llm.client.aborted() == []
+    assert llm.engines[0].client.aborted() == []
 
 
 async def test_who_wants_an_answer_whole_is_woken_by_its_end(llm):
     task = asyncio.create_task(collect(llm.generate([prepare(llm)], in_pieces=False)))
     await settle()
     for text, finish in (("Hello", None), (" wor", None), ("ld", FinishReason.LENGTH)):
-        llm.client.answer(text, finish)
+        llm.engines[0].client.answer(text, finish)
         await settle()
     [whole] = await task
     assert (whole.text, whole.finish_reason) == ("Hello world", FinishReason.LENGTH)
@@ -154,14 +155,14 @@ async def test_deltas_that_wait_are_merged(llm):
     stream = llm.generate([prepare(llm, n=2)])
     first = asyncio.ensure_future(anext(stream))
     await settle()
-    llm.client.answer("a", request_id="r_0")
+    llm.engines[0].client.answer("a", request_id="r_0")
     assert (await first).text == "a"
     for text in "bcd":  # the consumer is busy
-        llm.client.answer(text, request_id="r_0")
-        llm.client.answer(text.upper(), request_id="r_1")
+        llm.engines[0].client.answer(text, request_id="r_0")
+        llm.engines[0].client.answer(text.upper(), request_id="r_1")
         await settle()
-    llm.client.answer("e", FinishReason.STOP, "r_0", num_cached_tokens=4)
-    llm.client.answer("F", FinishReason.LENGTH, "r_1")
+    llm.engines[0].client.answer("e", FinishReason.STOP, "r_0", num_cached_tokens=4)
+    llm.engines[0].client.answer("F", FinishReason.LENGTH, "r_1")
     await settle()
     deltas = {delta.index: delta for delta in await collect(stream)}
     assert {i: (d.text, d.finish_reason, len(d.token_ids)) for i, d in deltas.items()} == {
@@ -173,11 +174,11 @@ async def test_deltas_that_wait_are_merged(llm):
 async def test_concurrent_requests_get_their_own_text(llm):
     tasks = [await start(llm, prepare(llm, name)) for name in "xyz"]
     for char in "123":
-        llm.client.push(
+        llm.engines[0].client.push(
             EngineCoreOutputs([EngineCoreOutput(name, [ord(name), ord(char)]) for name in "xyz"])
         )
         await settle()
-    llm.client.push(
+    llm.engines[0].client.push(
         EngineCoreOutputs([EngineCoreOutput(name, [], FinishReason.LENGTH) for name in "xyz"])
     )
     assert ["".join(d.text for d in await task) for task in tasks] == ["x1x2x3", "y1y2y3", "z1z2z3"]
@@ -189,9 +190,9 @@ async def test_cancelling_before_the_first_token_aborts(llm, caplog):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert llm.client.aborted() == ["r_0", "r_1"]
+    assert llm.engines[0].client.aborted() == ["r_0", "r_1"]
     assert "r: aborted after 0 tokens" in caplog.text
-    llm.client.answer("late", request_id="r_0", marks=[Mark("queued", now_ns())])
+    llm.engines[0].client.answer("late", request_id="r_0", marks=[Mark("queued", now_ns())])
     await settle()
     llm.tracer.finish("r")
     assert llm.tracer.running == {}  # late marks do not open the timeline again
@@ -201,17 +202,17 @@ async def test_closing_the_stream_aborts_only_what_runs(llm):
     stream = llm.generate([prepare(llm, n=2)])
     first = asyncio.ensure_future(anext(stream))
     await settle()
-    llm.client.answer("a", FinishReason.LENGTH, "r_0")
+    llm.engines[0].client.answer("a", FinishReason.LENGTH, "r_0")
     await first
     await stream.aclose()
-    assert llm.client.aborted() == ["r_1"]
+    assert llm.engines[0].client.aborted() == ["r_1"]
 
 
 async def test_closing_aborts_what_runs_though_nobody_takes_its_end(llm):
     reading = asyncio.ensure_future(anext(llm.generate([prepare(llm)])))
     await settle()
     llm.close()
-    assert llm.client.aborted() == ["r"]
+    assert llm.engines[0].client.aborted() == ["r"]
     with pytest.raises(ShuttingDown):
         await reading
 
@@ -219,38 +220,38 @@ async def test_closing_aborts_what_runs_though_nobody_takes_its_end(llm):
 async def test_a_stream_that_is_never_read_sends_nothing(llm):
     stream = llm.generate([prepare(llm)])
     await stream.aclose()
-    assert llm.client.sent == []
+    assert llm.engines[0].client.sent == []
 
 
 async def test_a_stop_string_aborts_in_the_engine(llm):
     task = await start(llm, prepare(llm, stop=["STOP"]))
-    llm.client.answer("a STO")
+    llm.engines[0].client.answer("a STO")
     await settle()
-    assert llm.client.aborted() == []
-    llm.client.answer("P b")
+    assert llm.engines[0].client.aborted() == []
+    llm.engines[0].client.answer("P b")
     deltas = await task
     assert "".join(delta.text for delta in deltas) == "a "
     assert deltas[-1].stop_reason == "STOP"
-    assert llm.client.aborted() == ["r"]
+    assert llm.engines[0].client.aborted() == ["r"]
 
 
 async def test_an_error_of_one_request(llm):
     task = await start(llm, prepare(llm, n=2))
     other = await start(llm, prepare(llm, "other"))
-    llm.client.answer("", FinishReason.ERROR, "r_0", error="the grammar broke")
+    llm.engines[0].client.answer("", FinishReason.ERROR, "r_0", error="the grammar broke")
     with pytest.raises(EngineError, match="the grammar broke") as error:
         await task
     assert not isinstance(error.value, EngineDead)
-    assert llm.client.aborted() == ["r_1"]
-    llm.client.answer("fine", FinishReason.LENGTH, "other")
+    assert llm.engines[0].client.aborted() == ["r_1"]
+    llm.engines[0].client.answer("fine", FinishReason.LENGTH, "other")
     assert (await other)[0].text == "fine"
 
 
 async def test_a_dead_engine_ends_every_request(llm):
     tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
     unread = llm.generate([prepare(llm, "c")])
-    llm.client.answer("partial", request_id="a")
-    llm.client.push(EngineDeadMessage("out of memory"))
+    llm.engines[0].client.answer("partial", request_id="a")
+    llm.engines[0].client.push(EngineDeadMessage("out of memory"))
     for task in tasks:
         with pytest.raises(EngineDead, match="out of memory"):
             await task
@@ -266,13 +267,13 @@ async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served
     tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
     with monkeypatch.context() as patch:
         patch.setattr(llm.output_processor, "process", lambda outputs: 1 / 0)
-        llm.client.answer("lost", request_id="a")
+        llm.engines[0].client.answer("lost", request_id="a")
         for task in tasks:
             with pytest.raises(EngineError, match="see the log"):
                 await asyncio.wait_for(task, 60)
-    assert sorted(llm.client.aborted()) == ["a", "b"]
+    assert sorted(llm.engines[0].client.aborted()) == ["a", "b"]
     later = await start(llm, prepare(llm, "c"))
-    llm.client.answer("fine", FinishReason.LENGTH, "c")
+    llm.engines[0].client.answer("fine", FinishReason.LENGTH, "c")
     assert (await later)[0].text == "fine"
 
 
@@ -280,7 +281,9 @@ async def test_text_before_the_death_is_delivered(llm):
     stream = llm.generate([prepare(llm)])
     first = asyncio.ensure_future(anext(stream))
     await settle()
-    llm.client.push(EngineCoreOutputs([EngineCoreOutput("r", [97])]), EngineDeadMessage("gone"))
+    llm.engines[0].client.push(
+        EngineCoreOutputs([EngineCoreOutput("r", [97])]), EngineDeadMessage("gone")
+    )
     assert (await first).text == "a"
     with pytest.raises(EngineDead):
         await anext(stream)
@@ -291,7 +294,7 @@ async def test_fail_ends_open_requests_while_the_engine_lives(llm):
     llm.fail(ShuttingDown("the server is shutting down"))
     with pytest.raises(ShuttingDown):
         await task
-    assert llm.client.aborted() == ["r"] and llm.is_ready
+    assert llm.engines[0].client.aborted() == ["r"] and llm.is_ready
 
 
 async def test_too_many_requests(llm):
@@ -323,30 +326,30 @@ async def test_prompts_of_one_request_share_a_stream(llm):
     stream = llm.generate([prepare(llm, "a", n=2), prepare(llm, "b", n=2)])
     first = asyncio.ensure_future(anext(stream))
     await settle()
-    assert [message.request_id for message in llm.client.sent] == ["a", "b"]
-    llm.client.answer("x", FinishReason.LENGTH, "b_1")
+    assert [message.request_id for message in llm.engines[0].client.sent] == ["a", "b"]
+    llm.engines[0].client.answer("x", FinishReason.LENGTH, "b_1")
     assert (await first).index == 3
-    llm.client.answer("y", None, "a_1")
+    llm.engines[0].client.answer("y", None, "a_1")
     await settle()
     assert (await anext(stream)).index == 1
     await stream.aclose()
-    assert llm.client.aborted() == ["a_0", "a_1", "b_0"]
+    assert llm.engines[0].client.aborted() == ["a_0", "a_1", "b_0"]
 
 
 async def test_a_request_id_in_use(llm):
     await start(llm, prepare(llm))
     with pytest.raises(InvalidRequest, match="'r'"):
         await anext(llm.generate([prepare(llm)]))
-    assert llm.client.aborted() == []
+    assert llm.engines[0].client.aborted() == []
 
 
 async def test_loading(llm):
-    llm.client.push(EngineStatus("loading weights", 0.25))
+    llm.engines[0].client.push(EngineStatus("loading weights", 0.25))
     await settle()
     assert not llm.is_ready
     with pytest.raises(Overloaded, match="loading weights, 25%"), llm.admit():
         pass
-    llm.client.push(EngineReady(READY.worker, max_model_len=500, block_size=16))
+    llm.engines[0].client.push(EngineReady(READY.worker, max_model_len=500, block_size=16))
     await settle()
     assert llm.is_ready and llm.processor.max_model_len == 500
 
@@ -360,13 +363,13 @@ async def test_timeline_and_stats(llm):
     assert prepared.prompt == "User: hi\nAssistant:"
     task = await start(llm, prepared)
     at = now_ns()
-    llm.client.answer(
+    llm.engines[0].client.answer(
         "x",
         marks=[Mark("queued", at), Mark("scheduled", at + 1, 7), Mark("first_token", at + 2, 7)],
     )
     await settle()
     assert llm.tracer.running["r"].marks[-1] == Mark("first_token", at + 2, 7)
-    llm.client.push(
+    llm.engines[0].client.push(
         EngineCoreOutputs(
             [EngineCoreOutput("r", [256], FinishReason.STOP, marks=[Mark("finished", at + 3, 8)])],
             SchedulerStats(num_running=5, num_scheduled_tokens=3),
@@ -379,7 +382,7 @@ async def test_timeline_and_stats(llm):
         "finished", "returned", "detokenised",
     ]  # fmt: skip
     assert all(begin <= mark.at_ns <= now_ns() for mark in marks)
-    assert llm.stats.num_running == 5
+    assert llm.engines[0].stats.num_running == 5
 
 
 async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
@@ -438,10 +441,10 @@ async def test_messages_that_arrived_before_the_start_are_read(llm):
 
 async def test_metrics_of_requests(llm):
     task = await start(llm, prepare(llm, n=2))
-    llm.client.answer("abc", FinishReason.LENGTH, "r_0")
-    llm.client.answer("de", None, "r_1")
+    llm.engines[0].client.answer("abc", FinishReason.LENGTH, "r_0")
+    llm.engines[0].client.answer("de", None, "r_1")
     await settle()
-    llm.client.answer("f", None, "r_1")
+    llm.engines[0].client.answer("f", None, "r_1")
     await settle()
     task.cancel()
     await asyncio.wait([task])
@@ -466,13 +469,13 @@ async def test_a_turn_of_the_event_loop_takes_messages_for_a_limited_time(
     llm, monkeypatch, read_ns, num_turns
 ):
     await settle()
-    monkeypatch.setattr(module, "MAX_READ_NS", read_ns)
+    monkeypatch.setattr(engine_client, "MAX_READ_NS", read_ns)
     taken: list[int] = []  # the turn in which each message was taken
     turn = 0
-    monkeypatch.setattr(llm, "_take_status", lambda message: taken.append(turn))
-    llm.client.push(*[SchedulerStats()] * (4 * module.MAX_MESSAGES - 1))
+    monkeypatch.setattr(llm.engines[0], "_take_status", lambda message: taken.append(turn))
+    llm.engines[0].client.push(*[SchedulerStats()] * (4 * engine_client.MAX_MESSAGES - 1))
     async with asyncio.timeout(60):
-        while len(taken) < 4 * module.MAX_MESSAGES - 1:
+        while len(taken) < 4 * engine_client.MAX_MESSAGES - 1:
             turn += 1
             await asyncio.sleep(0)
     assert len(set(taken)) == num_turns

@@ -11,7 +11,8 @@ from servd.access import hash_key
 from servd.api import audit as audit_module
 from servd.core.audit import problems
 from servd.core.engine_core import EngineCore
-from servd.messages import AbortRequests, EngineAudit, EngineCoreOutputs, SchedulerStats
+from servd.messages import AbortRequests, EngineAudit, EngineCoreOutputs
+from servd.stats import SchedulerStats
 from tests.api.harness import Served, serve, until
 from tests.core.engines import make_engine, make_request
 
@@ -64,8 +65,10 @@ async def test_an_answer_that_comes_too_late_harms_nobody(served: Served, monkey
     await until(lambda: len(held) == 2)
     first, second = held
     assert first.number != second.number
-    async_llm.audits[second.number].cancel()  # its time is up, and the route does not know yet
-    async_llm._take_status(EngineAudit(second.number, [], [], 0))
+    async_llm.engines[0].audits[
+        second.number
+    ].cancel()  # its time is up, and the route does not know yet
+    async_llm.engines[0]._take_status(EngineAudit(second.number, [], [], 0))
     waiting.cancel()
 
 
@@ -143,7 +146,9 @@ async def test_requests_while_there_is_no_engine_get_a_clear_error():
 async def test_a_server_that_has_heard_of_nothing_for_long_hears_of_now():
     async with serve() as served:
         served.engine.tell(EngineCoreOutputs([], SchedulerStats(num_running=3, kv_cache_usage=0.5)))
-        await until(lambda: served.async_llm.stats.num_running == 3)  # with another server, say
+        await until(
+            lambda: served.async_llm.engines[0].stats.num_running == 3
+        )  # with another server, say
         assert (await report(served))["problems"] == []
         text = (await served.http.get("/metrics")).text
         assert 'vllm:num_requests_running{engine="0",model_name="org/fake-model"} 0.0' in text

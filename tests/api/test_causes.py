@@ -66,7 +66,7 @@ async def causes_of(served: Served, request_id: str) -> list[str]:
 
 
 async def has_token(served: Served) -> None:
-    choices = served.async_llm._running
+    choices = served.async_llm.engines[0].running
     await until(lambda: any(one.choices[0].num_tokens for one in choices.values()))
 
 
@@ -122,9 +122,9 @@ async def test_an_engine_that_dies(slow_steps):
     async with serve() as served:
         own = asyncio.create_task(post(served, "a", 60))
         await has_token(served)
-        served.async_llm.loading_since -= 1000
+        served.async_llm.engines[0].loading_since -= 1000
         served.engine.die()
-        await until(lambda: served.async_llm.recovery.is_restarting)
+        await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
         late = asyncio.create_task(post(served, "b", 5))
         await asyncio.sleep(0.5)
         health = (await served.http.get("/health")).json()
@@ -153,7 +153,7 @@ async def test_parts_of_a_request_count_in_its_account(slow_steps, path, body):
         timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
         shares = {cause["cause"]: cause["share"] for cause in timeline["causes"]}
         assert shares["prefill"] > 0.5 and shares["unaccounted"] < 0.1
-        assert timeline["num_steps"] >= 5 and timeline["neighbours"] == []
+        assert timeline["num_steps"] > 1 and timeline["neighbours"] == []
 
 
 async def test_a_grammar(monkeypatch):

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import servd
-from servd.api import async_llm
+from servd.api import engine_client
 from servd.api.progress import Unfinished, progress
 from servd.messages import EngineDead, EngineReady, EngineStatus
 from servd.tracing import StepRecord, now_ns
@@ -16,7 +16,7 @@ from tests.api.harness import Served, serve, until
 
 async def test_of_many_requests_it_looks_at_some(monkeypatch):
     """Anybody may ask, without a key."""
-    monkeypatch.setattr(async_llm, "REQUESTS_LOOKED_AT", 2)
+    monkeypatch.setattr(engine_client, "REQUESTS_LOOKED_AT", 2)
     async with serve() as served:
         served.engine.may_step.clear()
         body = {"prompt": ["a"] * 5, "max_tokens": 1}
@@ -69,7 +69,7 @@ async def test_idle_a_long_prompt_and_decoding(served: Served):
     assert await health() == ("prefill", 1)
     served.engine.step_seconds = 0.002
     served.engine.may_step.set()
-    choices = served.async_llm._running
+    choices = served.async_llm.engines[0].running
     await until(lambda: any(running.choices[0].num_tokens for running in choices.values()))
     assert await health() == ("decoding", 1)
     running.cancel()
@@ -113,7 +113,7 @@ async def test_an_engine_that_stands_still_is_not_healthy(served: Served, monkey
     running = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "a"}))
     await until(lambda: served.async_llm.num_unfinished)
     later = now_ns() + 10**12
-    monkeypatch.setattr(async_llm, "now_ns", lambda: later)
+    monkeypatch.setattr(engine_client, "now_ns", lambda: later)
     answer = await served.http.get("/health")
     assert answer.status_code == 503 and answer.json()["status"] == "stalled"
     assert "no step has ended for 1000 s" in answer.json()["reason"]

@@ -8,15 +8,22 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from servd.adapter_store import AdapterStore
+from servd.api.adapters import Adapters
+from servd.api.async_llm import AsyncLLM
 from servd.core.executor.fake import expected_tokens
 from servd.hf import FAKE_SPEC
-from servd.lora import AdapterStore
+from servd.lora import LoRAConfig
+from servd.messages import EngineReady, WorkerReady
 from tests.adapters import write_adapter
 from tests.api.harness import MODEL, Served, serve, until
 
+OTHER_MODEL = WorkerReady("cpu", "float32", "native", 1, 1, 1, adaptable={"layers.0.other": (8, 6)})
 PROMPT = "the same words again and again: "
 
 
@@ -61,6 +68,45 @@ async def test_an_adapter_in_the_folder_is_served_by_its_name(tmp_path: Path):
         assert await text_of(served, "sql") == expected(store.named()["sql"].digest)
         card = (await served.http.get("/v1/models/sql")).json()
         assert (card["id"], card["parent"]) == ("sql", MODEL)
+
+
+async def test_folders_that_could_not_be_served_are_not_listed(tmp_path: Path):
+    async with serve_adapters(tmp_path) as (served, _):
+        folder = tmp_path / "adapters"
+        write_adapter(folder / "good")
+        write_adapter(folder / "dora", use_dora=True)
+        (write_adapter(folder / "cut-off") / "adapter_model.safetensors").write_bytes(b"")
+
+        async def listed() -> list[str]:
+            cards = (await served.http.get("/v1/models")).json()["data"]
+            return [card["id"] for card in cards if card["parent"]]
+
+        assert await listed() == ["good"]
+        write_adapter(folder / "dora")  # trained again, without
+        assert await listed() == ["dora", "good"]
+
+
+def test_what_was_listed_while_the_model_was_loading_is_looked_at_again(tmp_path: Path):
+    write_adapter(tmp_path / "adapters" / "of-another-model")
+    engine = SimpleNamespace(status=None, is_ready=False)
+    config = LoRAConfig(enable_lora=True, lora_dir=str(tmp_path / "adapters"))
+    adapters = Adapters(config, cast(AsyncLLM, engine), AdapterStore(tmp_path / "store"))
+    assert [each.name for each in adapters.listed()] == ["of-another-model"]
+    engine.is_ready, engine.status = True, EngineReady(OTHER_MODEL, 1, 1)
+    assert adapters.listed() == []
+
+
+async def test_of_those_that_requests_load_the_ones_used_last_stay(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("servd.adapter_store.MAX_ON_DEMAND", 2)
+    async with serve_adapters(tmp_path) as (served, store):
+        for seed, name in enumerate("abcd"):
+            write_adapter(tmp_path / "adapters" / name, seed=seed)
+        assert (await load(served, "kept", "d")).status_code == 200
+        for name in "abac":
+            await text_of(served, name)
+        assert sorted(store.named()) == ["a", "c", "kept"]
+        await text_of(served, "b")
+        assert sorted(store.named()) == ["b", "c", "kept"]
 
 
 async def test_loading_replacing_and_unloading(tmp_path: Path):
@@ -180,7 +226,7 @@ async def test_metrics_name_the_adapters_that_run_and_wait(tmp_path: Path):
             write_adapter(tmp_path / "adapters" / name, seed=seed)
         served.engine.step_seconds = 0.01
         tasks = [asyncio.create_task(text_of(served, name)) for name in "aabb"]
-        await until(lambda: served.async_llm.stats.waiting_adapters)
+        await until(lambda: served.async_llm.engines[0].stats.waiting_adapters)
         metrics = (await served.http.get("/metrics")).text
         [line] = [line for line in metrics.splitlines() if line.startswith("vllm:lora_")]
         named = re.findall(r'(max_lora|running_lora_adapters|waiting_lora_adapters)="(\w+)"', line)

@@ -1,6 +1,7 @@
 """Metrics: names, values and several processes, read back with prometheus-client's own parser."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -9,16 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.config import Config
-from servd.messages import (
-    BlockEviction,
-    DraftStats,
-    EngineCoreOutput,
-    EngineReady,
-    FinishReason,
-    SchedulerStats,
-    WorkerReady,
-)
+from servd.messages import EngineCoreOutput, EngineReady, FinishReason, WorkerReady
 from servd.params import SamplingParams
+from servd.stats import BlockEviction, DraftStats, SchedulerStats
 from servd.tracing import Mark
 
 SECOND = 10**9
@@ -29,11 +23,15 @@ GAUGES = [
     "num_requests_running",
     "num_requests_waiting",
     "num_requests_waiting_by_reason",
+    "num_requests_swapped",
     "kv_cache_usage_perc",
 ]
 COUNTERS = [
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
+    "prompt_tokens_cached_by_source",
     "num_preemptions",
     "prompt_tokens",
     "prompt_tokens_cached",
@@ -214,11 +212,13 @@ def test_cache_config():
 def test_cached_prompt_tokens_count_once():
     metrics = Metrics("m")
     choice = ChoiceTimes(arrival_ns=0, num_prompt_tokens=7)
-    choice.add(EngineCoreOutput("r", num_cached_tokens=4))
+    choice.add(EngineCoreOutput("r", num_cached_tokens=4, num_external_tokens=1))
     for second in (1, 2):
         metrics.observe_tokens(choice, 1, second * SECOND)
     assert value(metrics, "prompt_tokens_cached_total") == 4
-    assert value(metrics, "prompt_tokens_by_source_total", source="local_cache_hit") == 4
+    for name in ("prompt_tokens_by_source_total", "prompt_tokens_cached_by_source_total"):
+        assert value(metrics, name, source="local_cache_hit") == 3
+        assert value(metrics, name, source="external_kv_transfer") == 1
     assert value(metrics, "prompt_tokens_by_source_total", source="local_compute") == 3
 
 
@@ -243,8 +243,10 @@ def test_every_api_server_answers_for_all(tmp_path):
         "import sys; from servd.api.metrics import *\n"
         "running, tokens = int(sys.argv[1]), int(sys.argv[2])\n"
         "metrics = Metrics('m')\n"
-        "metrics.restarts.count = 3\n"
-        "if running: metrics.observe_step(SchedulerStats(num_running=running, num_preemptions=1))\n"
+        "metrics.observe_restarts(3)\n"
+        "metrics.families.adapters.max_loras = 2\n"
+        "report = {'num_running': running, 'running_adapters': [f'a{running}']}\n"
+        "if running: metrics.observe_step(SchedulerStats(num_preemptions=1, **report))\n"
         "metrics.observe_tokens(ChoiceTimes(0, 10), tokens, 10**9)\n"
         "metrics.observe_answer('/health', 'GET', 200, 0.1)\n"
         "sys.stdout.buffer.write(metrics.render()[0])\n"
@@ -258,6 +260,8 @@ def test_every_api_server_answers_for_all(tmp_path):
             check=True,
         ).stdout
     values = read(body)
+    [series] = re.findall(rb"^vllm:lora_requests_info{(.*)}", body, re.MULTILINE)
+    assert b'running_lora_adapters="a2"' in series
     assert values["vllm:num_requests_running"] == 2  # the newest report, not a sum
     assert values["vllm:num_preemptions_total"] == 2
     assert values["vllm:generation_tokens_total"] == 11

@@ -47,7 +47,7 @@ async def test_gauges_return_to_zero_after_an_abort(served: Served):
     task = asyncio.create_task(
         served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2000})
     )
-    await until(lambda: served.async_llm.stats.num_running == 1)
+    await until(lambda: served.async_llm.engines[0].stats.num_running == 1)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert served.async_llm.num_unfinished == 0

@@ -125,7 +125,7 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("num_cases", [15, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_cases", [10, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_generated_requests_are_answered_as_described(name, num_cases, url):
     operation = OPERATIONS[name]

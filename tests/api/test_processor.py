@@ -150,7 +150,7 @@ def test_a_prompt_without_output_may_fill_the_context():
         == 100
     )
     assert len(make(100).process(asked([1] * 100), PoolingParams()).prompt_token_ids) == 100
-    with pytest.raises(ContextTooLong, match=r"101 in the prompt, 0 in the completion"):
+    with pytest.raises(ContextTooLong, match=r"the prompt has 101\. Shorten it, or set trunc"):
         make(100).process(asked([1] * 101), params)
 
 

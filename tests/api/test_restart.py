@@ -36,7 +36,7 @@ async def die_after(served: Served, num_steps: int, task: asyncio.Task) -> None:
     begin = engine.core.scheduler._num_steps
     await until(lambda: engine.core.scheduler._num_steps >= begin + num_steps or task.done())
     engine.die()
-    await until(lambda: served.async_llm.recovery.is_restarting)
+    await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
     engine.revive()
 
 
@@ -91,8 +91,8 @@ async def test_what_a_dead_engine_still_says_is_void():
         task = asyncio.create_task(ask(served, max_tokens=800, request_id="r"))
         await until(lambda: served.engine.core.scheduler._num_steps > num_steps + 5)
         served.engine.die()
-        await until(lambda: served.async_llm.recovery.is_restarting)
-        (request_id,) = served.async_llm._running
+        await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
+        (request_id,) = served.async_llm.engines[0].running
         late = EngineCoreOutput(request_id, [120, 121], FinishReason.STOP)
         served.engine.tell(EngineCoreOutputs([late], incarnation=0))
         served.engine.revive()
@@ -102,7 +102,7 @@ async def test_what_a_dead_engine_still_says_is_void():
 async def test_new_requests_wait_for_the_next_engine_within_bounds():
     async with serve(max_waiting_requests=2) as served:
         served.engine.die()
-        await until(lambda: served.async_llm.recovery.is_restarting)
+        await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
         health = await served.http.get("/health")
         assert health.status_code == 503 and health.json()["status"] == "restarting"
         tasks = [asyncio.create_task(ask(served, max_tokens=5)) for _ in range(2)]
@@ -127,18 +127,18 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
         for i in range(3):
             body = {**PROMPT, "max_tokens": 50, "seed": i}
             tasks.append(asyncio.create_task(served.http.post("/v1/completions", json=body)))
-            await until(lambda: len(served.async_llm._running) == len(tasks))
-        poison = list(served.async_llm._running)[place]
+            await until(lambda: len(served.async_llm.engines[0].running) == len(tasks))
+        poison = list(served.async_llm.engines[0].running)[place]
         for _ in range(20):
             for request in served.engine.core.scheduler.requests:
-                assert request in served.async_llm._running
-            if poison not in served.async_llm._running:
+                assert request in served.async_llm.engines[0].running
+            if poison not in served.async_llm.engines[0].running:
                 break
             if poison in served.engine.core.scheduler.requests:
                 served.engine.die(served.engine.core.scheduler.requests)
-                await until(lambda: served.async_llm.recovery.is_restarting)
+                await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
                 served.engine.revive()
-                await until(lambda: not served.async_llm.recovery.is_restarting)
+                await until(lambda: not served.async_llm.engines[0].recovery.is_restarting)
             else:  # this one gets on, and the next suspect follows
                 for outputs in served.engine.core.step().values():
                     outputs.incarnation = served.engine.incarnation
@@ -150,7 +150,7 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
         assert "(report " in answers[place].json()["error"]["message"]
         for i in {0, 1, 2} - {place}:
             assert without_ids(answers[i].json()) == without_ids(expected[i])
-        assert not served.async_llm.recovery.is_trying
+        assert not served.async_llm.engines[0].recovery.is_trying
 
 
 @pytest.mark.parametrize("while_loading", [False, True])
@@ -159,7 +159,7 @@ async def test_a_request_that_waits_through_deaths_is_no_suspect(while_loading: 
         expected = await ask(served, max_tokens=20)
         served.engine.may_step.clear()
         task = asyncio.create_task(ask(served, max_tokens=20))
-        await until(lambda: served.async_llm._running)
+        await until(lambda: served.async_llm.engines[0].running)
         for incarnation in range(1, 6):
             if not while_loading:
                 await until(lambda: served.engine.core.scheduler.requests)
@@ -167,7 +167,7 @@ async def test_a_request_that_waits_through_deaths_is_no_suspect(while_loading: 
             await until(lambda i=incarnation: served.engine.incarnation == i)
             if not while_loading or incarnation == 5:
                 served.engine.revive()
-        await until(lambda: not served.async_llm.recovery.is_restarting)
+        await until(lambda: not served.async_llm.engines[0].recovery.is_restarting)
         served.engine.may_step.set()
         assert without_ids(await task) == without_ids(expected)
 
@@ -175,9 +175,9 @@ async def test_a_request_that_waits_through_deaths_is_no_suspect(while_loading: 
 async def test_gauges_are_zero_while_there_is_no_engine():
     async with serve() as served:
         task = asyncio.create_task(ask(served, max_tokens=2000))
-        await until(lambda: served.async_llm.stats.num_running)
+        await until(lambda: served.async_llm.engines[0].stats.num_running)
         served.engine.die()
-        await until(lambda: served.async_llm.recovery.is_restarting)
+        await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
         text = (await served.http.get("/metrics")).text
         labels = '{engine="0",model_name="org/fake-model"}'
         assert f"vllm:num_requests_running{labels} 0.0" in text

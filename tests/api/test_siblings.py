@@ -61,7 +61,7 @@ async def test_each_answers_for_all(tmp_path):
 async def test_a_step_that_two_servers_report_is_listed_once(tmp_path):
     async with two(tmp_path) as servers:
         for served, numbers in zip(servers, ([0, 1, 2], [1, 2, 3]), strict=True):
-            served.async_llm.tracer.steps += [StepRecord(n, 10 * n + 1) for n in numbers]
+            served.async_llm.tracer.steps[0] += [StepRecord(n, 10 * n + 1) for n in numbers]
         for query, expected in (("", [0, 1, 2, 3]), ("?recent=2", [2, 3])):
             steps = (await servers[0].http.get(f"/v1/steps{query}")).json()["data"]
             assert [step["step"] for step in steps] == expected

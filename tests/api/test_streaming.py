@@ -137,7 +137,7 @@ async def test_a_client_that_leaves_aborts_its_requests(
     client = asyncio.create_task(read())
     await until(lambda: served.async_llm.num_unfinished == 2)
     if has_begun:
-        await until(lambda: served.async_llm.stats.num_running == 4)
+        await until(lambda: served.async_llm.engines[0].stats.num_running == 4)
     client.cancel()
     await asyncio.gather(client, return_exceptions=True)
     await until(lambda: served.async_llm.num_unfinished == 0)

@@ -93,7 +93,7 @@ def test_a_request_ends_before_its_account_is_made(monkeypatch):
 
 def test_inquiries_take_the_steps_of_a_request_and_some_before():
     tracer = Tracer()
-    tracer.steps += [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(1000)]
+    tracer.steps[0] += [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(1000)]
     tracer.mark("r", "received", 5000)
     tracer.mark("r", "done", 5100)
     (inquiry,) = tracer.inquiries([tracer.finish("r")])

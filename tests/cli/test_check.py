@@ -98,7 +98,7 @@ def another_architecture(folder: Path) -> None:
     [
         (no_weights, "weights", "no .safetensors file"),
         (half_a_file, "weights", "cannot be read"),
-        (a_missing_shard, "weights", "lacks 1 of 2 weight files, first model-2.safetensors"),
+        (a_missing_shard, "weights", "lacks 1 of 2 weight files: model-2.safetensors"),
         (no_tokenizer, "tokenizer", "no tokenizer.json"),
         (another_architecture, "weights", "transformers does not build it"),
     ],

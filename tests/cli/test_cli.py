@@ -3,6 +3,9 @@ line and code 2.
 """
 
 import hashlib
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -105,6 +108,7 @@ def test_a_wrong_command_line_is_exit_code_2(args, capsys):
             ["bench", "throughput", "--num-promts", "3"],
             "unknown argument --num-promts; did you mean --num-prompts?",
         ),
+        (["serve", "--data-parallel-hybrid-lb"], "behind a load balancer (docs/scale.md)"),
         (["serve", "a", "b"], "unknown argument b; `servd serve --help` says what there is"),
     ],
 )
@@ -145,3 +149,12 @@ def test_a_key_needs_a_proper_name():
     arguments = cli.make_parser().parse_args(["key", "a b"])
     with pytest.raises(ConfigError, match="name"):
         arguments.run(arguments)
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    program = [sys.executable, "-m", "servd", "key", "new"]
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert result.returncode == 141 and "Traceback" not in result.stderr

@@ -123,3 +123,10 @@ def test_weights_of_the_hub_are_not_downloaded(tmp_path, capsys, monkeypatch):
     _, here = plan(capsys, "demo", *SMALL)
     assert there["sizes"] == here["sizes"]
     assert not list(metadata.glob("*.safetensors"))
+
+
+def test_more_requests_than_memory_holds(capsys, monkeypatch):
+    monkeypatch.setattr("servd.worker.dry_run.available_memory", lambda: 64 << 20)
+    code, facts = plan(capsys, "demo", "--max-num-seqs", "100000")
+    assert code == 1
+    assert facts["advice"][0].startswith("lower --max-num-seqs: 100000 requests take ")

@@ -38,7 +38,8 @@ class AuditedExecutor(FakeExecutor):
         self.steps.append(scheduled)
         config = self.config.scheduler
         slots = [item.slot for item in scheduled.scheduled]
-        assert slots and len(set(slots)) == len(slots) <= config.max_num_seqs
+        assert slots or scheduled.copies is not None
+        assert len(set(slots)) == len(slots) <= config.max_num_seqs
         assert all(item.num_tokens > 0 for item in scheduled.scheduled)
         assert scheduled.num_tokens <= config.max_num_batched_tokens
         for new in scheduled.new_requests:
@@ -83,7 +84,7 @@ def make_engine(
     memory = num_blocks * options["block_size"] * FAKE_SPEC.kv_bytes_per_token(4)
     config = Config.load(options | {"kv_cache_memory": memory, "async_scheduling": depth > 1})
     executor = executor_class(config, FAKE_SPEC, lambda phase, fraction: None)
-    engine = EngineCore(config, FAKE_SPEC, executor, executor.start().num_blocks)
+    engine = EngineCore(config, FAKE_SPEC, executor, executor.start())
     assert engine.depth == min(depth, 2)
     engine.depth = depth  # the loop knows no limit, only the configuration does
     return engine

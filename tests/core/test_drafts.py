@@ -4,10 +4,11 @@ import logging
 
 import pytest
 
-from servd.core import engine_core_proc
-from servd.core.engine_core_proc import StatsLine
+from servd.core import stats_line
 from servd.core.lookahead import StepCost
-from servd.messages import DraftStats, EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from servd.core.stats_line import StatsLine
+from servd.messages import EngineCoreOutput, EngineCoreOutputs
+from servd.stats import DraftStats, SchedulerStats
 from tests.core.engines import generate, make_engine, make_request
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}  # the fake executor drafts by itself
@@ -68,7 +69,7 @@ def test_a_request_that_wants_no_drafts_gets_none_and_the_same_text():
 
 def test_the_line_of_the_log_tells_what_became_of_drafts(monkeypatch, caplog):
     now = 100.0
-    monkeypatch.setattr(engine_core_proc.time, "monotonic", lambda: now)
+    monkeypatch.setattr(stats_line.time, "monotonic", lambda: now)
     line = StatsLine()
     stats = SchedulerStats(drafts=DraftStats(10, 30, 20, [10, 6, 4]))
     output = EngineCoreOutput("a", [1, 2, 3])

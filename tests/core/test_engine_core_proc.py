@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,22 +19,31 @@ from servd.core.engine_core_proc import (
     Start,
     all_of,
 )
+from servd.core.executor import fake
+from servd.core.executor.fake import expected_tokens
 from servd.hf import FAKE_SPEC
 from servd.ipc import Inbox, Outbox
 from servd.messages import (
     AbortRequests,
     Attach,
+    Audit,
+    EngineAudit,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDead,
+    EngineReady,
     EngineStatus,
     FinishReason,
     FromEngine,
     ResetPrefixCache,
+    Sleep,
     ToEngine,
+    WakeUp,
+    WorkerFailed,
 )
 from servd.params import MAX_CANDIDATES, PoolingParams
+from servd.resolve import Machine, resolve
 from tests.core.engines import make_engine, make_request
 
 
@@ -166,3 +177,70 @@ def test_all_requests_of_a_client_are_dropped():
     assert all_of(1, engine) == AbortRequests(["a", "c"])
     engine.handle(all_of(1, engine))
     assert [*engine.scheduler.requests] == ["b"]
+
+
+@pytest.fixture
+def running(proc):
+    """A process's busy loop in a thread, over the fake executor."""
+    options = {"executor": "fake", "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    options |= {"max_model_len": 256, "sleep_idle_seconds": 600.0}
+    proc.start.config = resolve(Config.load(options), FAKE_SPEC, Machine())
+    thread = threading.Thread(target=lambda: proc.busy_loop(proc.load()))
+    thread.start()
+    yield proc
+    proc.inputs.put(WorkerFailed("over"))
+    thread.join(30)
+
+
+def next_of(proc: EngineCoreProc, kind: type) -> Any:
+    """The next message of this kind that a client would get."""
+    while True:
+        _, message = proc.outputs.get(timeout=30)
+        if isinstance(message, kind):
+            return message
+
+
+def output_of(proc: EngineCoreProc) -> list[int]:
+    """Tokens up to the end of the request that runs."""
+    token_ids = []
+    while True:
+        for output in next_of(proc, EngineCoreOutputs).outputs:
+            token_ids += output.new_token_ids
+            if output.finish_reason is not None:
+                assert output.error is None
+                return token_ids
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running):
+    prompt = [*range(40)]
+    ask = partial(make_request, "a", prompt, max_tokens=20, ignore_eos=True)
+    assert not next_of(running, EngineReady).is_asleep
+    running.inputs.put(ask())
+    running.inputs.put(Sleep())  # while it runs
+    assert output_of(running) == expected_tokens(prompt, 20, FAKE_SPEC.vocab_size)
+    assert next_of(running, EngineReady).is_asleep and running.executor is None
+    running.inputs.put(AbortRequests(["unknown"]))
+    running.inputs.put(Audit(0, 7))
+    assert next_of(running, EngineAudit).problems == []
+    assert running.executor is None
+    running.inputs.put(ask())
+    assert not next_of(running, EngineReady).is_asleep
+    # Nothing that the last executor had computed or held counts.
+    assert output_of(running) == expected_tokens(prompt, 20, FAKE_SPEC.vocab_size)
+    running.inputs.put(Sleep())
+    assert next_of(running, EngineReady).is_asleep
+    running.inputs.put(WakeUp())
+    assert not next_of(running, EngineReady).is_asleep
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_wakes_with_as_many_blocks_as_it_had(running, monkeypatch):
+    num_blocks = next_of(running, EngineReady).worker.num_blocks
+    for now_free in (num_blocks // 2, 2 * num_blocks):
+        running.inputs.put(Sleep())
+        assert next_of(running, EngineReady).is_asleep
+        monkeypatch.setattr(fake, "MAX_CACHE_TOKENS", 16 * now_free)
+        running.inputs.put(WakeUp())
+        assert not next_of(running, EngineReady).is_asleep
+        assert len(running.executor.cache) == 16 * num_blocks

@@ -167,3 +167,18 @@ def test_nobody_reads_what_a_request_computed_that_could_not_enter(is_aborted):
         assert not log.token_ids(request_id)
     later = generate(engine, make_request("later", [*prompt, 50, 51, 52, 53, 54]))
     assert later.outputs["later"][0].num_cached_tokens == 0
+
+
+def test_nobody_reads_what_was_built_on_it_by_one_that_left_before_the_error():
+    engine = make_engine(depth=2, executor_class=UnreadableExecutor)
+    log, prompt = Log(), [*range(12)]
+    longer = [*prompt, 50, 51, 52, 53, 54]
+    engine.handle(make_request("bad", prompt))
+    engine.handle(make_request("joined", longer))
+    log.step(engine)
+    engine.handle(AbortRequests(["joined"]))
+    log.run(engine)
+    assert log.outputs["bad"][-1].error == "unreadable" and not log.outputs["joined"]
+    generate(engine, make_request("again", prompt))  # so that the beginning is found again
+    later = generate(engine, make_request("later", longer))
+    assert later.outputs["later"][0].num_cached_tokens == len(prompt)

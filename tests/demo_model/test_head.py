@@ -4,8 +4,8 @@ import pytest
 
 from servd import LLM
 from servd.llm import InProcess
-from servd.messages import DraftStats
 from servd.params import SamplingParams
+from servd.stats import DraftStats
 
 QUESTIONS = ("What is servd?", "What is 7 + 5?", "Count from 3 to 9.", "Tell me a story about Tom.")
 

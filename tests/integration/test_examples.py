@@ -14,7 +14,8 @@ from tests.integration.conftest import Server, shared
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-# File -> what it prints, among other things. Every file of examples/ must be here.
+TRAINS = "train_adapter.py"  # test_train_adapter.py runs it
+# File -> what it prints, among other things. Every other file of examples/ must be here.
 PRINTS = {
     "chat.py": ["8000", " tokens"],
     "offline.py": ["'The capital of France is' -> ", "choice 2: ", "prompt tokens"],
@@ -29,7 +30,7 @@ def demo_server() -> Iterator[Server]:
     yield from shared("--device", "cpu")
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - {TRAINS}))
 def test_example(name: str, demo_server: Server):
     example = subprocess.run(
         [sys.executable, EXAMPLES / name, *([] if name == "offline.py" else [demo_server.url])],

@@ -281,6 +281,35 @@ def test_two_api_servers_share_port_and_metrics(start):
     assert server.stop() == 0
 
 
+def test_two_engines_answer_as_one_though_one_of_them_dies(start, tiny_llama, llama_server):
+    bodies = [
+        {"prompt": f"{i} upon a time", "temperature": i % 2, "seed": i, "max_tokens": 200}
+        for i in range(6)
+    ]
+    expected = [complete(llama_server, **body)["choices"] for body in bodies]
+    options = ("--device", "cpu", "--data-parallel-size", "2", "--api-server-count", "2")
+    server = start(str(tiny_llama), *options)
+    assert [complete(server, **body)["choices"] for body in bodies] == expected
+    engines = [
+        child
+        for child in psutil.Process(server.process.pid).children()
+        if "engine_core_proc" in " ".join(child.cmdline())
+    ]
+    with ThreadPoolExecutor() as pool:
+        got = [pool.submit(complete, server, **body) for body in bodies]
+        wait_until(lambda: server.metric("vllm:num_requests_running") > 1, "nothing runs")
+        engines[1].kill()
+        assert [each.result()["choices"] for each in got] == expected
+    wait_until(
+        lambda: httpx.get(f"{server.url}/health").json()["engines"] == ["idle", "idle"],
+        "an engine is missing",
+    )
+    assert engines[0].is_running()
+    assert re.search("engine [01] ended with code -9: starting it again", "\n".join(server.lines))
+    assert server.metric("servd:engine_restarts_total") == 1
+    server.check_audit()
+
+
 def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
     folder = tmp_path / "ipc"
     limit = ["--max-engine-restarts", "1"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from servd.lora import AdapterStore
+from servd.adapter_store import AdapterStore
 from servd.messages import Adapter
 
 # Every way to state which layers, ranks and factors there are.

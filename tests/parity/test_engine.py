@@ -10,6 +10,7 @@ import pytest
 
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
+from servd.core.kv_cache.tiers import Tiers
 from servd.hf import read_spec
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams
@@ -30,7 +31,7 @@ def make_engine(folder, num_blocks: int, depth: int, **options: object) -> Engin
         **({"max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 64} | options),
     )
     executor = Executor(config, spec, lambda phase, fraction: None)
-    return EngineCore(config, spec, executor, executor.start().num_blocks)
+    return EngineCore(config, spec, executor, executor.start())
 
 
 def make_requests(params: list[SamplingParams]) -> list[EngineCoreRequest]:
@@ -66,6 +67,37 @@ def test_tiny_cache_with_preemption(checkpoints, model_type: str, depth: int):
     for request in requests:
         prompt = request.prompt_token_ids
         assert prompt + log.token_ids(request.request_id) == greedy(folder, prompt, NUM_OUTPUTS)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_blocks_that_went_to_host_memory_and_to_files_come_back(
+    checkpoints, tmp_path, monkeypatch, depth
+):
+    monkeypatch.setattr(Tiers, "_is_worth", lambda self, tier: True)  # computing is fast here
+    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 30_000_000_000)
+    folder = checkpoints("llama", "untied")
+    requests = make_requests([SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS)] * 8)
+
+    def run(**options: object) -> Log:
+        engine = make_engine(folder, num_blocks=26, depth=depth, **options)
+        kv_cache, log = engine.scheduler.kv_cache, Log()
+        if kv_cache.tiers is not None:
+            kv_cache.tiers.flush()
+        for request in requests:
+            engine.handle(request)
+        log.run(engine)
+        if kv_cache.tiers is not None:
+            kv_cache.tiers.flush()
+        return log
+
+    plain = run()
+    assert plain.total("num_preemptions") > 0
+    for _ in range(2):
+        log = run(kv_cache_dir=str(tmp_path), kv_offloading_size=0.01)
+        for request in requests:
+            name = request.request_id
+            assert log.token_ids(name) == plain.token_ids(name)
+    assert log.total("external_prefix_cache_hits") > 0
 
 
 def test_random_sampling_is_the_same_for_any_depth_and_cache(checkpoints):

@@ -53,7 +53,7 @@ def generate(folder, backend: str, dtype: str, depth: int) -> list[tuple[list[in
     )
     executor = Executor(config, spec, lambda *_: None)
     try:
-        engine = EngineCore(config, spec, executor, executor.start().num_blocks)
+        engine = EngineCore(config, spec, executor, executor.start())
     except ConfigError as error:
         pytest.skip(str(error))
     requests = make_requests([SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS)] * 8)

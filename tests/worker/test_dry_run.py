@@ -80,6 +80,16 @@ def test_drafts_are_counted(tmp_path: Path, method: str):
     assert sizes.kv_per_block * 5 == cache
 
 
+def test_room_for_adapters_is_counted_apart_and_said_at_start(tmp_path: Path, caplog):
+    folder = make_checkpoint(tmp_path, "llama", CASES["llama"]["untied"])
+    plain = dry_run.plan(config_for(folder), read_spec(folder)).sizes
+    caplog.set_level(logging.INFO, "servd.worker")
+    sizes, runner, _ = planned_and_loaded(folder, enable_lora=True, max_loras=3)
+    assert runner.adapters is not None and sizes.weights == plain.weights
+    assert sizes.adapters == runner.adapters.nbytes == runner.weights_bytes - plain.weights > 0
+    assert "room for 3 of rank 16" in caplog.text
+
+
 class Meter:
     """A GPU of 100 MB with 10 MB in use."""
 

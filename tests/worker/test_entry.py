@@ -62,7 +62,7 @@ class Engine:
         config = config_for(folder)
         self.spec = read_spec(str(folder))
         executor = Executor(config, self.spec, lambda phase, fraction: None)
-        self.core = EngineCore(config, self.spec, executor, executor.start().num_blocks)
+        self.core = EngineCore(config, self.spec, executor, executor.start())
         self.num_requests = 0
 
     def run(

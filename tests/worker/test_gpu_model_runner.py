@@ -68,7 +68,7 @@ def serve(folder: Path, depth: int, **options: object) -> list[list[int]]:
         **ON_DEVICE | options,
     )  # fmt: skip
     executor = Executor(config, spec, lambda *_: None)
-    engine, log = EngineCore(config, spec, executor, executor.start().num_blocks), Log()
+    engine, log = EngineCore(config, spec, executor, executor.start()), Log()
     for i in range(8):
         params = SamplingParams(
             temperature=1.0,

@@ -134,7 +134,7 @@ def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int)
             kv_cache_memory=26 * 4 * spec.kv_bytes_per_token(4),
         )  # fmt: skip
         executor = Executor(config, spec, lambda *_: None)
-        engine, log = EngineCore(config, spec, executor, executor.start().num_blocks), Log()
+        engine, log = EngineCore(config, spec, executor, executor.start()), Log()
         for i in range(8):
             params = SamplingParams(
                 temperature=1.0, seed=i, max_tokens=14, repetition_penalty=1.3, logprobs=1

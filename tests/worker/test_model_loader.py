@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from servd import hf
-from servd.errors import UnsupportedModel
-from servd.worker import model_loader
+from servd.errors import ModelNotFound, UnsupportedModel
+from servd.worker import dry_run, model_loader
 from servd.worker.layers._matrix import Form
 from servd.worker.parallel import Parallel
+from servd.worker.worker import Worker
+from tests.worker.driver import config_for
 
 
 def mapped(path: Path) -> list[range]:
@@ -48,3 +52,32 @@ def test_a_checkpoint_names_no_code_outside_of_servd(method: str, tmp_path: Path
     )
     with pytest.raises(UnsupportedModel, match=f"quant_method '{method}' are not supported"):
         model_loader._checkpoint([tmp_path / "model.safetensors"], torch.empty(1))
+
+
+def test_pickled_weights_are_those_of_safetensors(tmp_path: Path, tiny_gpt2: Path):
+    shutil.copytree(tiny_gpt2, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    logits = []
+    for folder, load_format in ((tiny_gpt2, "auto"), (tmp_path, "pt")):
+        config, spec = config_for(folder, load_format=load_format), hf.read_spec(folder)
+        planned = dry_run.plan(config, spec).sizes
+        worker = Worker(config, spec, 0, lambda *_: None)
+        worker.load_model()
+        assert worker.runner.weights_bytes == planned.weights
+        logits.append(worker.runner.model.compute_logits(torch.eye(spec.hidden_size)))
+    assert torch.equal(*logits)
+    torch.save({"a": Path()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin cannot be read"):
+        worker.load_model()
+
+
+def test_all_broken_files_are_named(tmp_path: Path, tiny_gpt2: Path):
+    shutil.copytree(tiny_gpt2, tmp_path, dirs_exist_ok=True)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    for name, size in (("model-2", len(whole) - 1), ("model-3", 0)):
+        (tmp_path / f"{name}.safetensors").write_bytes(whole[:size])
+    with pytest.raises(ModelNotFound, match=r"2 of 3 .*model-2\.saf.*, model-3\.saf.*again"):
+        Worker(config_for(tmp_path), hf.read_spec(tmp_path), 0, lambda *_: None).load_model()

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from servd.adapter_store import AdapterStore
 from servd.hf import read_spec
+from servd.lora import Adapter
 from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.worker.worker import Worker
+from tests.adapters import write_adapter
 from tests.parity.families import CASES, GPT2, LLAMA, QWEN3_MOE, greedy, make_checkpoint
 from tests.worker.driver import GREEDY, config_for
 
@@ -19,10 +22,12 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 NUM_OUTPUTS = 8
 
 
-def generate(rank: int, size: int, folder: str, address: str | None, result: str) -> None:
-    """Run one rank of a model; write its tokens and the logits of its first step."""
+def generate(
+    rank: int, size: int, folder: str, adapter: Adapter | None, address: str | None, result: str
+) -> None:
+    """Run one rank of a model, then with an adapter; write tokens and logits of the first steps."""
     worker = Worker(
-        config_for(folder, tensor_parallel_size=size),
+        config_for(folder, tensor_parallel_size=size, enable_lora=adapter is not None),
         read_spec(folder),
         rank,
         lambda *_: None,
@@ -31,6 +36,13 @@ def generate(rank: int, size: int, folder: str, address: str | None, result: str
     torch.set_num_threads(1)
     worker.load_model()
     worker.allocate_kv_cache(16)
+    results = [answer(worker, each) for each in dict.fromkeys((None, adapter))]
+    torch.save(results, f"{result}.{rank}")
+    worker.shutdown()
+
+
+def answer(worker: Worker, adapter: Adapter | None) -> tuple[list[int], torch.Tensor]:
+    """The tokens of a request, and the logits of its first step."""
     new = NewRequest(
         slot=2,
         token_ids=PROMPT,
@@ -38,9 +50,10 @@ def generate(rank: int, size: int, folder: str, address: str | None, result: str
         num_computed_tokens=0,
         block_ids=[],
         params=GREEDY,
+        adapter=adapter,
     )
     first = ScheduledRequest(2, len(PROMPT), [9, 4, 11])
-    worker.execute_model(SchedulerOutput(1, [first], [new]))
+    worker.execute_model(SchedulerOutput(1, [first], [new], [2]))
     assert worker.runner.launched is not None and worker.runner.launched.computed is not None
     logits = worker.runner.model.compute_logits(worker.runner.launched.computed[1][-1:])
     tokens = worker.sample_tokens().result().sampled_token_ids[0]
@@ -50,8 +63,19 @@ def generate(rank: int, size: int, folder: str, address: str | None, result: str
         row = ScheduledRequest(2, 1, blocks, num_computed_tokens=computed)
         worker.execute_model(SchedulerOutput(step, [row]))
         tokens += worker.sample_tokens().result().sampled_token_ids[0]
-    torch.save((tokens, logits), f"{result}.{rank}")
-    worker.shutdown()
+    return tokens, logits
+
+
+def adapter_of(folder: Path) -> Adapter:
+    """One of every layer that ranks share, of a small Llama."""
+    shapes = {}
+    for module, inputs, outputs in (
+        ("self_attn.o_proj", 48, 48), ("mlp.up_proj", 48, 80), ("mlp.down_proj", 80, 48),
+    ):  # fmt: skip
+        name = f"base_model.model.model.layers.0.{module}"
+        shapes |= {f"{name}.lora_A.weight": (4, inputs), f"{name}.lora_B.weight": (outputs, 4)}
+    source = write_adapter(folder / "adapter", shapes=shapes)
+    return AdapterStore(folder / "store").load("a", str(source), 16, {})
 
 
 @pytest.mark.parametrize(
@@ -71,11 +95,15 @@ def test_two_ranks_equal_one(tmp_path: Path, model_type: str, options: dict[str,
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    generate(0, 1, str(folder), None, str(tmp_path / "one"))
-    mp.spawn(generate, (2, str(folder), f"tcp://127.0.0.1:{port}", str(tmp_path / "two")), nprocs=2)
-    tokens, logits = torch.load(tmp_path / "one.0")
-    assert PROMPT + tokens == greedy(folder, PROMPT, NUM_OUTPUTS)
+    adapter = adapter_of(tmp_path) if model_type == "llama" else None
+    generate(0, 1, str(folder), adapter, None, str(tmp_path / "one"))
+    address, two = f"tcp://127.0.0.1:{port}", str(tmp_path / "two")
+    mp.spawn(generate, (2, str(folder), adapter, address, two), nprocs=2)
+    expected = torch.load(tmp_path / "one.0")
+    assert PROMPT + expected[0][0] == greedy(folder, PROMPT, NUM_OUTPUTS)
+    assert adapter is None or not torch.allclose(expected[1][1], expected[0][1], atol=0.1)
     for rank in range(2):
-        tokens_of_rank, logits_of_rank = torch.load(tmp_path / f"two.{rank}")
-        assert tokens_of_rank == tokens
-        torch.testing.assert_close(logits_of_rank, logits, atol=1e-4, rtol=0)
+        of_rank = torch.load(tmp_path / f"two.{rank}")
+        for (tokens, logits), (its_tokens, its_logits) in zip(expected, of_rank, strict=True):
+            assert its_tokens == tokens
+            torch.testing.assert_close(its_logits, logits, atol=1e-4, rtol=0)

@@ -80,6 +80,7 @@ class TimelineStep(msgspec.Struct, kw_only=True):
     num_cached_tokens: int
     num_drafts: int
     num_accepted: int
+    engine: int  # its rank
 
 
 class TimelineNeighbour(msgspec.Struct):
@@ -107,8 +108,8 @@ class PrefixCache(msgspec.Struct):
     block_size: int
     num_blocks: int  # full ones of the prompt
     num_matched: int
-    # "complete", "different_token", "salt", "last_block", "evicted", "disabled", "prompt_is_read"
-    # or "unknown"
+    # "complete", "different_token", "salt", "engine", "last_block", "evicted", "disabled",
+    # "prompt_is_read" or "unknown"
     reason: str = "unknown"
     text: str = ""
     difference: PrefixDifference | UnsetType = UNSET

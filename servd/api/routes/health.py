@@ -33,7 +33,8 @@ async def health(request: Request) -> Response:
     """200 when requests are served: the `activity` is idle, decoding or prefill. 503 while the
     model loads, while the engine restarts (requests wait for it), when the server ends, when the
     engine is gone, and when it has work but has ended no step for longer than the running one can
-    take.
+    take. Of several engines all must have loaded; later one that serves is enough, and `engines`
+    says what each does.
     """
     context = context_of(request)
     admission = context.async_llm.admission
@@ -45,13 +46,14 @@ async def health(request: Request) -> Response:
             progress = context.async_llm.progress()
             return json_response(progress, 503 if progress.status == "stalled" else 200)
         case EngineStatus() as status:
-            elapsed = round(time.monotonic() - context.async_llm.loading_since, 3)
+            since = min(engine.loading_since for engine in context.async_llm.engines)
+            elapsed = round(time.monotonic() - since, 3)
             progress = {
                 "phase": status.phase,
                 "progress": status.progress,
                 "elapsed_seconds": elapsed,
             }
-            what = "restarting" if context.async_llm.recovery.is_restarting else "loading"
+            what = "restarting" if context.async_llm.is_restarting else "loading"
             return json_response({"status": what, **progress}, 503, {"retry-after": "1"})
         case EngineDead() as status:
             return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)

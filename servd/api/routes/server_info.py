@@ -34,7 +34,7 @@ class Option(msgspec.Struct):
 
 
 class Engine(msgspec.Struct):
-    """What the engine found out while it loaded."""
+    """What the engine found out while it loaded; of several, the first that serves."""
 
     device: str
     dtype: str

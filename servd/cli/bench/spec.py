@@ -14,9 +14,10 @@ from servd.cli import _options
 from servd.cli.bench import _data, _engine, _report
 from servd.errors import EngineError
 from servd.llm import LLM, InProcess
-from servd.messages import DraftStats, EngineCoreOutputs
+from servd.messages import EngineCoreOutputs
 from servd.params import SamplingParams
 from servd.speculative import read_keys, readers
+from servd.stats import DraftStats
 
 LEAST_SECONDS = 1.0  # per run: shorter ones vary by more than drafts gain
 

@@ -10,12 +10,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import Any, Protocol
 
 from servd.config import Config
 from servd.core import executor
 from servd.hf import ModelSpec
 from servd.messages import (
+    BlockCopies,
     GrammarBitmask,
     ModelRunnerOutput,
     NewRequest,
@@ -157,6 +159,8 @@ class FakeExecutor(executor.Executor):
         super().__init__(config, spec, progress)
         self.block_size = config.cache.block_size
         self.cache = array("Q")  # one state per token
+        self.bytes_per_block = self.spec.kv_bytes_per_token(dtype_bytes=4) * self.block_size
+        self.memories: dict[str, mmap] = {}  # of BlockCopies
         self.times_ns: list[int] = []  # the step computed last, see StepRecord.worker_ns
         self.rows: dict[int, Row] = {}
         self.launched: Pending | None = None  # the forward pass, until its tokens are sampled
@@ -168,14 +172,13 @@ class FakeExecutor(executor.Executor):
         """Make the cache: for all requests at full length, within reason, or what kv_cache_memory
         allows.
         """
-        bytes_per_block = self.spec.kv_bytes_per_token(dtype_bytes=4) * self.block_size
         memory = self.config.cache.kv_cache_memory
         if memory is None:
             max_model_len = self.config.model.max_model_len or self.spec.max_position_embeddings
             wanted = max_model_len * (self.config.scheduler.max_num_seqs or 1)
             num_blocks = -(-min(wanted, MAX_CACHE_TOKENS) // self.block_size)
         else:
-            num_blocks = max(1, memory // bytes_per_block)
+            num_blocks = max(1, memory // self.bytes_per_block)
         self.cache = array("Q", bytes(8 * num_blocks * self.block_size))
         self.progress("loading weights", 1.0)
         return WorkerReady(
@@ -184,7 +187,7 @@ class FakeExecutor(executor.Executor):
             attention_backend="none",
             num_blocks=num_blocks,
             weights_bytes=0,
-            kv_bytes_per_block=bytes_per_block,
+            kv_bytes_per_block=self.bytes_per_block,
         )
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
@@ -208,6 +211,8 @@ class FakeExecutor(executor.Executor):
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Update the rows and compute the scheduled tokens."""
         begin = now_ns()
+        if scheduled.copies is not None:
+            self._make(scheduled.copies)
         for slot in scheduled.freed_slots:
             del self.rows[slot]
         for request in scheduled.new_requests:
@@ -248,6 +253,22 @@ class FakeExecutor(executor.Executor):
                 output.logprobs[i] = [self._logprobs(token_id, k, named) for token_id in token_ids]
         output.times_ns = [*self.times_ns, now_ns()]
         return output
+
+    def _make(self, copies: BlockCopies) -> None:
+        """Copy blocks as a worker of rank 0 does."""
+        if copies.memory not in self.memories:
+            with open(copies.memory, "r+b") as file:
+                self.memories[copies.memory] = mmap(file.fileno(), 0)
+        memory, cache = self.memories[copies.memory], memoryview(self.cache).cast("B")
+        size = 8 * self.block_size
+        stride = self.bytes_per_block * self.config.parallel.tensor_parallel_size
+        for each in copies.copies:
+            block = slice(each.block * size, (each.block + 1) * size)
+            slot = slice(each.slot * stride, each.slot * stride + size)
+            if each.to_device:
+                cache[block] = memory[slot]
+            else:
+                memory[slot] = cache[block]
 
     def _row(self, request: NewRequest) -> Row:
         return Row(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from servd.core.kv_cache.block_times import BlockTimes
-from servd.messages import BlockEviction
+from servd.stats import BlockEviction
 from servd.tracing import now_ns
 
 
@@ -24,6 +24,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, times: BlockTimes | None = None) -> None:
         self.times = times
+        self.on_evict: Callable[[int, bytes], None] | None = None  # block, what it still holds
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
@@ -42,7 +43,7 @@ class BlockPool:
         assert num_blocks <= self.num_free
         taken: list[int] = []
         for _ in range(num_blocks):
-            block = self._blank.pop() if self._blank else self._evict()
+            block = self._blank.pop() if self._blank else self._evict(self.on_evict)
             assert self.ref_counts[block] == 0
             self.ref_counts[block] = 1
             taken.append(block)
@@ -94,16 +95,18 @@ class BlockPool:
     def forget_cached(self) -> None:
         """Make all cached blocks blank; owned blocks keep their content."""
         while self._cached:
-            self._blank.append(self._evict())
+            self._blank.append(self._evict(None))
 
     def take_evictions(self) -> list[BlockEviction]:
         """Evictions since the last call, as far as they are followed."""
         return self.times.news() if self.times is not None else []
 
-    def _evict(self) -> int:
+    def _evict(self, on_evict: Callable[[int, bytes], None] | None) -> int:
         block, _ = self._cached.popitem(last=False)
         block_hash = self.hashes[block]
         assert block_hash is not None
+        if on_evict is not None:
+            on_evict(block, block_hash)
         del self._block_of_hash[block_hash]
         self.hashes[block] = None
         self.evicted_at_ns[block_hash] = now_ns()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from servd.messages import BlockEviction
+from servd.stats import BlockEviction
 from servd.tracing import now_ns
 
 MAX_USES = 4  # remembered per block, the last ones

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from servd.config import CacheConfig
 from servd.core.kv_cache.block_hash import block_hash, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.block_times import BlockTimes
-from servd.core.request import Request
+from servd.core.kv_cache.tiers import Tiers
+from servd.core.request import Request, RequestStatus
+from servd.core.step import Step
+from servd.messages import BlockCopies
+from servd.stats import SchedulerStats
+from servd.tracing import Mark, now_ns
 
 
 class KVCacheManager:
@@ -26,6 +31,13 @@ class KVCacheManager:
         interval = round(1 / config.kv_cache_metrics_sample)
         times = BlockTimes(interval) if config.kv_cache_metrics else None
         self.pool = BlockPool(num_blocks, times)
+        self.tiers: Tiers | None = None
+        self.num_swapped = 0  # requests
+
+    def connect(self, tiers: Tiers | None) -> None:
+        """Blocks that are evicted go to lower tiers from now on, and come back from there."""
+        self.tiers = tiers
+        self.pool.on_evict = tiers.save if tiers is not None else None
 
     @property
     def usage(self) -> float:
@@ -38,12 +50,12 @@ class KVCacheManager:
 
         At least one token is left over, because only a computed token gets a successor.
         """
-        if not self.enable_prefix_caching or request.reads_prompt:
+        if not self.enable_prefix_caching:
             return []
         self._extend_hashes(request)
         cached: list[int] = []
-        for i in range((len(request.token_ids) - 1) // self.block_size):
-            block = self.pool.find(request.block_hashes[i])
+        for each in self._wanted(request, 0):
+            block = self.pool.find(each)
             if block is None:
                 break
             cached.append(block)
@@ -64,10 +76,100 @@ class KVCacheManager:
     def adopt(self, request: Request, cached: list[int]) -> None:
         """Let a request without blocks begin with `cached` ones, which count as computed."""
         assert not request.block_ids
+        self.stop_waiting(request)
         self.pool.share(cached)
         request.block_ids = cached.copy()
-        request.num_registered_blocks = request.num_adopted_blocks = len(cached)
-        request.num_computed_tokens = len(cached) * self.block_size
+        if self.tiers is not None:
+            self._load(request, self.tiers)
+        request.num_registered_blocks = request.num_adopted_blocks = len(request.block_ids)
+        request.num_computed_tokens = len(request.block_ids) * self.block_size
+
+    def _load(self, request: Request, tiers: Tiers) -> None:
+        """Have the next blocks copied from lower tiers, as far as they have them."""
+        hashes = self._wanted(request, len(request.block_ids))
+        slots = tiers.claim(hashes)
+        blocks = self.pool.take(len(slots))
+        for slot, block, each in zip(slots, blocks, hashes, strict=False):
+            self.pool.register(block, each)
+            tiers.load(slot, block)
+        request.block_ids += blocks
+        if request.num_preemptions == 0:
+            request.num_external_tokens = len(slots) * self.block_size
+        request.reads_until_ns = 0
+
+    def can_start(self, request: Request, cached: Sequence[int]) -> bool:
+        """Whether there is room for a request, and it need not wait for the blocks after `cached`
+        ones to come from a lower tier.
+        """
+        return self.fits(request, cached) and not self._is_reading(request, cached)
+
+    def _is_reading(self, request: Request, cached: Sequence[int]) -> bool:
+        """The first question makes them come."""
+        if self.tiers is None or request.reads_until_ns == 1:
+            return False
+        now = now_ns()
+        hashes = self._wanted(request, len(cached))
+        if request.reads_until_ns == 0:
+            patience = self.tiers.patience_ns(hashes)
+            request.reads_until_ns = now + patience if patience else 1
+            if patience:
+                request.marks.append(Mark("reading", now))
+        return now < request.reads_until_ns and self.tiers.is_reading(hashes)
+
+    def swap_out(self, request: Request) -> None:
+        """A request has had to give back its blocks, which are evicted to lower tiers."""
+        if self.tiers is not None:
+            request.status = RequestStatus.SWAPPED
+            request.marks.append(Mark("swapped", now_ns()))
+            self.num_swapped += 1
+
+    def stop_waiting(self, request: Request) -> None:
+        """A request is about to be admitted, or ends."""
+        if request.status is RequestStatus.SWAPPED:
+            self.num_swapped -= 1
+
+    def _wanted(self, request: Request, num_found: int) -> list[bytes]:
+        """Hashes of the blocks after those found that need not be computed; see `match_prefix`."""
+        if request.reads_prompt:
+            return []
+        return request.block_hashes[num_found : (len(request.token_ids) - 1) // self.block_size]
+
+    def take_copies(self) -> BlockCopies | None:
+        """Those between tiers that a step, just put together, makes before it computes."""
+        return self.tiers.take_copies() if self.tiers is not None else None
+
+    def wait(self) -> None:
+        """There is nothing to compute: it may be that a request waits for a lower tier."""
+        if self.tiers is not None:
+            self.tiers.wait()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a step would make copies."""
+        return self.tiers is not None and self.tiers.has_copies
+
+    def harvest(self, step: Step) -> None:
+        """A step was computed."""
+        if self.tiers is not None:
+            self.tiers.harvest(step.copies, step.record)
+
+    def report(self, stats: SchedulerStats) -> None:
+        """Add the state now."""
+        stats.kv_cache_usage, stats.num_swapped = self.usage, self.num_swapped
+        stats.evictions = self.pool.take_evictions()
+        if self.tiers is not None:
+            stats.tiers = self.tiers.report()
+
+    def count(self, request: Request, stats: SchedulerStats) -> None:
+        """Add what was looked up and found for a request that was admitted for the first time."""
+        request.num_cached_tokens = request.num_computed_tokens
+        request.evicted_at_ns = self.evicted_at_ns(request)
+        on_device = request.num_cached_tokens - request.num_external_tokens
+        stats.prefix_cache_queries += request.num_prompt_tokens
+        stats.prefix_cache_hits += on_device
+        if self.tiers is not None:
+            stats.external_prefix_cache_queries += request.num_prompt_tokens - on_device
+            stats.external_prefix_cache_hits += request.num_external_tokens
 
     def evicted_at_ns(self, request: Request) -> int:
         """When the first block was evicted that a request, just admitted, had to do without."""
@@ -98,20 +200,50 @@ class KVCacheManager:
             self.pool.register(request.block_ids[i], request.block_hashes[i])
         request.num_registered_blocks = num_full
 
-    def computed_by(self, request: Request) -> set[int]:
-        """The blocks that a request filled itself, even if it gave them back since."""
-        first = request.num_adopted_blocks
-        blocks = request.block_ids[first:] or map(self.pool.find, request.block_hashes[first:])
+    def adopters(self, request: Request, others: Iterable[Request]) -> list[Request]:
+        """Those who found blocks in the cache that a request filled, though any of them may have
+        given them back since.
+        """
+        filled = self._filled_by(request)
+        adopted = ((each, slice(each.num_adopted_blocks)) for each in others)
+        return [
+            each for each, part in adopted if not filled.isdisjoint(self._blocks_of(each, part))
+        ]
+
+    def _filled_by(self, request: Request) -> set[int]:
+        return self._blocks_of(request, slice(request.num_adopted_blocks, None))
+
+    def _blocks_of(self, request: Request, part: slice) -> set[int]:
+        blocks = request.block_ids[part] or map(self.pool.find, request.block_hashes[part])
         return {each for each in blocks if each is not None}
 
+    def forget_computed(self, request: Request) -> None:
+        """What a request computed is wrong: nobody is to find it any more."""
+        self.pool.forget(self._filled_by(request))
+        if self.tiers is not None:
+            self.tiers.forget(request.block_hashes[request.num_adopted_blocks :])
+
+    def reset(self) -> None:
+        """Forget all blocks that nobody owns."""
+        self.pool.forget_cached()
+        if self.tiers is not None:
+            self.tiers.reset()
+
     def forget(self, request: Request) -> None:
-        """Share no more of what only this request has, which may be wrong."""
+        """Share no more of what only this request has, nor of its blocks in lower tiers: they may
+        be wrong.
+        """
         self.pool.forget(each for each in request.block_ids if self.pool.ref_counts[each] == 1)
         request.num_registered_blocks = len(request.block_ids)
+        if self.tiers is not None:
+            self.tiers.forget(request.block_hashes)
 
     def free(self, request: Request) -> None:
         """Take all blocks from a request; the last one is evicted first, the beginning last."""
         self.commit(request)
+        if self.tiers is not None:
+            held = zip(request.block_ids, request.block_hashes, strict=False)  # the last: in part
+            self.tiers.offer(each for each in held if self.pool.hashes[each[0]] == each[1])
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
         request.num_registered_blocks = request.num_computed_tokens = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from servd.core.request import Request
 from servd.lora import Adapter
@@ -51,6 +52,22 @@ class AdapterTurns:
         waited = (step - min(each.aside_since for each in self.aside)) // PATIENCE
         was_closed, self.is_closed = self.is_closed, waited.bit_length() % 2 == 1
         return self._take_aside() if was_closed and not self.is_closed else []
+
+    def outranked(self, running: Sequence[Request], step: int) -> list[Request]:
+        """The running requests of an adapter that keep one of a better lane from its place, the
+        last first.
+        """
+        if step % REVIEW_INTERVAL or not self.aside:
+            return []
+        lanes: dict[Adapter, int] = {}  # the best of each that runs
+        for request in reversed(running):
+            if request.adapter is not None:
+                lanes[request.adapter] = request.order[0]
+        waiting = [each.order[0] for each in self.aside if each.adapter not in lanes]
+        last = max(lanes, key=lanes.__getitem__, default=None)
+        if last is None or lanes[last] <= min(waiting, default=lanes[last]):
+            return []
+        return [request for request in reversed(running) if request.adapter == last]
 
     def start(self, request: Request) -> bool:
         """The request gets a slot. Returns whether it took the last place of an adapter."""

@@ -193,7 +193,7 @@ class WaitingQueue:
 
     def is_long(self, request: Request) -> bool:
         """Whether more is left of its prompt than should go before others."""
-        return request.num_tokens - request.num_computed_tokens > self.long_prompt
+        return request.num_uncomputed_tokens > self.long_prompt
 
     def has_long(self, lane: int) -> bool:
         """Whether long prompts of a lane wait."""
@@ -255,6 +255,10 @@ class WaitingQueue:
             if self._account(request) is most and its_class >= (lane, priority, is_long):
                 return request
         return None
+
+    def outranked(self, running: Sequence[Request]) -> list[Request]:
+        """Who has to yield, besides, with their adapter's place."""
+        return self.adapters.outranked(running, self._step)
 
     def _first(self, lane: int, only_long: bool) -> Class | None:
         for its_class in self._classes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ class ForwardContext:
     """
 
     def __init__(
-        self, backend: Backend[Any], batch: AttentionBatch, kv_caches: list[Tensor]
+        self, backend: Backend[Any], batch: AttentionBatch, kv_caches: Sequence[Tensor]
     ) -> None:
         self.kv_caches = kv_caches
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops.native import TYPES, call, loaded_library
 
+EXACT_TERMS = 3  # of bfloat16 or int8, which are as exact as float32: see ops/cpu/tiles.h
+
 
 class Packed:
     """A weight matrix [out, in] in the order in which products read it. Rows are padded to whole
@@ -47,18 +49,23 @@ class PackedMatrix(Packed):
     Args:
         weight: [out, in] of any strides, float32, bfloat16, float16 or int8.
         scale: float32 [out]: factor on each row, for int8.
+        x_dtype: what the rows of x may be rounded to where that is faster: by AMX, if the weight is
+            of this type. int8 has a scale for each row, or 1024 numbers of it.
     """
 
-    def __init__(self, weight: Tensor, scale: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, scale: Tensor | None = None, x_dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(weight.shape)
         self.type = TYPES[weight.dtype]
+        self.num_terms = 1 if weight.dtype == x_dtype else EXACT_TERMS
         self.scale = scale
         self.packed = _pack(weight)
         self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        size = out.stride(0), out.shape[1]
-        call("matmul", self.type, x, *x.shape, self.packed, self.scale, bias, out, *size)
+        given = self.type, self.num_terms, x, *x.shape, self.packed, self.scale, bias
+        call("matmul", *given, out, out.stride(0), out.shape[1])
 
     def rows(self, index: Tensor) -> Tensor:
         """See `Packed`."""
@@ -77,8 +84,8 @@ class GroupedMatrix(Packed):
         self.type, self.scale_type = TYPES[quantized.codes.dtype], TYPES[scale.dtype]
         self.group_size = quantized.group_size
         self.table = None if table is None else torch.tensor(table)
-        self.packed, self.scale = _pack(quantized.codes), _pack(scale)
-        self.offset = None if offset is None else _pack(offset)
+        self.packed, self.scale = _pack(quantized.codes, grouped=True), _pack(scale, grouped=True)
+        self.offset = None if offset is None else _pack(offset, grouped=True)
         self.columns = quantized.columns
         kept = (self.packed, self.scale, self.offset, self.table, self.columns)
         self.nbytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
@@ -142,7 +149,7 @@ class ExpertMatrices:
     def kind(matrix: object) -> tuple[object, ...] | None:
         """What all of the matrices have in common; None: they cannot be these."""
         if isinstance(matrix, PackedMatrix):
-            return matrix.type, matrix.scale is None
+            return matrix.type, matrix.num_terms, matrix.scale is None
         if isinstance(matrix, GroupedMatrix) and matrix.columns is None:
             table = None if matrix.table is None else tuple(matrix.table.tolist())
             return matrix.type, matrix.scale_type, matrix.offset is None, matrix.group_size, table
@@ -153,14 +160,15 @@ class ExpertMatrices:
         x, first = x.contiguous(), self.matrices[0]
         num_rows = len(x) if index is None else len(index)
         out = torch.empty(num_rows, self.out_features)
-        given = (self.type, x, *x.shape, index, starts, len(self.matrices), self.packed)
+        given = (x, *x.shape, index, starts, len(self.matrices), self.packed)
         if isinstance(first, GroupedMatrix):
             call(
-                "matmul_experts_grouped", *given, first.table, first.scale_type, self.scales,
-                self.offsets, first.group_size, out, *out.shape,
+                "matmul_experts_grouped", self.type, *given, first.table, first.scale_type,
+                self.scales, self.offsets, first.group_size, out, *out.shape,
             )  # fmt: skip
         else:
-            call("matmul_experts", *given, self.scales, out, *out.shape)
+            terms = first.num_terms
+            call("matmul_experts", self.type, terms, *given, self.scales, out, *out.shape)
         return out
 
 
@@ -171,13 +179,17 @@ def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return torch.from_numpy(np.array(addresses, dtype=np.int64)) if addresses else None
 
 
-def _pack(weight: Tensor) -> Tensor:
-    """[out, in] in panels of rows; two codes of 4 bits in a byte."""
+def _pack(weight: Tensor, *, grouped: bool = False) -> Tensor:
+    """[out, in] in panels of rows; two codes of 4 bits in a byte.
+
+    Args:
+        weight: [out, in].
+        grouped: in groups, or the scales of such weights.
+    """
     num_rows, size = weight.shape
-    panel_size = loaded_library().panel_size
-    num_values = -(-num_rows // panel_size) * panel_size * size
     if weight.dtype == torch.uint8:
-        num_values, weight = num_values // 2, weight.contiguous()
+        weight = weight.contiguous()
+    num_values = loaded_library().packed_size(weight.dtype, grouped, num_rows, size)
     packed = torch.empty(num_values, dtype=weight.dtype)
-    call("pack", TYPES[weight.dtype], weight, *weight.stride(), num_rows, size, packed)
+    call("pack", TYPES[weight.dtype], grouped, weight, *weight.stride(), num_rows, size, packed)
     return packed

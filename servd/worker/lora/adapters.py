@@ -15,15 +15,30 @@ from torch import Tensor
 from servd.errors import ConfigError, InvalidRequest
 from servd.lora import TENSORS, Adapter, AdapterFiles, LoRAConfig, parse_module
 from servd.messages import NewRequest
+from servd.sizes import format_bytes
 from servd.worker.device import upload
 from servd.worker.input_batch import InputBatch
-from servd.worker.lora.layers import AdaptedMatrix, AdapterRows, adapt, sizes
+from servd.worker.lora.layers import AdaptedMatrix, AdapterRows, adapt, layers_of
 from servd.worker.model_loader import Model
+from servd.worker.parallel import Parallel
 
 log = logging.getLogger("servd.worker")
 
 Loaded = Sequence[tuple[AdaptedMatrix, int, Tensor, Tensor]]
 """What an adapter adds on this rank: matrix, part of it, and its two factors."""
+
+
+def check_modules(config: LoRAConfig, model: Model) -> None:
+    """Check that the adapters of --lora-modules fit a model, whose weights need not be there.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    layers = layers_of(model)
+    for entry in config.lora_modules:
+        name, folder = parse_module(entry)
+        if Path(folder).exists():  # not replaced long ago
+            AdapterFiles(folder, name).check(config.max_lora_rank, layers)
 
 
 class Adapters:
@@ -38,9 +53,7 @@ class Adapters:
         device: where the model is.
         max_num_seqs: slots of requests.
         max_num_tokens: the most of a step.
-
-    Raises:
-        ConfigError: an adapter of --lora-modules does not fit the model.
+        parallel: the ranks that share the model.
     """
 
     def __init__(
@@ -51,8 +64,10 @@ class Adapters:
         device: torch.device,
         max_num_seqs: int,
         max_num_tokens: int,
+        parallel: Parallel,
     ) -> None:
         self.config = config
+        self.parallel = parallel
         self.rows = AdapterRows(torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device))
         self.targets = adapt(model, self.rows, config.max_loras, config.max_lora_rank, dtype)
         self.matrices = list(dict.fromkeys(target.matrix for target in self.targets.values()))
@@ -62,14 +77,15 @@ class Adapters:
             (place, "") for place in range(config.max_loras)
         )
         self.users: Counter[int] = Counter()  # running requests, by place
-        self.kept: OrderedDict[str, Loaded] = (
-            OrderedDict()
-        )  # by digest, the one used last at the end
+        self.kept: OrderedDict[str, Loaded] = OrderedDict()  # by digest, as the places
         self.max_kept = config.max_cpu_loras or config.max_loras
-        self.layers = sizes(self.targets)
-        for entry in config.lora_modules:
-            if (folder := Path(parse_module(entry)[1])).exists():  # not replaced long ago
-                AdapterFiles(folder).check(config.max_lora_rank, self.layers)
+        self.layers = layers_of(model)
+
+    def __str__(self) -> str:
+        room = f"{self.config.max_loras} of rank {self.config.max_lora_rank}"
+        return (
+            f"adapters: room for {room} on {len(self.layers)} layers, {format_bytes(self.nbytes)}"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -80,24 +96,41 @@ class Adapters:
         """A request enters its slot.
 
         Raises:
-            InvalidRequest: its adapter cannot be read.
+            InvalidRequest: its adapter cannot be read, on this rank or another.
         """
         if request.adapter is None:
             return
-        digest = request.adapter.digest
-        place = next((place for place, has in self.places.items() if has == digest), None)
-        if place is None:
-            loaded = self._load(request.adapter)
-            place = next(place for place in self.places if not self.users[place])
-            self.places[place] = ""  # until all of it is there
-            for matrix in self.matrices:
-                matrix.clear(place)
-            for matrix, part, a, b in loaded:
-                matrix.put(place, part, a, b)
-            self.places[place] = digest
+        failure: Exception | None = None
+        place = -1
+        try:
+            place = self._place(request.adapter)
+        except Exception as error:
+            failure = error
+        # All ranks get the same requests, so all of them meet here.
+        has_failed = torch.tensor([float(failure is not None)], device=self.rows.places.device)
+        if self.parallel.all_reduce(has_failed).item():
+            raise failure or InvalidRequest(
+                f"the adapter {request.adapter.name} could not be loaded on all ranks: the log of "
+                "another worker says why"
+            )
         self.places.move_to_end(place)
         self.users[place] += 1
         self.place_of_slot[request.slot] = place
+
+    def _place(self, adapter: Adapter) -> int:
+        """Where an adapter is; it is put there if need be."""
+        for place, digest in self.places.items():
+            if digest == adapter.digest:
+                return place
+        loaded = self._load(adapter)
+        place = next(place for place in self.places if not self.users[place])
+        self.places[place] = ""  # until all of it is there
+        for matrix in self.matrices:
+            matrix.clear(place)
+        for matrix, part, a, b in loaded:
+            matrix.put(place, part, a, b)
+        self.places[place] = adapter.digest
+        return place
 
     def remove(self, slot: int) -> None:
         """The request leaves its slot, whether or not it had an adapter."""

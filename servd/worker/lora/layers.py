@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,12 +121,33 @@ def _whole(share: object) -> Tensor:
 def adapt(
     model: Model, rows: AdapterRows, num_places: int, max_rank: int, dtype: torch.dtype
 ) -> dict[str, Target]:
-    """Let every linear layer add what adapters have for it; by the names of `layer_of`.
+    """Let every linear layer add what adapters have for it; by the names of `layer_of`."""
+    targets: dict[str, Target] = {}
+    for layer, (matrix, part) in _linear_layers(model).items():
+        if not isinstance(matrix.form, AdaptedMatrix):
+            matrix.form = AdaptedMatrix(matrix, rows, num_places, max_rank, dtype)
+        targets[layer] = Target(matrix.form, part)
+    return targets
+
+
+def layers_of(model: Model) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) over all ranks of every linear layer, by the names of `layer_of`."""
+    found: dict[str, tuple[int, int]] = {}
+    for layer, (matrix, part) in _linear_layers(model).items():
+        shapes = matrix.part_shapes
+        outputs = sum(shape[0] for shape in shapes) if part is None else shapes[part][0]
+        found[layer] = shapes[0][1], outputs
+    return found
+
+
+def _linear_layers(model: Model) -> dict[str, tuple[Matrix, int | None]]:
+    """The matrix of every linear layer by the name of `layer_of`, and which part of it is that
+    layer; None: all of it.
 
     Layers of experts are left out: they compute a part of the step's tokens.
     """
-    targets: dict[str, Target] = {}
-    fused: dict[str, list[tuple[int, str]]] = {}
+    layers: dict[str, tuple[Matrix, int | None]] = {}
+    fused: dict[str, list[tuple[int | None, str]]] = {}
     for name, (into, part) in model.packed.items():
         fused.setdefault(into, []).append((part, name))
     for name, module in model.named_modules():
@@ -136,20 +156,8 @@ def adapt(
             continue
         if not IN_A_LAYER.search(name) or "experts." in name:
             continue
-        adapted = AdaptedMatrix(matrix, rows, num_places, max_rank, dtype)
-        matrix.form = adapted
         parent, _, last = name.rpartition(".")
-        for part, own in fused.get(last, []) or [(None, last)]:
+        for part, own in fused.get(last, [(None, last)]):
             if (layer := layer_of(f"{parent}.{own}")) is not None:
-                targets[layer] = Target(adapted, part)
-    return targets
-
-
-def sizes(targets: Mapping[str, Target]) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of each, over all ranks."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, (adapted, part) in targets.items():
-        shapes = adapted.matrix.part_shapes
-        outputs = sum(shape[0] for shape in shapes) if part is None else shapes[part][0]
-        found[name] = shapes[0][1], outputs
-    return found
+                layers[layer] = matrix, part
+    return layers

@@ -28,9 +28,14 @@ log = logging.getLogger("servd.worker")
 
 FOLDER = Path(__file__).parent
 STAMP = re.compile(rb"servd_state_(\w{16})")  # what a library was compiled from, see setup.py
-SWITCH = "SERVD_CPU_KERNELS"  # avx512, avx2, generic, or off; default: the best that this CPU has
+SWITCH = "SERVD_CPU_KERNELS"  # one of these, or off; default: the best that this CPU has
 # The capabilities of torch.backends.cpu that run a library.
-CAPABILITIES = {"avx512": ("AVX512",), "avx2": ("AVX2", "AVX512"), "generic": ()}
+CAPABILITIES = {
+    "amx": ("AVX512",),
+    "avx512": ("AVX512",),
+    "avx2": ("AVX2", "AVX512"),
+    "generic": (),
+}
 TYPES = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3,
     torch.uint8: 4,  # numbers of 4 bits
@@ -63,14 +68,24 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
+        self.name = path.name.split(".")[0].lstrip("_")  # of the instruction set
         self._run = lib.servd_run
         self._run.argtypes = [c_char_p, c_int64, ctypes.POINTER(c_char), c_int64]
-        self.panel_size = c_int.in_dll(lib, "servd_panel_size").value
+        self.is_usable = bool(lib.servd_is_usable())
+        self._packed_size = lib.servd_packed_size
+        self._packed_size.argtypes, self._packed_size.restype = (
+            [c_int, c_int, c_int64, c_int64],
+            c_int64,
+        )
         num_kernels = c_int.in_dll(lib, "servd_num_kernels").value
         table = (Kernel * num_kernels).in_dll(lib, "servd_kernels")
         self._numbers = {kernel.name.decode(): number for number, kernel in enumerate(table)}
         self._parameters = [kernel.parameters.decode() for kernel in table]
         self._layouts = [Struct("=q" + "".join(WORDS[p] for p in ps)) for ps in self._parameters]
+
+    def packed_size(self, dtype: torch.dtype, grouped: bool, num_rows: int, size: int) -> int:
+        """Numbers of a matrix [num_rows, size] when it is packed, with what fills it up."""
+        return self._packed_size(TYPES[dtype], grouped, num_rows, size)
 
     def encode(self, kernel: str, *arguments: Any) -> bytes:
         """A program of one call. It holds addresses, so the tensors must live until it has run.
@@ -122,8 +137,12 @@ def library() -> Library | None:
                     error,
                 )
                 continue
-            log.debug("CPU kernels: %s", name)
+            if not loaded.is_usable:  # such as on a CPU with AVX-512 and without AMX
+                continue
+            log.info("CPU kernels: %s", loaded.name)
             return loaded
+    if wanted in CAPABILITIES:
+        log.warning("%s=%s: not for this CPU, or not built; torch's are used", SWITCH, wanted)
     return None
 
 

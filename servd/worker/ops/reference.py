@@ -101,7 +101,7 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     """See `Ops.add_low_rank`."""
     max_rank, ends = factors.b.shape[1], factors.part_ends.tolist()
     for place, (a, b) in enumerate(zip(factors.a, factors.b, strict=True)):
-        hidden = (x @ a).masked_fill((places != place).unsqueeze(1), 0)
+        hidden = (x @ a.to(x.dtype)).masked_fill((places != place).unsqueeze(1), 0)
         for part, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             of_part = hidden[:, part * max_rank : (part + 1) * max_rank]
-            out[:, start:end] += of_part @ b[:, start:end]
+            out[:, start:end] += of_part @ b[:, start:end].to(x.dtype)

@@ -1,4 +1,4 @@
-"""8 bits per weight and a scale per output, rounded to nearest; activations keep their type."""
+"""8 bits per weight and a scale per output, rounded to nearest; activations may be too."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from servd.worker.ops import native
 MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one of floats
 
 
-def quantize(weight: Tensor) -> Form:
-    """[out, in] of any float type."""
+def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> Form:
+    """[out, in] of any float type; x_dtype: see `PackedMatrix`."""
     wide = weight.float()
     scale = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
     rounded = (wide / scale.unsqueeze(1)).round_().to(torch.int8)
     if weight.device.type == "cpu" and native.library() is not None:
-        return packed.PackedMatrix(rounded, scale)
+        return packed.PackedMatrix(rounded, scale, x_dtype)
     return Int8Matrix(rounded, scale.to(weight.dtype))
 
 

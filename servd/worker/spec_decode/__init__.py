@@ -95,6 +95,8 @@ class Proposer(ABC):
         target: what is drafted for; its KV cache is not made yet.
     """
 
+    kv_caches: Sequence[Tensor] = ()  # its own, from allocate_kv_cache on
+
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         self.config = config
         self.target = target

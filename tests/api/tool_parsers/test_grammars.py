@@ -163,7 +163,7 @@ def check_outputs(
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     functions=st.lists(functions(), min_size=1, max_size=2, unique_by=lambda f: f["name"]),
     seed=st.integers(0, 999),

@@ -54,7 +54,7 @@ def test_every_executor_runs_the_engine(start, name, depth):
     executor, ready, progress = start(name, async_scheduling=depth == 2)
     assert ready.num_blocks == 16 and progress
     requests = [make_request(str(i), [1, 2, i], 9, logprobs=1) for i in range(6)]
-    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks), *requests)
+    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready), *requests)
     for request in requests:
         assert log.token_ids(request.request_id) == solo(request)
         assert all(output.logprobs for output in log.outputs[request.request_id])
@@ -65,7 +65,7 @@ def test_the_two_halves_of_a_step_are_called_in_turn(start, name):
     executor, ready, _ = start(name)
     with pytest.raises(RuntimeError, match="without execute_model"):
         executor.sample_tokens()
-    engine = EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks)
+    engine = EngineCore(executor.config, FAKE_SPEC, executor, ready)
     engine.handle(make_request("a", [1]))
     scheduled = engine.scheduler.schedule()
     executor.execute_model(scheduled)
@@ -86,7 +86,7 @@ def test_all_workers_run_every_step_and_the_smallest_cache_decides(start):
     executor, ready, _ = start("multiproc", tensor_parallel_size=2)
     assert ready.num_blocks == 15
     request = make_request("a", [1, 2, 3], 5)
-    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks), request)
+    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready), request)
     assert log.token_ids("a") == solo(request)
     pids = [worker.process.pid for worker in executor.workers]
     folder = executor.folder
@@ -108,7 +108,7 @@ def test_workers_that_wait_ready_are_used_and_dead_ones_replaced(start):
     assert {*executor.workers} > {*prepared[1:]}
     assert [worker.name for worker in executor.workers] == ["worker-0", "worker-1", "worker-2"]
     request = make_request("a", [1, 2, 3], 5)
-    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks), request)
+    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready), request)
     assert log.token_ids("a") == solo(request)
     assert prepared[0].exit_code == -signal.SIGKILL
 
@@ -128,7 +128,7 @@ def test_a_config_error_of_a_worker_is_a_config_error_here(start):
 )
 def test_a_failing_step_says_why(start, failure, reason):
     executor, ready, _ = start("multiproc", model=failure)
-    engine = EngineCore(executor.config, FAKE_SPEC, executor, ready.num_blocks)
+    engine = EngineCore(executor.config, FAKE_SPEC, executor, ready)
     engine.handle(make_request("a", [1]))
     with pytest.raises(EngineDead, match=reason):
         engine.step()

@@ -59,3 +59,14 @@ def test_patience_goes_on_when_another_adapter_gets_the_place():
     engine.handle(make_request("b2", [4], 400, adapter=B))
     steps_until(engine, log, "c", 150)
     assert not log.finished("b2")
+
+
+def test_a_background_request_gives_its_adapters_place_to_a_better_lane():
+    engine, log = make(), Log()
+    engine.handle(make_request("background", [1], 1504, adapter=A, lane=1))
+    for _ in range(5):
+        log.step(engine)
+    engine.handle(make_request("chat", [2], 4, adapter=B))
+    assert steps_until(engine, log, "chat") < 40
+    log.run(engine)
+    assert len(log.token_ids("background")) == 1504

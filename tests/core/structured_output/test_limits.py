@@ -61,7 +61,7 @@ class Model:
     def run(self, output: StructuredOutput, num_requests: int = 3) -> list[Reply]:
         """Some outputs of a form that has passed the check."""
         executor = FakeExecutor(self.config, self.spec, lambda phase, fraction: None)
-        engine = EngineCore(self.config, self.spec, executor, executor.start().num_blocks)
+        engine = EngineCore(self.config, self.spec, executor, executor.start())
         news: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         engine.grammars.on_compiled = news.put
         engine.grammars._vocabulary = self.loaded

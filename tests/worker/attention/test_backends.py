@@ -111,7 +111,14 @@ def test_soft_caps_and_sinks(name, device, batch, soft_cap, has_sinks):
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.parametrize(("tail", "window"), [(1, None), (5, None), (5, 3), (1, 20)])
+@pytest.mark.parametrize(
+    ("tail", "window"),
+    [
+        (5, None),
+        (1, 20),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, None), (5, 3)]),
+    ],
+)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_last_tokens_of_rows_may_lie_anywhere(name, device, tail, window):

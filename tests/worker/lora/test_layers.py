@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from servd import plugins
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.lora.layers import AdaptedMatrix, AdapterRows
+from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 
 RANK, NUM_TOKENS = 3, 5
@@ -57,3 +59,25 @@ def test_a_step_without_adapters_adds_nothing():
     matrix.ops = None  # type: ignore[assignment]  # whoever asks for an operation fails
     tokens = torch.randn(NUM_TOKENS, 9)
     assert torch.equal(matrix.multiply(tokens, None), tokens @ layer.weight.T)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_library", [True, False])
+def test_the_same_is_added_to_a_quantized_matrix(
+    monkeypatch: pytest.MonkeyPatch, quantization: str, dtype: torch.dtype, has_library: bool
+):
+    if not has_library:
+        monkeypatch.setattr(native, "library", lambda: None)
+    layer = RowParallelLinear(64, 48, Parallel(), bias=False)
+    layer.weight.data.normal_()
+    layer.weight.reform(plugins.load("servd.worker.quantization", quantization, "quantize"))
+    tokens, a, b = torch.randn(NUM_TOKENS, 64), torch.randn(RANK, 64), torch.randn(48, RANK)
+    plain = layer.weight.product(tokens)
+    rows = AdapterRows(torch.tensor([-1, 1, 1, 0, 1]), is_active=True)
+    matrix = AdaptedMatrix(layer.weight, rows, 2, 4, dtype)
+    for share in matrix.shares(None, a.to(dtype), b.to(dtype)):
+        matrix.put(1, *share)
+    added = tokens @ a.to(dtype).float().T @ b.to(dtype).float().T
+    added[[0, 3]] = 0
+    torch.testing.assert_close(matrix.multiply(tokens, None) - plain, added, atol=1e-3, rtol=1e-3)

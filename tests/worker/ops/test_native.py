@@ -93,6 +93,51 @@ def test_a_row_has_the_same_bits_alone_and_among_others(shape: tuple[int, int], 
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-9), (torch.int8, 2**-6)])
+@pytest.mark.parametrize("shape", [(33, 20), (100, 1024), (50, 2500)], ids=str)
+def test_products_round_activations_at_most_to_what_they_may(
+    shape: tuple[int, int], dtype: torch.dtype, error: float
+):
+    """By AMX; the other kernels have no use for it. A row keeps its bits among others."""
+    exact = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    exact = exact.bfloat16() if dtype == torch.bfloat16 else (exact * 30).clamp(-127, 127).int()
+    packed = PackedMatrix(exact.to(dtype), x_dtype=dtype)
+    x = inputs(MANY, shape[1])
+    together = packed.multiply(x, None)
+    expected = x.double() @ exact.double().T
+    assert (together.double() - expected).norm() <= error * expected.norm()
+    if native.loaded_library().name != "amx":
+        assert torch.equal(together, PackedMatrix(exact.to(dtype)).multiply(x, None))
+    for num_rows in (1, 2, 15, 16, 17, 32, 33):
+        assert torch.equal(packed.multiply(x[9 : 9 + num_rows], None), together[9 : 9 + num_rows])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_numbers_without_a_second_term_are_multiplied_exactly():
+    """Of infinity and of what bfloat16 holds, nothing is left."""
+    x = torch.tensor([[torch.inf, 1.0], [-2.0, 2.0**-126], [torch.nan, 0.0]])
+    packed = PackedMatrix(torch.tensor([[1.0, 0.0], [2.0, 4.0]]).bfloat16())
+    expected = torch.tensor([[torch.nan, torch.inf], [-2.0, -4.0], [torch.nan, torch.nan]])
+    got = packed.multiply(x, None)
+    torch.testing.assert_close(got[:, 1:], expected[:, 1:], equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(got[1:], expected[1:], equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+def test_rows_of_the_smallest_numbers_and_of_none_stay_in_their_row(x_dtype: torch.dtype):
+    """What is over the largest of them must not be infinite."""
+    packed = PackedMatrix(torch.full((33, 70), 127, dtype=torch.int8), torch.ones(33), x_dtype)
+    x = inputs(5, 70)
+    x[1], x[2], x[3, 7] = 1e-38, 0, torch.nan
+    got = packed.multiply(x, None)
+    assert bool((got[1] >= 0).all() and (got[1] <= 1e-34).all()) and not got[2].any()
+    assert got[3].isnan().all()
+    x[1:4] = 0
+    torch.testing.assert_close(got[[0, 4]], packed.multiply(x, None)[[0, 4]], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_number_of_16_bits_is_widened_exactly(dtype: torch.dtype):
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).unsqueeze(1)
@@ -197,6 +242,17 @@ def test_a_library_without_the_table_of_kernels_is_not_used(
     native.library.cache_clear()
 
 
+def test_kernels_that_are_asked_for_and_not_there_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setenv(native.SWITCH, "avx512")
+    native.library.cache_clear()
+    assert native.library() is None
+    assert "SERVD_CPU_KERNELS=avx512" in caplog.text
+    native.library.cache_clear()
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("kernel", "arguments"), [("embed", ()), ("no_such_kernel", ()), ("embed", ("x",) * 6)]
@@ -270,7 +326,7 @@ def test_a_program_ends_at_a_bad_index():
 @pytest.mark.parametrize(
     ("kernel", "arguments"),
     [
-        ("matmul", lambda x: (0, x, 2**40, 1, x, None, None, x, 1, 1)),  # before its loop
+        ("matmul", lambda x: (0, 1, x, 2**40, 1, x, None, None, x, 1, 1)),  # before its loop
     ],
 )
 def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(
@@ -322,7 +378,7 @@ def test_an_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(native.SWITCH, "sse")
     native.library.cache_clear()
     with pytest.raises(
-        ConfigError, match="SERVD_CPU_KERNELS=sse: there are avx512, avx2, generic and off"
+        ConfigError, match="SERVD_CPU_KERNELS=sse: there are amx, avx512, avx2, generic and off"
     ):
         native.library()
     native.library.cache_clear()

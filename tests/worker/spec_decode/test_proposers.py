@@ -83,7 +83,13 @@ def without_drafts(tiny_llama: Path) -> Log:
 
 
 @pytest.mark.parametrize(
-    ("batch", "num_blocks", "depth"), [(1, 200, 1), (7, 200, 1), (7, 30, 2), (7, 200, 2)]
+    ("batch", "num_blocks", "depth"),
+    [
+        (1, 200, 1),
+        (7, 30, 2),
+        pytest.param(7, 200, 1, marks=pytest.mark.slow),
+        pytest.param(7, 200, 2, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_change_no_output(

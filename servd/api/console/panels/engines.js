@@ -14,6 +14,7 @@ export default function panel(place) {
     const last = steps.at(-1);
     place.replaceChildren(facts({
       Engine: [health.status, health.activity].filter(Boolean).join(", "),
+      Engines: health.engines?.join(", "),
       "Last step": health.seconds_since_step == null ? null
         : `${span(health.seconds_since_step * 1000)} ago`,
       "Last step took": last && span(last.end_ms - last.begin_ms),

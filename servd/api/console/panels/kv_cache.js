@@ -9,10 +9,12 @@ const SHADES = 5; // of owners beside each other
 
 export default function panel(place) {
   return ({ metrics, requests }) => {
-    const [config] = metrics.all("vllm:cache_config_info");
+    const configs = metrics.all("vllm:cache_config_info"), [config] = configs;
     if (!config) return place.replaceChildren(h("p.hint", {}, "The model is loading."));
-    const blocks = Number(config.labels.num_gpu_blocks), size = Number(config.labels.block_size);
-    const used = Math.round(metrics.sum("vllm:kv_cache_usage_perc") * blocks);
+    const size = Number(config.labels.block_size);
+    const blocks = configs.reduce((sum, { labels }) => sum + Number(labels.num_gpu_blocks), 0);
+    const usage = metrics.sum("vllm:kv_cache_usage_perc") / configs.length; // of all engines
+    const used = Math.round(usage * blocks);
     const owners = shares(requests, size, used);
     const perCell = Math.ceil(blocks / CELLS);
     const cells = owners.flatMap(({ id, num }, i) => Array.from(

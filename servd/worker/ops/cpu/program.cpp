@@ -14,6 +14,11 @@
 #include "checks.h"
 #include "kernels.h"
 
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace {
 
 struct Kernel {
@@ -75,6 +80,19 @@ extern const Kernel servd_kernels[] = {
     KERNEL(route),       KERNEL(combine),    KERNEL(add_low_rank), KERNEL(scale),
 };
 extern const int servd_num_kernels = std::size(servd_kernels);
+
+// Whether this CPU and the system have what the kernels need beyond the vectors of their instruction
+// set. Linux gives tiles to a process that asks for them.
+int servd_is_usable() {
+#if defined(__AMX_BF16__)
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return true;
+#endif
+}
 
 // Runs a program: for each call the kernel's number in the table, and its arguments.
 //

@@ -1,0 +1,271 @@
+"""EngineClient: one engine as an API server knows it: channel, state, the requests that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from itertools import islice
+from uuid import uuid4
+
+from servd.api.metrics import Metrics
+from servd.api.output_processor import OutputProcessor
+from servd.api.progress import Progress, progress
+from servd.api.recovery import Recovery
+from servd.api.running import Running
+from servd.api.timeline import Tracer
+from servd.config import Config
+from servd.core.client import EngineCoreClient
+from servd.errors import EngineDead, EngineError
+from servd.messages import (
+    AbortRequests,
+    EngineAudit,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineFailed,
+    EngineReady,
+    EngineRestarting,
+    EngineStatus,
+    FinishReason,
+    FromEngine,
+)
+from servd.messages import EngineDead as EngineDeadMessage
+from servd.stats import SchedulerStats
+from servd.tracing import Mark, now_ns
+
+log = logging.getLogger("servd.api")
+
+# An engine faster than this process would otherwise hold its event loop ever longer. Outputs that
+# are read together are merged, so reading for a short time only would cost throughput.
+MAX_READ_NS = 5_000_000  # for reading messages, before others get the event loop
+MAX_MESSAGES = 16  # between two looks at the clock
+STEPS_LOOKED_AT = 256  # to predict how long the next one should take
+REQUESTS_LOOKED_AT = 256  # by /health, which anybody may call
+
+
+class EngineClient:
+    """Takes what an engine says and hands on the deltas of its requests. On one event loop.
+
+    Attributes:
+        status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
+        stats: the scheduler's state as last reported.
+        loading_since: when the wait for the engine that loads, or loaded last, began; seconds of
+            the monotonic clock.
+        running: prompts that it has, by request id, in order of arrival.
+        recovery: what becomes of them when it dies.
+        audits: pending, by number.
+
+    Args:
+        rank: number of the engine.
+        config: resolved.
+        client: the channel.
+        outputs: makes text.
+        tracer: gets the engine's marks and steps.
+        metrics: counts, under this rank.
+        on_ready: called when the engine begins to serve.
+    """
+
+    status: EngineStatus | EngineReady | EngineDeadMessage
+
+    def __init__(
+        self,
+        rank: int,
+        config: Config,
+        client: EngineCoreClient,
+        outputs: OutputProcessor,
+        tracer: Tracer,
+        metrics: Metrics,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self.rank = rank
+        self.config = config
+        self.client = client
+        self.outputs = outputs
+        self.tracer = tracer
+        self.metrics = metrics
+        self.on_ready = on_ready
+        self.status = EngineStatus("starting the engine")
+        self.stats = SchedulerStats()
+        self.loading_since = time.monotonic()
+        self.running: dict[str, Running] = {}
+        self.recovery = Recovery(client, outputs, self.running)
+        self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
+        self._reading_on: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start receiving on the running event loop."""
+        self._reading_on = asyncio.get_running_loop()
+        self._reading_on.add_reader(self.client.fileno(), self._receive)
+        self._receive()  # the channel is edge-triggered
+
+    def close(self) -> None:
+        """Stop receiving. The caller closes the channel."""
+        for request_id in [*self.running]:
+            self.end(request_id)
+        if self._reading_on is not None:
+            self._reading_on.remove_reader(self.client.fileno())
+            self._reading_on = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it serves requests."""
+        return isinstance(self.status, EngineReady)
+
+    def end(self, request_id: str) -> None:
+        """Forget a prompt, if this engine has it, and abort its unfinished choices."""
+        running = self.running.pop(request_id, None)
+        if running is None:
+            return
+        if running.routed is not None:
+            running.routed.end([choice.num_tokens for choice in running.choices])
+        engine_ids = self.outputs.abort(request_id)
+        if engine_ids and not isinstance(self.status, EngineDeadMessage):
+            self.client.send(AbortRequests(engine_ids))
+            num_tokens = sum(choice.num_tokens for choice in running.choices)
+            log.info("%s: aborted after %d tokens", request_id, num_tokens)
+            if running.is_counted:
+                aborted = self.metrics.labelled["vllm:request_success", FinishReason.ABORT]
+                aborted.inc(len(engine_ids))
+        if running.is_counted:
+            self.metrics.observe_request(running.prepared.params, running.choices)
+        self.recovery.try_next()
+
+    def fail(self, error: EngineError) -> None:
+        """End every open request with an error."""
+        for running in self.running.values():
+            running.stream.fail(error)
+
+    def open_ids(self) -> set[str]:
+        """Its ids of all choices that have not ended."""
+        ids = (i for each in self.running.values() for i in each.prepared.request.choice_ids)
+        return {*filter(self.outputs.owner, ids)}
+
+    def progress(self) -> Progress:
+        """Whether the engine makes progress on the requests of this process."""
+        is_asleep = isinstance(self.status, EngineReady) and self.status.is_asleep
+        most = 0 if is_asleep else REQUESTS_LOOKED_AT  # what loads makes no steps
+        looked_at = [*islice(self.running.values(), most)]
+        unfinished = [
+            running.unfinished()
+            for running in looked_at
+            if any(map(self.outputs.owner, running.prepared.request.choice_ids))
+        ]
+        budget = self.config.scheduler.max_num_batched_tokens or 0
+        steps = self.tracer.latest_steps(STEPS_LOOKED_AT, self.rank)
+        num_others = len(self.running) - len(looked_at)
+        return progress(unfinished, steps, budget, now_ns(), num_others)
+
+    def _receive(self) -> None:
+        if self._reading_on is None:  # closed meanwhile
+            return
+        try:
+            self._take_messages()
+        except Exception:
+            # Messages received with it are lost, and no request may wait for them.
+            log.exception("messages of the engine could not be taken")
+            self.fail(EngineError("an answer of the engine could not be read: see the log"))
+            # There may be more, and the channel is edge-triggered.
+            self._reading_on.call_soon(self._receive)
+
+    def _take_messages(self) -> None:
+        """Take the engine's messages; the outputs of several steps become one delta per choice."""
+        end = now_ns() + MAX_READ_NS
+        outputs: list[EngineCoreOutput] = []
+        while messages := self.client.drain(MAX_MESSAGES):
+            for message in messages:
+                if getattr(message, "incarnation", current := self.client.incarnation) < current:
+                    continue  # from an engine that has died
+                if isinstance(message, EngineCoreOutputs):
+                    outputs += message.outputs
+                    self._take_state(message)
+                else:
+                    self._take_outputs(outputs)
+                    outputs = []
+                    self._take_status(message)
+            if now_ns() >= end:
+                # The channel is edge-triggered, so come back by ourselves.
+                asyncio.get_running_loop().call_soon(self._receive)
+                break
+        self._take_outputs(outputs)
+
+    def _take_status(self, message: FromEngine) -> None:
+        match message:
+            case EngineFailed(reason=reason):
+                log.error("the engine has failed: %s", reason)
+            case EngineRestarting():
+                self._restart(message)
+            case EngineDeadMessage(reason=reason):
+                self.status = message
+                log.error("the engine is gone: %s", reason)
+                self.fail(EngineDead(f"the engine is gone: {reason}"))
+            case EngineAudit(number=number):
+                asked = self.audits.get(number)
+                if asked is not None and not asked.done():  # else it has waited for too long
+                    asked.set_result(message)
+            case EngineReady():
+                self.status = message
+                for running in self.running.values():  # no step could begin before
+                    running.sent_ns = now_ns()
+                self.metrics.observe_ready(message, self.config)
+                self.on_ready()
+                self.recovery.engine_ready()
+            case EngineStatus():
+                self.status = message
+
+    def _restart(self, message: EngineRestarting) -> None:
+        """Wait for the next engine; end the request that the last ones died of."""
+        if not self.recovery.is_restarting:
+            self.loading_since = time.monotonic()
+            open_ids = self.recovery.num_tokens()
+            lost = [self.running[each].timeline for each in open_ids]
+            self.tracer.lose_engine(lost, self.rank)
+        self.status = EngineStatus("restarting")
+        self.metrics.observe_restarts(message.incarnation)
+        guilty = self.recovery.engine_died(message.incarnation, message.computing)
+        outputs: list[EngineCoreOutput] = []
+        if guilty is not None:
+            report = uuid4().hex[:8]
+            log.error("%s: engines die of this request (report %s)", guilty, report)
+            error = f"the engine ended at this request three times (report {report})"
+            outputs = [
+                EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
+                for engine_id in self.running[guilty].prepared.request.choice_ids
+            ]
+        self._take_state(EngineCoreOutputs([], SchedulerStats()))
+        self._take_outputs(outputs)
+
+    def _take_state(self, message: EngineCoreOutputs) -> None:
+        self.tracer.add_steps(message.steps, self.rank)
+        if message.stats is not None:
+            self.stats = message.stats
+            self.metrics.observe_step(message.stats)
+
+    def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        received = now_ns()
+        for output in outputs:
+            if output.marks and (owner := self.outputs.owner(output.request_id)):
+                request_id, index = owner
+                running = self.running[request_id]
+                running.timeline.marks += output.marks
+                running.choices[index].add(output)
+                if running.routed is not None:
+                    running.routed.answer(output.num_cached_tokens)
+        deltas, stopped = self.outputs.process(outputs)
+        if stopped:
+            self.client.send(AbortRequests(stopped))
+        now = now_ns()
+        for request_id, delta in deltas:
+            running = self.running[request_id]
+            times = running.choices[delta.index]
+            if running.is_counted:
+                self.metrics.observe_tokens(times, len(delta.token_ids), now)
+            if delta.finish_reason is not None:
+                times.finish_reason = delta.finish_reason
+                if running.is_counted:
+                    self.metrics.observe_finished(times, delta.finish_reason, now)
+                running.timeline.marks += [Mark("returned", received), Mark("detokenised", now)]
+            delta.index += running.first
+            running.stream.put(delta)
+        if self.recovery.is_trying:
+            self.recovery.try_next()

@@ -1,0 +1,72 @@
+"""GET /v1/cache: how full the KV cache is, and the tiers behind it."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.context import context_of, json_response
+from servd.api.openapi import describes
+from servd.errors import Unavailable
+from servd.messages import EngineReady
+from servd.stats import SchedulerStats
+
+router = APIRouter()
+
+
+class Tier(msgspec.Struct):
+    """Memory for blocks of the KV cache: of the device, the host, or the disk."""
+
+    name: str
+    blocks: int  # on the device those that requests own, elsewhere those that are kept
+    max_blocks: int
+    bytes: int  # on the disk those of every engine that uses the folder
+    max_bytes: int
+    hits: int = 0  # blocks that came back from there
+    damaged: int = 0  # files that were not what their names say
+    skipped: bool = False  # to compute a block is faster
+
+
+class EngineCache(msgspec.Struct):
+    """The KV cache of an engine, as it last reported it."""
+
+    rank: int  # among --data-parallel-size
+    block_size: int  # tokens
+    num_swapped: int  # requests that wait after they had to yield, with blocks in lower tiers
+    tiers: list[Tier]  # the fastest first
+
+
+class Cache(msgspec.Struct):
+    """The KV caches of all engines that serve."""
+
+    engines: list[EngineCache]
+
+
+@router.get("/v1/cache")
+@describes(Cache, errors=(503,))
+async def cache(request: Request) -> Response:
+    """Blocks and bytes of each tier of the KV cache, and what came back from it."""
+    found = [
+        _cache_of(engine.rank, engine.status, engine.stats)
+        for engine in context_of(request).async_llm.engines
+        if isinstance(engine.status, EngineReady)
+    ]
+    if not found:
+        raise Unavailable("the model is still loading: retry later", retry_after=5)
+    return json_response(Cache(found))
+
+
+def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats) -> EngineCache:
+    block, num_blocks = ready.worker.kv_bytes_per_block, ready.worker.num_blocks
+    used = round(stats.kv_cache_usage * num_blocks)
+    tiers = [Tier("device", used, num_blocks, used * block, num_blocks * block)]
+    tiers += [
+        Tier(
+            each.name, each.num_blocks, each.max_blocks, each.num_bytes, each.max_bytes,
+            each.num_hits, each.num_bad, each.is_skipped,
+        )
+        for each in stats.tiers
+    ]  # fmt: skip
+    return EngineCache(rank, ready.block_size, stats.num_swapped, tiers)

@@ -1,0 +1,75 @@
+"""The options of the KV cache, and of the tiers below it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from servd.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Gibibytes = Annotated[float, Meta(gt=0, le=1 << 20)]
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """KV cache."""
+
+    block_size: Annotated[int, Meta(description="Tokens per KV-cache block.", ge=1, le=256)] = 16
+    gpu_memory_utilization: Annotated[
+        Share, Meta(description="Share of the device's memory that servd may use in all.")
+    ] = 0.9
+    kv_cache_memory: Annotated[
+        Positive | None,
+        Meta(description='Memory for the KV cache: bytes or "2GiB". Default: from what is free.'),
+    ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="Type of keys and values. auto: --dtype. fp8: e4m3, half the bytes of 16 "
+            "bits."
+        ),
+    ] = "auto"
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Reuse the KV cache of equal prompt beginnings.")
+    ] = True
+    kv_cache_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder that keeps the KV cache of prompts and answers over restarts, also "
+            "of several engines at once. Its files tell of prompts: keep it private."
+        ),
+    ] = None
+    kv_cache_dir_size: Annotated[
+        Gibibytes,
+        Meta(description="GiB of files in --kv-cache-dir; those not used for longest are deleted."),
+    ] = 10.0
+    kv_offloading_size: Annotated[
+        Gibibytes | None,
+        Meta(
+            description="GiB of host memory, over all devices, for blocks that the KV cache has no "
+            "room for, of prompts and of requests that had to yield; they come back where that is "
+            "faster than to compute them. Default: none."
+        ),
+    ] = None
+    kv_cache_metrics: Annotated[
+        bool, Meta(description="Measure how long blocks live, lie idle and wait to be used again.")
+    ] = False
+    kv_cache_metrics_sample: Annotated[
+        Share, Meta(description="Share of the blocks that --kv-cache-metrics measures.")
+    ] = 0.01
+
+    def verify(self) -> None:
+        """Check what is resolved.
+
+        Raises:
+            ConfigError: tiers without a prefix cache.
+        """
+        has_tiers = self.kv_cache_dir is not None or self.kv_offloading_size is not None
+        if has_tiers and not self.enable_prefix_caching:
+            raise ConfigError(
+                "--kv-cache-dir and --kv-offloading-size keep what the prefix cache has, and that "
+                "is off, as with every encoder: leave them out"
+            )

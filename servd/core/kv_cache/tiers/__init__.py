@@ -1,0 +1,351 @@
+"""Tiers: where blocks of the KV cache go that the device has no room for, and come back from.
+
+Blocks leave the device for slots of host memory when they are evicted. With a folder they also go
+there when a request ends, through such slots, and survive the engine. What a request's prompt needs
+is looked up by block hash when its turn comes: host memory is copied in its first step; files are
+read into host memory first, while it waits. So all that can go wrong with a file has happened
+before anybody builds on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from servd.config import Config
+from servd.core.executor import Executor
+from servd.core.kv_cache.tiers.disk import Disk
+from servd.core.kv_cache.tiers.host import Host
+from servd.core.kv_cache.tiers.identity import identity
+from servd.errors import ConfigError
+from servd.hf import ModelSpec
+from servd.messages import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
+from servd.sizes import format_bytes
+from servd.stats import TierStats
+from servd.tracing import StepRecord, now_ns
+
+logger = logging.getLogger("servd.engine")
+
+GIB = 1 << 30
+MAX_STAGING = GIB  # bytes of host memory for blocks on their way to and from files
+MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
+NUM_THREADS = 2  # that read and write files
+UNKNOWN_COST = 1_000_000  # nanoseconds to compute a token, before any was computed
+LEAST_PATIENCE = 50_000_000  # nanoseconds that a request waits for files at least
+PAUSE = 0.005  # seconds between looks at files that are read while there is nothing else to do
+FADING = 0.8  # weight of all earlier measurements beside the newest
+
+
+class Cost:
+    """What one of many things takes, in nanoseconds: of late, the larger lots counting more."""
+
+    def __init__(self) -> None:
+        self.ns = 0.0
+        self.count = 0.0
+
+    def add(self, ns: float, count: int) -> None:
+        """So many took so long together."""
+        self.ns = self.ns * FADING + ns
+        self.count = self.count * FADING + count
+
+    @property
+    def each(self) -> float:
+        """0 if there was none."""
+        return self.ns / self.count if self.count else 0.0
+
+
+class Tiers:
+    """Decides which blocks are copied, written and read, in numbers of blocks and slots.
+
+    Copies are made by the workers in the order of the decisions, before anything of the step is
+    computed: so a slot or block counts as filled from the moment of the decision.
+
+    Args:
+        host: the slots.
+        disk: the files; None: none.
+        block_size: tokens.
+    """
+
+    def __init__(self, host: Host, disk: Disk | None, block_size: int) -> None:
+        self.host = host
+        self.disk = disk
+        self.block_size = block_size
+        self._prefills = Cost()  # of tokens, in steps with prompts
+        self._returns = {"host": Cost(), "disk": Cost()}  # of blocks
+        self.stats = {name: TierStats(name) for name in ["host", "disk"][: 1 + (disk is not None)]}
+        self._copies: list[BlockCopy] = []  # for the next step
+        self._offers: dict[bytes, int] = {}  # hash -> block of an ended request, oldest first
+        self._num_copying = 0  # slots in copies of the next step and of those in flight
+        self._num_moving = 0  # slots that are read or written
+        self._max_moving = max(host.num_blocks // 2, 1)  # with which writing begins
+        self._reading: set[bytes] = set()
+        # From the threads: slot, its block, whether that was read.
+        self._moved: deque[tuple[int, bytes, bool]] = deque()
+        self._news = threading.Event()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-tiers")
+        if disk is not None:  # which may take long, and nobody waits for it at exit
+            threading.Thread(target=disk.open, name="kv-open", daemon=True).start()
+
+    # ---- device to host ----
+
+    def offer(self, blocks: Iterable[tuple[int, bytes]]) -> None:
+        """A request ends: its blocks are worth a file. Each holds what its hash says until that is
+        saved or forgotten.
+        """
+        if self.disk is not None:
+            for block, block_hash in blocks:
+                if block_hash not in self.disk.known:
+                    self._offers[block_hash] = block
+
+    def save(self, block: int, block_hash: bytes) -> None:
+        """Copy what a block holds to the host, if that has room and has it not."""
+        self._offers.pop(block_hash, None)
+        if self.host.find(block_hash) is None and self.host.num_free:
+            [slot] = self.host.take(1)
+            self.host.register(slot, block_hash)
+            self._copy(block, slot, to_device=False)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether `take_copies` has any, even if nothing is to be computed."""
+        return bool(self._offers or self._copies)
+
+    def take_copies(self) -> BlockCopies | None:
+        """Those of the step that has just been put together."""
+        self._collect()
+        busy = self._num_copying + self._num_moving
+        for _ in range(min(MAX_SAVES, len(self._offers), self._max_moving - busy)):
+            block_hash, block = next(iter(self._offers.items()))
+            self.save(block, block_hash)
+        copies, self._copies = self._copies, []
+        return BlockCopies(self.host.path, copies) if copies else None
+
+    def harvest(self, copies: BlockCopies | None, record: StepRecord) -> None:
+        """A step was computed: what it copied to the host is there, and may be written."""
+        if record.prefills:
+            self._prefills.add(record.harvested_ns - record.started_ns, record.num_tokens)
+        for copy in copies.copies if copies is not None else ():
+            self._num_copying -= 1
+            block_hash = self.host.hashes[copy.slot]
+            if (
+                self.disk is None
+                or copy.to_device
+                or block_hash is None
+                or block_hash in self.disk.known
+                or self._num_moving >= self._max_moving
+            ):
+                self.host.release([copy.slot])
+                continue
+            self._num_moving += 1
+            self._threads.submit(self._write, self.disk, copy.slot, block_hash)
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """What these say may be wrong."""
+        for block_hash in hashes:
+            self._offers.pop(block_hash, None)
+            if (slot := self.host.find(block_hash)) is not None:
+                self.host.forget([slot])
+        if self.disk is not None:
+            self._threads.submit(self.disk.delete, hashes)
+
+    def reset(self) -> None:
+        """Forget all that is in host memory. Files stay: they are not of this engine alone."""
+        self._offers.clear()
+        self.host.forget([slot for slot, each in enumerate(self.host.hashes) if each is not None])
+
+    # ---- back to the device ----
+
+    def claim(self, hashes: Sequence[bytes]) -> list[int]:
+        """Slots of the first of these blocks, as many as the host has; each is to be loaded."""
+        slots = self._find(hashes) if self._is_worth("host") else []
+        self.host.share(slots)
+        self.stats["host"].num_hits += len(slots)
+        return slots
+
+    def load(self, slot: int, block: int) -> None:
+        """Copy a claimed slot to a block."""
+        self._copy(block, slot, to_device=True)
+
+    def patience_ns(self, hashes: Sequence[bytes]) -> int:
+        """Begin to read files for the first of these blocks that the host lacks, as far as there
+        are any; how long that may take, 0 if nothing is read.
+        """
+        self._collect()
+        found = self._find(hashes)
+        missing = hashes[len(found) :]
+        if self.disk is None or not missing:
+            return 0
+        if missing[0] not in self._reading:
+            slots: dict[bytes, int] = {}
+            self.host.share(found)  # they are not to make room
+            if self.disk.has(missing[0]) and self._is_worth("disk"):
+                for block_hash in missing:
+                    if not self.host.num_free or not self.disk.has(block_hash):
+                        break
+                    [slots[block_hash]] = self.host.take(1)
+            self.host.release(found)
+            if not slots:
+                return 0
+            self._reading |= slots.keys()
+            self._num_moving += len(slots)
+            for first in range(NUM_THREADS):
+                part = list(slots.items())[first::NUM_THREADS]
+                self._threads.submit(self._read, self.disk, part)
+        return LEAST_PATIENCE + round(len(missing) * self._compute_ns)
+
+    def is_reading(self, hashes: Sequence[bytes]) -> bool:
+        """Whether the first of these blocks that the host lacks is being read."""
+        self._collect()
+        return next((h in self._reading for h in hashes if self.host.find(h) is None), False)
+
+    def wait(self) -> None:
+        """There is nothing else to do than to read and write: wait a little for that."""
+        if (self._reading or self._offers) and self._news.wait(PAUSE):
+            self._news.clear()
+
+    def _find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Slots of the first of these blocks, up to one that the host lacks."""
+        found: list[int] = []
+        for block_hash in hashes:
+            if (slot := self.host.find(block_hash)) is None:
+                break
+            found.append(slot)
+        return found
+
+    @property
+    def _compute_ns(self) -> float:
+        """Of a block."""
+        return (self._prefills.each or UNKNOWN_COST) * self.block_size
+
+    def _is_worth(self, tier: str) -> bool:
+        """Whether a block comes back faster than it is computed. What is too slow now is tried
+        again in a while.
+        """
+        takes = self._returns[tier]
+        is_worth = takes.each <= self._compute_ns
+        if is_worth is self.stats[tier].is_skipped:
+            logger.info(
+                "KV blocks are %s %s: a block takes %.2f ms, to compute it takes %.2f ms",
+                "read from" if is_worth else "computed, not read from", tier,
+                takes.each / 1e6, self._compute_ns / 1e6,
+            )  # fmt: skip
+        self.stats[tier].is_skipped = not is_worth
+        if not is_worth:
+            takes.ns *= 0.99
+        return is_worth
+
+    def _copy(self, block: int, slot: int, *, to_device: bool) -> None:
+        self._copies.append(BlockCopy(block, slot, to_device))
+        self._num_copying += 1
+
+    # ---- files ----
+
+    def _write(self, disk: Disk, slot: int, block_hash: bytes) -> None:
+        """In a thread."""
+        try:
+            disk.write(block_hash, self.host.buffer(slot))
+        finally:
+            self._moved.append((slot, block_hash, False))
+            self._news.set()
+
+    def _read(self, disk: Disk, slots: Sequence[tuple[bytes, int]]) -> None:
+        """In a thread."""
+        began = now_ns()
+        for block_hash, slot in slots:
+            is_there = False
+            try:
+                is_there = disk.read(block_hash, self.host.buffer(slot))
+            finally:
+                self._moved.append((slot, block_hash, is_there))
+        self._returns["disk"].add((now_ns() - began) / NUM_THREADS, len(slots))
+        self._news.set()
+
+    def _collect(self) -> None:
+        """Take in what the threads have done."""
+        while self._moved:
+            slot, block_hash, is_read = self._moved.popleft()
+            self._num_moving -= 1
+            self._reading.discard(block_hash)
+            if is_read:
+                self.stats["disk"].num_hits += 1
+                self.host.register(slot, block_hash)
+            self.host.release([slot])
+
+    def measure(self, executor: Executor) -> None:
+        """How fast workers get blocks back; afterwards they have mapped the memory."""
+        took: list[int] = []
+        for to_device in (False, True, True, True):
+            began = now_ns()
+            copies = BlockCopies(self.host.path, [BlockCopy(0, 0, to_device)] * MAX_SAVES)
+            executor.execute_model(SchedulerOutput(-1, [], copies=copies))
+            executor.sample_tokens().result()
+            took.append(now_ns() - began)
+        fastest = min(took[1:])
+        self._returns["host"].add(fastest, MAX_SAVES)
+        logger.info(
+            "host tier: %d blocks (%s); one comes back in %.2f ms", self.host.num_blocks,
+            format_bytes(self.host.num_blocks * self.host.slot_bytes), fastest / MAX_SAVES / 1e6,
+        )  # fmt: skip
+
+    def report(self) -> list[TierStats]:
+        """The state of each tier."""
+        host = self.stats["host"]
+        host.num_blocks, host.max_blocks = self.host.num_cached, self.host.num_blocks
+        size = self.host.slot_bytes
+        host.num_bytes, host.max_bytes = host.num_blocks * size, host.max_blocks * size
+        if self.disk is not None:
+            disk = self.stats["disk"]
+            disk.num_bytes, disk.max_bytes = self.disk.num_bytes, self.disk.limit
+            disk.num_blocks, disk.max_blocks = disk.num_bytes // size, disk.max_bytes // size
+            disk.num_bad = self.disk.num_bad
+        return [*self.stats.values()]
+
+    def problems(self) -> list[str]:
+        """What is wrong between two steps, in words; see `audit`."""
+        self._collect()
+        owned, known = sum(self.host.ref_counts), self._num_copying + self._num_moving
+        return [f"{owned} slots of the host are owned, {known} are copied or moved"] * (
+            owned != known
+        )
+
+    def flush(self) -> None:
+        """Wait until files are found, written and read: for tests."""
+        if self.disk is not None:
+            self.disk.is_open.wait()
+        self._threads.shutdown(wait=True)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-tiers")
+        self._collect()
+
+
+def load(config: Config, spec: ModelSpec, worker: WorkerReady, executor: Executor) -> Tiers | None:
+    """The tiers that are configured, below the KV cache of started workers; None: none.
+
+    Raises:
+        ConfigError: the host's memory would not hold a block.
+    """
+    cache = config.cache
+    if cache.kv_offloading_size is None and cache.kv_cache_dir is None:
+        return None
+    slot_bytes = worker.kv_bytes_per_block * config.parallel.tensor_parallel_size
+    if cache.kv_offloading_size is not None:
+        num_slots = int(cache.kv_offloading_size * GIB) // slot_bytes
+    else:
+        num_slots = min(worker.num_blocks, max(MAX_STAGING // slot_bytes, 1))
+    if num_slots < 1:
+        raise ConfigError(
+            f"--kv-offloading-size {cache.kv_offloading_size}: a block of the KV cache takes "
+            f"{format_bytes(slot_bytes)}; raise it, or lower --block-size"
+        )
+    disk = None
+    if cache.kv_cache_dir is not None:
+        root = Path(cache.kv_cache_dir)
+        identify = partial(identity, config, spec, worker, root / "weights")
+        disk = Disk(root, int(cache.kv_cache_dir_size * GIB), identify)
+    tiers = Tiers(Host(num_slots, slot_bytes), disk, cache.block_size)
+    tiers.measure(executor)
+    return tiers

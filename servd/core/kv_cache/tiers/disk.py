@@ -1,0 +1,182 @@
+"""Disk tier: a file for each block, in a folder that outlives the engine and that several share.
+
+Nothing in the folder is trusted: a file that is not whole, or not of this block and this model, is
+a miss. All methods but `has` belong to threads beside the step loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+import stat
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+logger = logging.getLogger("servd.engine")
+
+HEADER = struct.Struct("<8s32s32sQL")  # MAGIC, identity, hash of the block, bytes of it, checksum
+MAGIC = b"servdkv1"  # raise the number when what a file holds changes
+BLOCKS = f"{'[0-9a-f]' * 32}/[0-9a-f][0-9a-f]/*"  # files, below the folder of all
+MAX_KNOWN = 1 << 17  # hashes remembered
+LEFT_OVER = 600.0  # seconds after which a file that is still being written never will be
+TRIM_TO = 0.9  # of the limit, so that there is not a file to delete for each that is written
+WARN_INTERVAL = 60.0  # seconds
+
+
+class Disk:
+    """Blocks of one identity, which is all that their bytes depend on beside their hash.
+
+    Args:
+        root: folder of all identities.
+        limit: bytes of all files in it; the least recently read or written are deleted first.
+        identify: says the identity, 32 bytes; it may take long.
+    """
+
+    def __init__(self, root: Path, limit: int, identify: Callable[[], bytes]) -> None:
+        self.root = root
+        self.limit = limit
+        self._identify = identify
+        self._identity = b""
+        self.is_open = threading.Event()
+        self._folder: Path | None = None  # until `open` knows it, everything is a miss
+        self.known: dict[bytes, None] = {}  # that need not be written
+        self.num_bytes = 0  # of all files, when they were last counted, and what came since
+        self._counted_bytes = 0
+        self.num_bad = 0  # files that were not what their names say
+        self._warned_at = -WARN_INTERVAL
+
+    def open(self) -> None:
+        """Find out the identity, and the files that are there."""
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # they tell of prompts
+            self._identity = self._identify()
+            folder = self.root / self._identity.hex()[:32]
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if (mode := self.root.stat().st_mode) & 0o022:
+                self._warn("others can change answers: chmod go-w", stat.filemode(mode))
+            self._folder = folder
+            self.trim()
+        except Exception as error:
+            self._warn("cannot be used", error)
+        finally:
+            self.is_open.set()
+
+    def has(self, block_hash: bytes) -> bool:
+        """Whether there is a file of this name."""
+        return self._folder is not None and os.path.exists(self._path(block_hash))
+
+    def read(self, block_hash: bytes, buffer: memoryview) -> bool:
+        """Fill `buffer` with a block; False if there is none, or it is damaged."""
+        path = self._path(block_hash)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                found = file.read(HEADER.size)
+                num_bytes = _read_into(file.readinto, buffer)
+                is_longer = bool(file.read(1))
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):  # another engine deleted it
+                self._warn(f"cannot read {path}", error)
+            return False
+        if is_longer or num_bytes != len(buffer) or found != self._header(block_hash, buffer):
+            self.num_bad += 1
+            self.known.pop(block_hash, None)
+            self._warn(f"deleted {path}", "it is damaged, or another model's")
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            return False
+        self._know(block_hash)
+        with contextlib.suppress(OSError):
+            os.utime(path)  # it was used
+        return True
+
+    def write(self, block_hash: bytes, buffer: memoryview) -> None:
+        """Keep a block, at once or not at all. Not flushed to the device: a torn file is a miss."""
+        if self._folder is None:
+            return
+        path, made = Path(self._path(block_hash)), ""
+        try:
+            if not path.exists():
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file, made = tempfile.mkstemp(prefix="new-", dir=path.parent)
+                with open(file, "wb", buffering=0) as out:
+                    for part in (memoryview(self._header(block_hash, buffer)), buffer):
+                        while part:
+                            part = part[out.write(part) :]
+                os.replace(made, path)
+                self.num_bytes += HEADER.size + len(buffer)
+        except OSError as error:
+            self._warn(f"cannot write {path}", error)
+            if made:
+                with contextlib.suppress(OSError):
+                    os.unlink(made)
+            return
+        self._know(block_hash)
+        if self.num_bytes > self.limit or self.num_bytes > self._counted_bytes + self.limit // 20:
+            self.trim()
+
+    def delete(self, block_hashes: Sequence[bytes]) -> None:
+        """What these files say may be wrong."""
+        for block_hash in block_hashes if self._folder is not None else ():
+            self.known.pop(block_hash, None)
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(block_hash))
+
+    def trim(self) -> None:
+        """Count all files, those of other engines too, and delete the oldest beyond the limit."""
+        files = sorted(_files(self.root))
+        total, aim = sum(size for _, size, _ in files), int(self.limit * TRIM_TO)
+        for modified, size, path in files if total > self.limit else ():
+            if total <= aim:
+                break
+            is_new = os.path.basename(path).startswith("new-")
+            if not is_new or modified < time.time() - LEFT_OVER:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                total -= size
+        self.known = {each: None for each in [*self.known] if self.has(each)}
+        self.num_bytes = self._counted_bytes = total
+
+    def _path(self, block_hash: bytes) -> str:
+        name = block_hash.hex()
+        return f"{self._folder}/{name[:2]}/{name}"
+
+    def _header(self, block_hash: bytes, buffer: memoryview) -> bytes:
+        """What stands before a block's bytes; with its checksum over all of it."""
+        said = MAGIC, self._identity, block_hash, len(buffer)
+        start = zlib.crc32(HEADER.pack(*said, 0))
+        return HEADER.pack(*said, zlib.crc32(buffer, start))
+
+    def _know(self, block_hash: bytes) -> None:
+        if len(self.known) >= MAX_KNOWN:
+            self.known.clear()
+        self.known[block_hash] = None
+
+    def _warn(self, what: str, why: object) -> None:
+        """A line now and then: a full disk fails with every block."""
+        if time.monotonic() - self._warned_at >= WARN_INTERVAL:
+            self._warned_at = time.monotonic()
+            logger.warning("--kv-cache-dir %s: %s (%s)", self.root, what, why)
+
+
+def _read_into(read: Callable[[memoryview], int | None], buffer: memoryview) -> int:
+    """How many bytes of `buffer` could be filled."""
+    num_bytes = 0
+    while num_bytes < len(buffer) and (count := read(buffer[num_bytes:])):
+        num_bytes += count
+    return num_bytes
+
+
+def _files(root: Path) -> Iterator[tuple[float, int, str]]:
+    """(when it was used last, bytes, path) of each block in a folder, where others may be, too."""
+    for name in glob.iglob(BLOCKS, root_dir=root):
+        path = os.path.join(root, name)
+        with contextlib.suppress(OSError):
+            found = os.lstat(path)
+            yield found.st_mtime, found.st_size, path

@@ -1,0 +1,42 @@
+"""Host tier: slots of host memory, each for one block with the parts of all ranks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from servd.core.kv_cache.block_pool import BlockPool
+
+
+class Host(BlockPool):
+    """Memory that the engine shares with its workers, who copy blocks to it and from it. A slot is
+    owned while it is copied, written or read, and cached, least recently used first, otherwise.
+
+    Args:
+        num_slots: how many there are.
+        slot_bytes: size of each.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        super().__init__(num_slots)
+        self.slot_bytes = slot_bytes
+        # A file without a name: it is gone with the last process that has it, and takes memory only
+        # where it was written.
+        self._file = os.memfd_create("servd-kv")
+        os.ftruncate(self._file, num_slots * slot_bytes)
+        self._memory = mmap.mmap(self._file, num_slots * slot_bytes)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"  # for the processes of the same user
+
+    @property
+    def num_cached(self) -> int:
+        """Slots that hold a block."""
+        return len(self._block_of_hash)
+
+    def buffer(self, slot: int) -> memoryview:
+        """Its bytes, to read and to write."""
+        first = slot * self.slot_bytes
+        return memoryview(self._memory)[first : first + self.slot_bytes]
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)

@@ -1,0 +1,71 @@
+"""What the bytes of a cached block depend on, beside the tokens and keys that are in its hash."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+import servd
+from servd import hf
+from servd.config import Config
+from servd.hf import ModelSpec
+from servd.messages import WorkerReady
+
+
+def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path) -> bytes:
+    """32 bytes that differ wherever keys and values, or their layout, might.
+
+    Weights count by every byte of their files. That takes seconds once: `memory`, a folder, keeps
+    the result for a file by its path, device, inode, size and times of change. The latter cannot be
+    set, not even where a copy keeps the time of modification.
+    """
+    model, folders = config.model, []
+    if model.load_format != "dummy" and spec.folder:
+        folders.append((Path(spec.folder), model.load_format))
+    draft = model.speculative_config
+    if draft is not None and draft.model is not None:
+        at = hf.download_weights(draft.model, draft.revision, model.download_dir)
+        folders.append((at, "auto"))
+    files = [
+        (file.name, _digest(file, memory))
+        for folder, load_format in folders
+        for file in (*hf.weight_files(folder, load_format), folder / "config.json")
+        if file.exists()
+    ]
+    deciding = [
+        servd.__version__,
+        msgspec.structs.replace(spec, folder=""),
+        files,
+        (model.load_format, model.seed if model.load_format == "dummy" else 0),
+        (model.model_impl, model.quantization, model.max_model_len, model.compile, draft),
+        (model.cpu_activation_dtype, config.lora.lora_dtype),
+        (worker.dtype, worker.attention_backend, worker.kv_bytes_per_block),
+        (config.cache.block_size, config.cache.kv_cache_dtype),
+        (config.parallel.device, config.parallel.tensor_parallel_size),
+    ]
+    return hashlib.sha256(msgspec.json.encode(deciding)).digest()
+
+
+def _digest(file: Path, memory: Path) -> str:
+    """SHA-256 of a file's bytes, computed once."""
+    path = file.resolve()
+    found = path.stat()
+    known_by = path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    note = memory / hashlib.sha256(repr(known_by).encode()).hexdigest()
+    with contextlib.suppress(OSError):
+        if len(text := note.read_text(encoding="ascii", errors="replace")) == 64:
+            return text
+    with open(path, "rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    with contextlib.suppress(OSError):
+        memory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, made = tempfile.mkstemp(dir=memory)
+        with open(handle, "w", encoding="ascii") as out:
+            out.write(digest)
+        os.replace(made, note)
+    return digest

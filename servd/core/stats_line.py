@@ -1,0 +1,55 @@
+"""StatsLine: what the engine's log says of its load."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from servd.messages import EngineCoreOutputs
+from servd.stats import DraftStats
+
+logger = logging.getLogger("servd.engine")
+
+LOG_INTERVAL = 10.0  # seconds between log lines while requests run
+
+
+class StatsLine:
+    """One log line every LOG_INTERVAL seconds while tokens are produced."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.num_tokens = 0
+        self.drafts = DraftStats()
+
+    def count(self, outputs: EngineCoreOutputs) -> None:
+        """Add the outputs of a step; write the line when it is time."""
+        if self.num_tokens == 0:  # idle times are not part of the rate
+            self.since = time.monotonic()
+        for output in outputs.outputs:
+            self.num_tokens += len(output.new_token_ids)
+        if (stats := outputs.stats) is None:
+            return
+        if stats.drafts.num_drafts:
+            self.drafts.add(stats.drafts)
+        elapsed = time.monotonic() - self.since
+        if elapsed < LOG_INTERVAL:
+            return
+        logger.info(
+            "running %d, waiting %d, KV cache %.0f %%, %.1f output tok/s",
+            stats.num_running,
+            stats.num_waiting,
+            100 * stats.kv_cache_usage,
+            self.num_tokens / elapsed,
+        )
+        if drafts := self.drafts.num_drafts:
+            accepted, drafted = self.drafts.num_accepted_tokens, self.drafts.num_draft_tokens
+            logger.info(
+                "drafts: mean acceptance length %.2f, %.1f of %.1f drafted tok/s accepted "
+                "(%.0f %%), by position %s",
+                1 + accepted / drafts,
+                accepted / elapsed,
+                drafted / elapsed,
+                100 * accepted / drafted,
+                " ".join(f"{n / drafts:.2f}" for n in self.drafts.num_accepted_tokens_per_pos),
+            )
+        self.num_tokens, self.drafts = 0, DraftStats()

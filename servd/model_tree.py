@@ -1,0 +1,35 @@
+"""The server of one model among several: the tree of `servd serve`, as a child that ends with its
+parent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from servd import launch
+from servd.api.start import StartModel
+from servd.child import read_start
+from servd.config import Config
+from servd.errors import ConfigError
+
+
+def main() -> None:
+    """Entry point of `python -m servd.model_tree`."""
+    newest: list[Config] = []
+
+    def reload(config: Config) -> None:
+        newest[:] = [config]
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    newest.append(read_start(StartModel, reload).config)
+    try:
+        sys.exit(launch.serve(lambda: newest[0]))
+    except ConfigError as error:
+        print(f"servd: error: {newest[0].model.model}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

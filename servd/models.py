@@ -1,0 +1,33 @@
+"""Options of a server of several models."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Several models."""
+
+    models_dir: Annotated[
+        str | None,
+        Meta(
+            description="Serve each model in this folder, under its folder's name, by a server of "
+            "its own that is started when a request names it."
+        ),
+    ] = None
+    models_max: Annotated[
+        int,
+        Meta(
+            description="Models of --models-dir that hold their weights at once. For others the "
+            "one that was used longest ago sleeps.",
+            ge=1,
+            le=256,
+        ),
+    ] = 1
+    models_memory: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="GiB that the weights of all models that are awake may have on disk."),
+    ] = None

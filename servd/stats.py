@@ -1,0 +1,83 @@
+"""What an engine counts and reports with its outputs: parts of its messages."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import msgspec
+
+
+class Stats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Base of all counts; positional on the wire, as messages are."""
+
+
+class DraftStats(Stats):
+    """How many of the workers' drafts were accepted; they may draft fewer than asked."""
+
+    num_drafts: int = 0  # steps of a request with at least one
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+
+    def count(self, num_tokens: int, num_accepted: int) -> None:
+        """Take in a step of a request with drafts."""
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos += [0] * (num_tokens - len(per_pos))
+        for position in range(num_accepted):
+            per_pos[position] += 1
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
+
+    def add(self, other: DraftStats) -> None:
+        """Add another count."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        pairs = zip_longest(
+            self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0
+        )
+        self.num_accepted_tokens_per_pos = [sum(pair) for pair in pairs]
+
+
+class BlockEviction(Stats):
+    """A cached block was evicted; times in nanoseconds."""
+
+    lifetime_ns: int
+    idle_ns: int  # since it was found in the prefix cache, or filled
+    reuse_gaps_ns: list[int] = []  # between two times that it was found
+
+
+class TierStats(Stats):
+    """A tier below the device's KV cache; counters since the engine began."""
+
+    name: str
+    num_blocks: int = 0
+    max_blocks: int = 0
+    num_bytes: int = 0  # on the disk those of other engines, too
+    max_bytes: int = 0
+    num_hits: int = 0  # blocks that came back
+    num_bad: int = 0  # that were damaged or another model's
+    is_skipped: bool = False  # to compute a block is faster
+
+
+class SchedulerStats(Stats):
+    """The engine's state after a step, for metrics and logs; counters since the last report."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # 0 to 1
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    num_preemptions: int = 0
+    num_scheduled_tokens: int = 0  # in this step
+    step: int = 0
+    drafts: DraftStats = msgspec.field(default_factory=DraftStats)
+    num_deferred: int = 0  # requests that cannot run yet, e.g. while a grammar compiles
+    evictions: list[BlockEviction] = []  # under --kv-cache-metrics
+    running_adapters: list[str] = []  # names, of requests that run
+    waiting_adapters: list[str] = []  # of requests that wait for one of these to end
+    external_prefix_cache_queries: int = 0  # tokens looked up in tiers below the device
+    external_prefix_cache_hits: int = 0  # tokens found there
+    num_swapped: int = 0  # of those that wait, whose blocks are there
+    tiers: list[TierStats] = []

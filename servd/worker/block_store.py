@@ -1,0 +1,61 @@
+"""BlockStore: copies blocks between a rank's KV cache and memory that the engine shares with it."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from servd.messages import BlockCopy
+from servd.worker.parallel import Parallel
+
+log = logging.getLogger("servd.worker")
+
+
+class BlockStore:
+    """Slots, each with the bytes of one block: of every rank, and in them of each layer.
+
+    Args:
+        path: the file; see `BlockCopies.memory`.
+        caches: the layers', [2, num_blocks, ...] each.
+        parallel: the ranks.
+    """
+
+    def __init__(self, path: str, caches: Sequence[Tensor], parallel: Parallel) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        # Words as wide as fit: torch divides copies of many over threads, who wait for each other.
+        bytes_each = [cache[0, 0].numel() * cache.itemsize for cache in caches]
+        dtype = torch.uint8 if any(size % 8 for size in bytes_each) else torch.int64
+        memory = torch.frombuffer(self._memory, dtype=dtype)
+        blocks = [cache.view(2, cache.shape[1], -1).view(dtype) for cache in caches]
+        sizes = [2 * each.shape[2] for each in blocks]
+        slots = memory.view(-1, parallel.size, sum(sizes))[:, parallel.rank]
+        # Of each layer: its cache [2, num_blocks, bytes], and the slots [num_slots, 2, bytes].
+        self._layers = [
+            (device, host.unflatten(1, (2, -1)))
+            for device, host in zip(blocks, slots.split(sizes, dim=1), strict=True)
+        ]
+        self._parallel, self._token = parallel, torch.zeros(1, device=caches[0].device)
+        if caches[0].is_cuda:  # copies do not wait, where the memory is pinned
+            cudart: Any = torch.cuda.cudart()
+            error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            if int(error):
+                log.warning("copies of blocks wait for the device: cannot pin memory (%s)", error)
+
+    def make(self, copies: Sequence[BlockCopy]) -> None:
+        """Queue copies on the device, behind the steps launched before. The ranks wait there for
+        each other: only rank 0 answers, and when it does, all must have made theirs.
+        """
+        for copy in copies:
+            for cache, slots in self._layers:
+                device, host = cache[:, copy.block], slots[copy.slot]
+                if copy.to_device:
+                    device.copy_(host, non_blocking=True)
+                else:
+                    host.copy_(device, non_blocking=True)
+        self._parallel.all_reduce(self._token)

@@ -1,0 +1,174 @@
+// The micro-kernel of float32: a tile of x [MR rows] times a panel of weights [NR outputs].
+//
+// Weights are packed [n / NR][k][NR], so that the micro-kernel reads them once, in order, and
+// multiplies each vector of them with the rows of the tile. Weights of 16 and 8 bits are widened
+// whenever they are read: turning a panel's kc rows into float32 once, for all tiles, was slower by
+// up to a quarter, because they are larger then.
+
+#pragma once
+
+#include "groups.h"
+
+namespace {
+
+constexpr int NR = 2 * WIDTH;
+constexpr int64_t LINE = 64;  // bytes in a cache line
+// In bytes; the processor's own prefetching ends with the page, and lost a quarter.
+constexpr int64_t PREFETCH_DISTANCE = 4096;
+
+// Where outputs are written, and what is done with them at the end of k.
+struct OutputTile {
+    float* y;
+    int64_t stride;
+    int columns;  // up to NR
+    const float *scale, *bias;  // one for each column, or null
+    bool is_first_k, is_last_k;  // whether this is the first or last block of k
+};
+
+// Weights that are needed after these are prefetched while the processor computes: the first tile
+// of a panel would wait for them, and the others leave the memory idle. The tiles of a panel share
+// this evenly. The addresses may lie past the end of all weights, which does no harm.
+struct Prefetch {
+    const char* line;
+    int64_t step;  // bytes for each vector of weights that is used: up to two lines
+};
+
+// Scale and bias of a tile. One function for all numbers of rows: compilers join a product and a
+// sum into one rounding in one place and not in another.
+__attribute__((noinline)) void epilogue(const OutputTile& out, int rows) {
+    for (int half = 0; half < 2; half++) {
+        const int count = std::min(WIDTH, out.columns - half * WIDTH), column = half * WIDTH;
+        const Vec scale = out.scale ? load_up_to(out.scale + column, count) : splat(1.0f);
+        const Vec bias = out.bias ? load_up_to(out.bias + column, count) : Vec{};
+        for (int row = 0; row < rows; row++) {
+            float* y = out.y + row * out.stride + column;
+            store_up_to(y, load_up_to(y, count) * scale + bias, count);
+        }
+    }
+}
+
+// What the loop over tiles (matrix.cpp) knows of a product in float32.
+struct Float {
+    using X = float;
+    struct Task {};  // what a thread needs for a task
+    // With two vectors of NR, the rows of a tile fill the registers but a few.
+    static constexpr int MR = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
+    // Depth of a block of k: a tile, a panel and the next panel of it stay in the second-level
+    // cache.
+    static constexpr int64_t MAX_KC = 768, KC_UNIT = 1;
+    // Tiles are copied, with rows this far apart: at their own distance, they fall on the same
+    // lines of the cache where k is a multiple of 1024.
+    static constexpr int64_t X_STRIDE = MAX_KC + 16;
+
+    int64_t x_stride() const { return X_STRIDE; }
+    void copy(const float* from, int64_t kc, float* to) const { std::copy_n(from, kc, to); }
+    // Where a tile begins: they are nearly equal.
+    static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
+        return rows * tile / tiles;
+    }
+};
+
+template <int ROWS, typename Cursor>
+void microkernel(const float* x, Cursor weights, int64_t kc, const OutputTile& out,
+                 Prefetch ahead) {
+    Vec acc[ROWS][2];
+    const auto count = [&](int half) { return std::min(WIDTH, out.columns - half * WIDTH); };
+    const auto at = [&](int row, int half) { return out.y + row * out.stride + half * WIDTH; };
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++)
+            acc[row][half] = out.is_first_k ? Vec{} : load_up_to(at(row, half), count(half));
+    for (int64_t i = 0; i < kc;)
+        for (const int64_t end = weights.enter_group(i, kc); i < end; i++) {
+            __builtin_prefetch(ahead.line, 0, 2);
+            if (ahead.step > LINE) __builtin_prefetch(ahead.line + LINE, 0, 2);
+            ahead.line += ahead.step;
+            Vec w0, w1;
+            weights.read(w0, w1);
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; row++) {
+                const Vec a = splat(x[row * Float::X_STRIDE + i]);
+                acc[row][0] += a * w0;
+                acc[row][1] += a * w1;
+            }
+        }
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++)
+            store_up_to(at(row, half), acc[row][half], count(half));
+    if (out.is_last_k && (out.scale || out.bias)) epilogue(out, ROWS);
+}
+
+// The microkernel for a number of rows up to ROWS.
+template <int ROWS, typename Cursor>
+void microkernel_for(int rows, const float* x, const Cursor& weights, int64_t kc,
+                     const OutputTile& out, Prefetch ahead) {
+    if constexpr (ROWS > 0) {
+        if (rows == ROWS) microkernel<ROWS>(x, weights, kc, out, ahead);
+        else microkernel_for<ROWS - 1>(rows, x, weights, kc, out, ahead);
+    }
+}
+
+// Weights as they are. A cursor reads a panel from a row on; one row of it are NR weights.
+template <typename W>
+struct Plain : Float {
+    static constexpr int64_t ROW_BYTES = NR * sizeof(W);
+    const W* packed;
+    int64_t k;
+
+    struct Cursor {
+        const W* row;
+        int64_t enter_group(int64_t, int64_t end) { return end; }
+        void read(Vec& w0, Vec& w1) {
+            w0 = load(row), w1 = load(row + WIDTH);
+            row += NR;
+        }
+    };
+    void multiply(Task&, const float* x, int rows, Cursor weights, int64_t kc,
+                  const OutputTile& out, Prefetch ahead) const {
+        microkernel_for<MR>(rows, x, weights, kc, out, ahead);
+    }
+    Cursor at(int64_t panel, int64_t start) const { return {packed + (panel * k + start) * NR}; }
+};
+
+// value * scale + offset, where the value is of a table for 4 bits.
+template <typename W>
+struct Grouped : Float {
+    static constexpr int64_t ROW_BYTES = NR * BITS<W> / 8;
+    const uint8_t* packed;
+    int64_t k;
+    Groups groups;
+
+    struct Cursor {
+        const uint8_t* row;
+        const Groups& groups;
+        int64_t panel_groups, start;  // where the panel's scales begin; the first row
+        Table table;
+        Vec scale[2], offset[2];
+
+        // The scales for row i; returns the end of their group.
+        int64_t enter_group(int64_t i, int64_t end) {
+            const int64_t group = (start + i) / groups.size;
+            for (int half = 0; half < 2; half++) {
+                const int64_t column = (panel_groups + group) * NR + half * WIDTH;
+                scale[half] = load_as(groups.type, groups.scale, column) * UNIT<W>;
+                offset[half] = groups.offset ? load_as(groups.type, groups.offset, column) : Vec{};
+            }
+            return std::min(end, (group + 1) * groups.size - start);
+        }
+        void read(Vec& w0, Vec& w1) {
+            if constexpr (std::is_same_v<W, Int4>) load_pairs(row, table, w0, w1);
+            else w0 = load((const W*)row), w1 = load((const W*)row + WIDTH);
+            w0 = w0 * scale[0] + offset[0], w1 = w1 * scale[1] + offset[1];
+            row += ROW_BYTES;
+        }
+    };
+    void multiply(Task&, const float* x, int rows, Cursor weights, int64_t kc,
+                  const OutputTile& out, Prefetch ahead) const {
+        microkernel_for<MR>(rows, x, weights, kc, out, ahead);
+    }
+    Cursor at(int64_t panel, int64_t start) const {
+        return {packed + (panel * k + start) * ROW_BYTES, groups, panel * groups.number(k), start,
+                load_table(groups.table), {}, {}};
+    }
+};
+
+}  // namespace

@@ -1,0 +1,203 @@
+"""Several engines behind one API server (--data-parallel-size)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from servd.messages import AbortRequests, EngineCoreRequest, EngineDead, EngineReady
+from tests.api.harness import MODEL, InProcessEngine, Served, output_text, serve, until
+
+BODY = {"model": MODEL, "prompt": "once", "max_tokens": 200, "ignore_eos": True}
+
+
+def prompts(engine: InProcessEngine) -> list[str]:
+    """Those that an engine was sent, in order."""
+    sent = [message for message in engine.sent if isinstance(message, EngineCoreRequest)]
+    return [bytes(message.prompt_token_ids).decode() for message in sent]
+
+
+async def post(served: Served, rank: object = None, **body: Any) -> httpx.Response:
+    headers = (
+        {}
+        if rank is None
+        else {"X-data-parallel-rank": rank if isinstance(rank, bytes) else str(rank)}
+    )
+    return await served.http.post("/v1/completions", json={**BODY, **body}, headers=headers)
+
+
+def texts(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return [choice["text"] for choice in answer.json()["choices"]]
+
+
+async def test_a_rank_that_is_asked_for_gets_the_request():
+    async with serve(data_parallel_size=3) as served:
+        for rank in (2, 0, 2):
+            [text] = texts(await post(served, rank))
+            assert text == output_text("once", 200)
+        assert [len(prompts(engine)) for engine in served.engines] == [1, 0, 2]
+        for wrong in (3, -1, "one", "", "²".encode(), "9" * 5000, "0" * 5000):
+            answer = await post(served, wrong)
+            assert answer.status_code == 400, answer.text
+            assert "must be from 0 to 2" in answer.json()["error"]["message"]
+    async with serve() as served:
+        assert (await post(served, 0)).status_code == 200
+        assert (await post(served, 1)).status_code == 400
+
+
+async def test_prompts_of_a_request_are_spread_and_their_choices_stay_together():
+    async with serve(data_parallel_size=2) as served:
+        asked = ["one", "two", "three", "four"]
+        answer = await post(served, prompt=asked, n=2, seed=1)
+        assert texts(answer) == [output_text(prompt, 200) for prompt in asked for _ in range(2)]
+        sent = [prompts(engine) for engine in served.engines]
+        assert sorted(sum(sent, [])) == sorted(asked) and len(sent[0]) == len(sent[1]) == 2
+
+
+async def test_a_client_that_leaves_ends_its_requests_where_they_are():
+    async with serve(data_parallel_size=2) as served:
+        for engine in served.engines:
+            engine.step_seconds = 0.01
+        tasks = [asyncio.create_task(post(served, rank, max_tokens=4000)) for rank in (0, 1)]
+        schedulers = [engine.core.scheduler for engine in served.engines]
+        await until(lambda: all(scheduler.requests for scheduler in schedulers))
+        tasks[1].cancel()
+        await until(lambda: not schedulers[1].requests)
+        assert schedulers[0].requests
+        aborts = [
+            [m for m in engine.sent if isinstance(m, AbortRequests)] for engine in served.engines
+        ]
+        assert not aborts[0] and len(aborts[1]) == 1
+        tasks[0].cancel()
+        await until(lambda: not schedulers[0].requests)
+
+
+async def test_the_death_of_an_engine_concerns_its_own_requests_alone():
+    async with serve(data_parallel_size=2) as served:
+        expected = [texts(await post(served, prompt=f"p{i}")) for i in range(4)]
+        for engine in served.engines:
+            engine.sent.clear()
+            engine.step_seconds = 0.002
+        tasks = [asyncio.create_task(post(served, i % 2, prompt=f"p{i}")) for i in range(4)]
+        dying, other = served.engines
+        begin = dying.core.scheduler._num_steps
+        await until(lambda: dying.core.scheduler._num_steps >= begin + 20)
+        dying.die()
+        lost, kept = served.async_llm.engines
+        await until(lambda: lost.recovery.is_restarting)
+        assert not kept.recovery.is_restarting
+        health = await served.http.get("/health")
+        assert health.status_code == 200 and health.json()["engines"][0] == "restarting"
+        assert texts(await post(served, prompt="new")) == [output_text("new", 200)]
+        assert "new" in prompts(other), "who names no rank does not wait"
+        waiting = asyncio.create_task(post(served, 0, prompt="late"))
+        await until(lambda: len(lost.running) == 3)
+        dying.revive()
+        assert [texts(await task) for task in tasks] == expected
+        assert texts(await waiting) == [output_text("late", 200)]
+        assert sorted(prompts(dying)) == ["late", "p0", "p0", "p2", "p2"]
+        assert sorted(prompts(other)) == ["new", "p1", "p3"], "nothing was sent again"
+
+
+async def test_ready_when_all_engines_are_and_the_shortest_context_counts():
+    async with serve(data_parallel_size=2, is_ready=False) as served:
+        one, other = served.engines
+        one.tell(EngineReady(one.worker, 100, 16))
+        await until(lambda: served.async_llm.engines[0].is_ready)
+        assert (await served.http.get("/health")).status_code == 503
+        assert (await post(served)).status_code == 503
+        other.tell(EngineReady(other.worker, 50, 16))
+        await until(lambda: served.async_llm.is_ready)
+        assert (await served.http.get("/health")).json()["engines"] == ["idle", "idle"]
+        assert (await post(served, max_tokens=60)).status_code == 400
+        assert (await post(served, max_tokens=40)).status_code == 200
+
+
+async def test_pages_tell_the_engines_apart():
+    async with serve(data_parallel_size=2) as served:
+        ids = [(await post(served, rank, max_tokens=3)).json()["id"] for rank in (0, 1, 1)]
+        metrics = (await served.http.get("/metrics")).text
+        for name, counts in (
+            ("generation_tokens_total", (3, 6)),
+            ("request_success_total", (1, 2)),
+        ):
+            for rank, count in enumerate(counts):
+                found = [
+                    float(line.rpartition(" ")[2])
+                    for line in metrics.splitlines()
+                    if line.startswith(f'vllm:{name}{{engine="{rank}"')
+                ]
+                assert sum(found) == count, metrics
+        assert metrics.count("# TYPE vllm:generation_tokens_total") == 1
+        steps = (await served.http.get("/v1/steps")).json()["data"]
+        assert sorted(step["engine"] for step in steps) == [0] * 3 + [1] * 6
+        for rank, name in zip((0, 1, 1), ids, strict=True):
+            timeline = (await served.http.get(f"/v1/requests/{name}/timeline")).json()
+            assert {step["engine"] for step in timeline["steps"]} == {rank}
+            assert timeline["num_steps"] == 3
+        audit = (await served.http.get("/debug/audit")).json()
+        assert audit["problems"] == [], audit
+        served.engines[1].core.scheduler.kv_cache.pool.ref_counts[0] += 1
+        [problem] = (await served.http.get("/debug/audit")).json()["problems"]
+        assert problem.startswith("rank 1: engine: blocks [0] have [1] references")
+        served.engines[1].core.scheduler.kv_cache.pool.ref_counts[0] -= 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_when_the_tree_gives_up_an_engine_every_request_ends(size):
+    async with serve(data_parallel_size=size) as served:
+        for engine in served.engines:
+            engine.may_step.clear()
+        tasks = [asyncio.create_task(post(served, rank)) for rank in range(size)]
+        await until(lambda: all(engine.running for engine in served.async_llm.engines))
+        for engine in served.engines:
+            engine.tell(EngineDead("it died too often"))
+        answers = [await task for task in tasks]
+        for answer in [*answers, await post(served)]:
+            assert answer.status_code >= 500 and "it died too often" in answer.text
+        assert (await served.http.get("/health")).json()["status"] == "dead"
+        for engine in served.engines:
+            engine.may_step.set()
+
+
+async def test_a_conversation_stays_where_its_beginning_is_and_leaves_no_work_behind():
+    async with serve(data_parallel_size=2) as served:
+        texts = {name: f"{name} " * 30 for name in ("one", "other")}
+        for _ in range(4):
+            for name, prompt in texts.items():
+                answer = await post(served, prompt=prompt, max_tokens=20)
+                [choice] = answer.json()["choices"]
+                texts[name] = prompt + choice["text"] + "And then? "
+        owners = [{prompt.partition(" ")[0] for prompt in prompts(each)} for each in served.engines]
+        assert sorted(map(len, owners)) == [1, 1], owners
+        router = served.async_llm.router
+        assert router and router._sum(0) == pytest.approx([0, 0])
+        assert router.expected_output < 128
+        metrics = (await served.http.get("/metrics")).text
+        hits = [
+            line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_t")
+        ]
+        assert len(hits) == 2 and all(float(line.split()[-1]) > 300 for line in hits)
+
+
+async def test_what_runs_on_another_engine_explains_no_wait_and_has_no_blocks():
+    async with serve(data_parallel_size=2, max_num_seqs=1) as served:
+        for engine in served.engines:
+            engine.may_step.clear()
+        tasks = [asyncio.create_task(post(served, rank, prompt="a" * 40)) for rank in (0, 1, 1)]
+        await until(lambda: sum(len(prompts(engine)) for engine in served.engines) == 3)
+        for engine in served.engines:
+            engine.may_step.set()
+        _, other, queued = [(await task).json()["id"] for task in tasks]
+        timeline = (await served.http.get(f"/v1/requests/{queued}/timeline")).json()
+        assert timeline["behind"] == [other]
+        late = (await post(served, 1, prompt="b" * 40)).json()["id"]
+        moved = (await post(served, 0, prompt="b" * 40)).json()["id"]
+        for name, reason in ((late, "different_token"), (moved, "engine")):
+            timeline = (await served.http.get(f"/v1/requests/{name}/timeline")).json()
+            assert timeline["prefix_cache"]["reason"] == reason, timeline["prefix_cache"]
+        assert late in timeline["prefix_cache"]["text"]

@@ -1,0 +1,66 @@
+"""Adapters in a worker: what is checked before weights are read, and agreement of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from servd.errors import ConfigError, InvalidRequest
+from servd.hf import read_spec
+from servd.messages import NewRequest
+from servd.worker import model_loader
+from servd.worker.worker import Worker
+from tests.adapters import Q_PROJ, write_adapter
+from tests.parity.adapters import store
+from tests.parity.families import CASES, make_checkpoint
+from tests.worker.driver import GREEDY, config_for
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "llama", "llama", CASES["llama"]["untied"])
+
+
+def worker_of(folder: Path, **options) -> Worker:
+    config = config_for(folder, enable_lora=True, **options)
+    return Worker(config, read_spec(folder), 0, lambda *_: None)
+
+
+def test_an_adapter_of_another_model_is_refused_before_weights_are_read(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(model_loader, "load_weights", lambda *_: pytest.fail("too late"))
+    adapter = write_adapter(tmp_path / "adapter")  # 8 inputs, 6 outputs
+    with pytest.raises(ConfigError, match=r"sql: .*q_proj has 8 inputs and 6 outputs, that of the"):
+        worker_of(llama, lora_modules=[f"sql={adapter}"]).load_model()
+
+
+@dataclass
+class OtherRank:
+    """The other of two ranks."""
+
+    fails: bool = True
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fails
+
+
+def test_what_one_rank_cannot_load_is_an_error_on_all(tmp_path: Path, llama: Path):
+    worker = worker_of(llama)
+    worker.load_model()
+    adapters = worker.runner.adapters
+    assert adapters is not None
+    inputs, outputs = adapters.layers["layers.0.self_attn.q_proj"]
+    shapes = {f"{Q_PROJ}.lora_A.weight": (4, inputs), f"{Q_PROJ}.lora_B.weight": (outputs, 4)}
+    named = store(tmp_path, sql=write_adapter(tmp_path / "sql", shapes=shapes))
+    request = NewRequest(2, [1, 2], 2, 0, [0], GREEDY, adapter=named["sql"])
+    adapters.parallel = other = OtherRank()  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest, match="sql could not be loaded on all ranks"):
+        adapters.add(request)
+    assert not adapters.users and adapters.place_of_slot[2] == -1
+    other.fails = False
+    adapters.add(request)
+    assert adapters.users.total() == 1

@@ -1,0 +1,68 @@
+"""BlockStore: ranks share slots, and blocks come back as they were."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+from servd.messages import BlockCopy
+from servd.worker.block_store import BlockStore
+from servd.worker.parallel import Parallel
+
+NUM_BLOCKS, NUM_SLOTS = 5, 3
+
+
+class Rank(Parallel):
+    """One of two in this process."""
+
+    meeting = Barrier(2)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.meeting.wait(30)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(4, 2, 6), (1, 3, 1), (2, 32)])  # of a block
+def test_each_rank_gets_its_own_part_of_a_block_back(dtype, shape):
+    def bits(cache: torch.Tensor) -> torch.Tensor:
+        return cache.view(torch.uint8)
+
+    caches = [  # two ranks with two layers each
+        [torch.randn(2, NUM_BLOCKS, *shape).to(dtype) for _ in range(2)] for _ in range(2)
+    ]
+    bytes_per_block = sum(bits(cache[:, 0]).numel() for cache in caches[0])
+    memory = os.memfd_create("test")
+    os.ftruncate(memory, NUM_SLOTS * 2 * bytes_per_block)
+    path = f"/proc/self/fd/{memory}"
+    stores = [BlockStore(path, each, Rank(rank, 2)) for rank, each in enumerate(caches)]
+    before = [[cache.clone() for cache in each] for each in caches]
+    out, back = [(3, 0), (1, 2)], [(0, 2), (4, 0)]
+    copies = [BlockCopy(block, slot, to_device=False) for block, slot in out]
+    copies += [BlockCopy(block, slot, to_device=True) for block, slot in back]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(stores[0].make, copies)  # answers for both
+        with pytest.raises(TimeoutError):
+            first.result(0.02)
+        stores[1].make(copies)
+        first.result(30)
+    os.close(memory)
+    for ours, theirs in zip(caches, before, strict=True):
+        for cache, old in zip(ours, theirs, strict=True):
+            assert torch.equal(bits(cache), bits(old[:, [1, 1, 2, 3, 3]]))
+
+
+def test_copies_are_made_in_order():
+    cache = torch.arange(2 * NUM_BLOCKS * 8.0).view(2, NUM_BLOCKS, 8)
+    memory = os.memfd_create("test")
+    os.ftruncate(memory, cache[:, 0].numel() * 4)  # one slot
+    store = BlockStore(f"/proc/self/fd/{memory}", [cache], Parallel())
+    old = cache.clone()
+    store.make([BlockCopy(b, 0, to_device) for b, to_device in [(0, False), (1, True), (2, False)]])
+    store.make([BlockCopy(3, 0, True)])
+    os.close(memory)
+    assert torch.equal(cache, old[:, [0, 0, 2, 2, 4]])
