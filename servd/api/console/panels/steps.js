@@ -24,5 +24,6 @@ export default function panel(place) {
 
 const took = (step) => step.end_ms - step.begin_ms;
 
-const described = (step) => `Engine ${step.engine}, step ${step.step}: ${counted(step.num_tokens, "token")} of `
-  + `${counted(step.num_requests, "request")} in ${span(took(step))}`;
+const described = (step) => `Engine ${step.engine}, step ${step.step}: `
+  + `${counted(step.num_tokens, "token")} of ${counted(step.num_requests, "request")} `
+  + `in ${span(took(step))}`;
