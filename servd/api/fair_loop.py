@@ -20,22 +20,21 @@ class FairLoop:
         # Client -> its turns that wait; the client at the front is the next to be served.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    async def turn(self, client: str) -> None:
-        """Wait for a turn; go on at once if there is one."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.wake(client, future)
-        await future
-
-    def wake(self, client: str, future: asyncio.Future[None]) -> None:
-        """Complete `future` when it is the client's turn."""
+    def turn(self, client: str, future: asyncio.Future[None] | None = None) -> asyncio.Future[None]:
+        """What is done when it is the client's turn, now if there is one left: `future`, or a new
+        one.
+        """
+        loop = asyncio.get_running_loop()
+        future = loop.create_future() if future is None else future
         if not self._is_counting:
             self._is_counting = True
-            asyncio.get_running_loop().call_soon(self._go_on)
+            loop.call_soon(self._go_on)
         if self._num_left:
             self._num_left -= 1
             future.set_result(None)
         else:
             self._waiting.setdefault(client, deque()).append(future)
+        return future
 
     def _go_on(self) -> None:
         """Give more turns: the loop has looked at its sockets since the last ones."""

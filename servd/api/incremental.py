@@ -13,6 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import msgspec
@@ -253,8 +254,9 @@ class Parser(ABC):
     reader: Reader = field(default_factory=Reader, init=False)
     deltas: list[Delta] = field(default_factory=list[Delta], init=False)  # since the last call
 
-    def __post_init__(self) -> None:
-        self._steps = self.parse()  # begins with the first text
+    @cached_property
+    def _steps(self) -> Steps[None]:
+        return self.parse()
 
     @abstractmethod
     def parse(self) -> Steps[None]:

@@ -68,7 +68,7 @@ class DeltaStream:
     def _wake(self) -> None:
         woken, self._woken = self._woken, None
         if woken is not None and not woken.done():  # else the consumer is busy, or cancelled
-            self.loop.wake(self.owner, woken)
+            self.loop.turn(self.owner, woken)
 
 
 class Running(msgspec.Struct):
