@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from servd.access import Key
 from servd.api.metrics import Metrics
 from servd.config import SchedulerConfig
-from servd.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    RateLimited,
-    RequestError,
-    Unavailable,
-)
+from servd.errors import InvalidRequest, Overloaded, RateLimited, RequestError, Unavailable
 
-T = TypeVar("T")
 MEMORY = 60.0  # seconds of work after which what was served counts a third
 MAX_RETRY_AFTER = 120  # seconds
 BACKGROUND_SHARE = 2  # background requests may fill one part in so many of the queue
@@ -267,24 +257,3 @@ def _rate_limit(limit: float, remaining: int, reset: float) -> dict[str, str]:
         "x-ratelimit-remaining-requests": str(max(remaining, 0)),
         "x-ratelimit-reset-requests": f"{reset:.3f}s",
     }
-
-
-DEADLINE_PASSED = (
-    "the deadline of the request passed before its answer was whole: ask for less, or raise "
-    "`timeout`"
-)
-
-
-async def until(at: float | None, answer: Awaitable[T]) -> T:
-    """Await something until a time of the event loop; None: as long as it takes.
-
-    Raises:
-        DeadlineExceeded: it took longer.
-    """
-    if at is None:
-        return await answer
-    try:
-        async with asyncio.timeout_at(at):
-            return await answer
-    except TimeoutError:
-        raise DeadlineExceeded(DEADLINE_PASSED) from None

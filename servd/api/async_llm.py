@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from servd.access import Key
-from servd.api.admission import DEADLINE_PASSED, Admission, Admitted
+from servd.api.admission import Admission, Admitted
 from servd.api.auth import ANYONE
 from servd.api.engine_client import EngineClient
 from servd.api.fair_loop import FairLoop
@@ -54,6 +54,10 @@ MAX_INLINE = 4096
 PROMPT_SIZE = 200  # what a prompt takes besides its text, in the same measure
 NUM_THREADS = 3
 NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
+DEADLINE_PASSED = (
+    "the deadline of the request passed before its answer was whole: ask for less, or raise "
+    "`timeout`"
+)
 
 
 class AsyncLLM:
@@ -174,6 +178,7 @@ class AsyncLLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | PoolingParams,
         options: RequestOptions = NO_OPTIONS,
+        deadline: float | None = None,
     ) -> list[Prepared]:
         """`Processor.process` for all prompts of a request, in a thread if they are long. A
         structured output not seen before is checked in another, which may take seconds.
@@ -181,21 +186,26 @@ class AsyncLLM:
         Raises:
             InvalidRequest: see `Processor.process` and `Processor.check_structured_output`.
             Overloaded: see `Processor.check_structured_output`.
+            DeadlineExceeded: the deadline, on the clock of the event loop, came before the end.
         """
         processor, owner = self.processor, options.owner
         each = PROMPT_SIZE
         if isinstance(params, SamplingParams):  # tokenised, or looked at, with every prompt
             each += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
         size = sum(each + prompt.num_chars for prompt in prompts)
-        prepared = await self.offload(
-            owner, size, lambda: [processor.process(prompt, params, options) for prompt in prompts]
-        )
-        for one in prepared:
-            output = one.params.structured_output
-            if output is not None and not processor.grammars.knows(output):
-                check = partial(processor.check_structured_output, one)
-                await self._grammar_threads.run(owner, check)
-                one.marks.append(Mark("checked", now_ns()))
+        try:
+            async with asyncio.timeout_at(deadline):
+                prepared = await self.offload(
+                    owner, size, lambda: [processor.process(p, params, options) for p in prompts]
+                )
+                for one in prepared:
+                    output = one.params.structured_output
+                    if output is not None and not processor.grammars.knows(output):
+                        check = partial(processor.check_structured_output, one)
+                        await self._grammar_threads.run(owner, check)
+                        one.marks.append(Mark("checked", now_ns()))
+        except TimeoutError:
+            raise DeadlineExceeded(DEADLINE_PASSED) from None
         return prepared
 
     async def tokenize(self, prompt: Prompt, owner: str) -> list[int]:

@@ -134,8 +134,7 @@ def admit(
     if key.by_user and options.owner:
         owner = f"{owner}/{options.owner[:64]}"
     lane = max(options.lane, state.lane)
-    if (rank := request.headers.get("x-data-parallel-rank")) is not None:
-        options = msgspec.structs.replace(options, rank=_rank(rank, len(async_llm.engines)))
+    rank = request.headers.get("x-data-parallel-rank")
     options = msgspec.structs.replace(
         options,
         owner=owner,
@@ -143,6 +142,7 @@ def admit(
         cache_salt=salt,
         lane=lane,
         adapter=state.adapter,
+        rank=None if rank is None else _rank(rank, len(async_llm.engines)),
     )
     for prompt_id in prompt_ids if is_traced else ():
         state.traced.append(prompt_id)

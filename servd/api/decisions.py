@@ -71,10 +71,17 @@ class OptionScorer:
         num_output_tokens: one for each request to the engine.
     """
 
-    def __init__(self, async_llm: AsyncLLM, request_id: str, options: RequestOptions) -> None:
+    def __init__(
+        self,
+        async_llm: AsyncLLM,
+        request_id: str,
+        options: RequestOptions,
+        deadline: float | None = None,
+    ) -> None:
         self.async_llm = async_llm
         self.request_id = request_id
         self.options = options
+        self.deadline = deadline
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self._numbers = itertools.count()
         self._may_run = asyncio.Semaphore(MAX_CONCURRENT)
@@ -127,10 +134,10 @@ class OptionScorer:
             temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=token_ids
         )
         prompts = [Prompt(content=prompt, request_id=request_id, param="input")]
-        prepared = await self.async_llm.prepare(prompts, params, self.options)
+        prepared = await self.async_llm.prepare(prompts, params, self.options, self.deadline)
         for one in prepared:
             one.part_of = self.request_id
-        async with aclosing(self.async_llm.generate(prepared)) as outputs:
+        async with aclosing(self.async_llm.generate(prepared, self.deadline)) as outputs:
             async for output in outputs:
                 return output
         raise AssertionError("a request ends with an output")

@@ -9,12 +9,11 @@ from contextlib import aclosing
 import msgspec
 from starlette.requests import Request
 
-from servd.api.admission import until
 from servd.api.context import admit, context_of, offload
 from servd.api.prompt import Pair, Prompt, SharedText
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest
-from servd.api.streaming import until_disconnect
+from servd.api.streaming import while_connected
 from servd.errors import InvalidRequest
 from servd.messages import RequestOptions
 from servd.outputs import unpack_vector
@@ -64,27 +63,23 @@ async def embed(
         InvalidRequest: see `Processor.process`.
         ClientDisconnect: the client left.
     """
-    async_llm, unique_id = context_of(request).async_llm, request.state.unique_id
+    async_llm, deadline = context_of(request).async_llm, request.state.deadline
     named = [
-        msgspec.structs.replace(prompt, request_id=f"{prefix}-{unique_id}-{number}")
+        msgspec.structs.replace(prompt, request_id=f"{prefix}-{request.state.unique_id}-{number}")
         for number, prompt in enumerate(prompts)
     ]
-
-    async def compute() -> Vectors:
-        prepared = await async_llm.prepare(named, params, own)
-        num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
-        check(num_tokens)
-        admitted.add_tokens(num_tokens)
-        vectors = [b""] * len(prepared)
-        async with aclosing(async_llm.generate(prepared)) as outputs:
-            async for output in outputs:
-                assert output.pooled is not None
-                vectors[output.index] = output.pooled
-        return Vectors(vectors, num_tokens)
-
+    vectors = [b""] * len(named)
     with admit(request, options, [prompt.request_id for prompt in named]) as (admitted, own):
-        answer = until_disconnect(compute(), request.receive)
-        return await until(request.state.deadline, answer)
+        async with while_connected(request.receive):
+            prepared = await async_llm.prepare(named, params, own, deadline)
+            num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
+            check(num_tokens)
+            admitted.add_tokens(num_tokens)
+            async with aclosing(async_llm.generate(prepared, deadline)) as outputs:
+                async for output in outputs:
+                    assert output.pooled is not None
+                    vectors[output.index] = output.pooled
+    return Vectors(vectors, num_tokens)
 
 
 async def compare(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from servd.api.protocol.errors import ErrorReply, error_reply
-
-T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it, proxies see life
@@ -24,8 +21,9 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Run `work`; cancel it when the client leaves. The body of the request must have been read.
+@asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block when the client leaves. The body of the request must have been read.
 
     Raises:
         ClientDisconnect: the client left first.
@@ -42,7 +40,7 @@ async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 
     watching = asyncio.create_task(watch())
     try:
-        return await work
+        yield
     except asyncio.CancelledError:
         if has_left and not task.uncancel():
             raise ClientDisconnect from None
@@ -94,7 +92,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the response."""
         writer = _Writer(send, self.raw_headers)
-        await until_disconnect(self._write_all(writer, scope["path"]), receive)
+        async with while_connected(receive):
+            await self._write_all(writer, scope["path"])
 
     async def _write_all(self, writer: _Writer, path: str) -> None:
         pulse = asyncio.create_task(writer.repeat(self.pulse, self.keep_alive))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import tracemalloc
 from functools import partial
 
 import msgspec
@@ -252,6 +253,18 @@ async def test_huge_numbers_are_a_400_that_names_their_field(http, number):
         answer = await http.post(COMPLETIONS, content=body, headers=headers)
         assert answer.status_code == 400, (name, answer.text)
         assert answer.json()["error"]["param"].startswith(name)
+
+
+async def test_a_number_of_choices_beyond_any_limit_takes_no_memory(http):
+    # It took 64 bytes for each choice, however many, before the number was looked at.
+    body = {"messages": user("hi"), "n": 1_000_000}
+    for path in (CHAT, f"{CHAT}/render"):
+        tracemalloc.start()
+        answer = await http.post(path, json=body)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        check(answer, 400, "n")
+        assert peak < 10_000_000, path
 
 
 async def test_lists_beyond_their_limit_are_a_400_that_names_the_limit(http):

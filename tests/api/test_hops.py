@@ -20,7 +20,7 @@ from tests.api.harness import MODEL, Served, serve, user
 ROOT = str(Path(servd.__file__).parent)
 # Twelve of them are admission, the turns of clients and the limits of templates, with the escaping
 # of special tokens.
-MOST = 57
+MOST = 52
 TOOL = {
     "type": "function",
     "function": {

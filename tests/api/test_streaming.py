@@ -11,7 +11,7 @@ import openai
 import pytest
 from starlette.requests import ClientDisconnect
 
-from servd.api.streaming import until_disconnect
+from servd.api.streaming import while_connected
 from servd.errors import ShuttingDown
 from servd.messages import AbortRequests, EngineDead
 from tests.api.harness import MODEL, Served, events, output_text, serve, until, user
@@ -169,33 +169,37 @@ async def test_many_clients_at_once_get_their_own_text(listening_server: Served)
         await asyncio.gather(*(ask(i) for i in range(32)))
 
 
-async def test_until_disconnect_waits_for_the_cancelled_work():
+async def test_a_block_whose_client_leaves_is_cancelled_and_ends():
     ended: list[str] = []
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            await asyncio.sleep(0)
-            ended.append("work")
 
     async def receive() -> dict[str, str]:
         await asyncio.sleep(0.01)
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientDisconnect):
-        await until_disconnect(work(), receive)  # type: ignore[arg-type]
+        async with while_connected(receive):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0)
+                ended.append("work")
     assert ended == ["work"]
 
 
-async def test_until_disconnect_hands_on_results_and_errors():
+async def test_a_block_whose_client_stays_ends_as_it_does():
     async def never() -> dict[str, str]:
         await asyncio.sleep(60)
         return {}
 
-    async def give(value: int) -> int:
-        return 10 // value
-
-    assert await until_disconnect(give(5), never) == 2  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
-        await until_disconnect(give(0), never)  # type: ignore[arg-type]
+        async with while_connected(never):
+            await asyncio.sleep(0)
+            raise ZeroDivisionError
+    current = asyncio.current_task()
+    with pytest.raises(asyncio.CancelledError):  # by somebody else than the client
+        async with while_connected(never):
+            assert current is not None
+            current.cancel()
+            await asyncio.sleep(60)
+    assert current is not None
+    current.uncancel()

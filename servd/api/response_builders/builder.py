@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.admission import until
+from servd.api import beam_search
 from servd.api.context import admit, context_of
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
@@ -20,7 +20,7 @@ from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
-from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, until_disconnect
+from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, while_connected
 from servd.api.timeline import Timeline
 from servd.errors import EngineDead, InvalidRequest
 from servd.messages import EngineReady
@@ -62,7 +62,7 @@ class ResponseBuilder(ABC):
         self.async_llm = self.context.async_llm
         self.tokenizer = self.async_llm.processor.tokenizer
         self.asked = asked
-        self.stream = bool(asked.stream)
+        self.stream = self.in_pieces = bool(asked.stream)
         self.id = response_id
         self.model = request.state.model
         self.prompts = prompts
@@ -74,7 +74,7 @@ class ResponseBuilder(ABC):
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prompts)
         self.wants_receipt = request.headers.get("x-servd-receipt") == "1"
-        self.token_ids: list[list[int]] = [[] for _ in prompts for _ in range(self.n)]
+        self.token_ids: list[list[int]] = []  # of the choices, for the receipt
         if self.wants_receipt and asked.use_beam_search:
             raise InvalidRequest("there is no receipt of a beam search: leave out X-Servd-Receipt")
 
@@ -106,10 +106,6 @@ class ResponseBuilder(ABC):
         """The last frame of a stream that fails; `reply` is the error as an HTTP response."""
         return event(reply.body)
 
-    def generate(self) -> AsyncGenerator[CompletionOutput, None]:
-        """The outputs of all choices, while `admitted`; index = prompt number * n + i."""
-        return self.async_llm.generate(self.prepared, self.request.state.deadline)
-
     async def respond(self, headers: Mapping[str, str] | None = None) -> Response:
         """Stream, or wait for all of it; the engine stops when the client leaves.
 
@@ -127,27 +123,51 @@ class ResponseBuilder(ABC):
                 end=self.end,
                 error_frame=self.error_frame,
             )
-        content = await until_disconnect(self._collect(), self.request.receive)
+        async with while_connected(self.request.receive):
+            async with self.outputs() as outputs:
+                async for output in outputs:
+                    self.count(output)
+                    self.add(output)
+            receipt = {"receipt": await self.receipt()} if self.wants_receipt else None
+
+            def encode() -> bytes:
+                whole = self.whole()
+                if receipt is not None:
+                    whole = {**msgspec.to_builtins(whole), **receipt}
+                return msgspec.json.encode(whole)
+
+            content = await self.async_llm.offload(self.options.owner, self.size, encode)
         return Response(content, headers=headers, media_type="application/json")
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        """Admit the whole request for the duration of the block, and prepare it.
+    async def outputs(self) -> AsyncIterator[AsyncGenerator[CompletionOutput, None]]:
+        """Admit the whole request for the duration of the block, prepare it, and generate the
+        outputs of all choices; index = prompt number * n + i.
 
         Raises:
             Overloaded: see `AsyncLLM.admit`; nothing has been done.
             EngineDead: the engine is gone.
             InvalidRequest: see `AsyncLLM.prepare`.
         """
+        async_llm, asked, deadline = self.async_llm, self.asked, self.request.state.deadline
         prompt_ids = [prompt.request_id for prompt in self.prompts]
         with admit(self.request, self.options, prompt_ids) as (admitted, self.options):
-            preparing = self.async_llm.prepare(self.prompts, self.params, self.options)
-            self.prepared = await until(self.request.state.deadline, preparing)
+            prepared = await async_llm.prepare(self.prompts, self.params, self.options, deadline)
+            self.prepared = prepared
             admitted.add_tokens(self.num_prompt_tokens)
-            expected = [one.expected for one in self.prepared for _ in range(self.n)]
-            self.parsers = list(map(OutputParser, expected))
+            self.parsers = [OutputParser(one.expected) for one in prepared for _ in range(self.n)]
+            self.token_ids = [[] for _ in self.parsers]
             self.start()
-            yield
+            if asked.use_beam_search:
+                length_penalty = 1.0 if asked.length_penalty is None else asked.length_penalty
+                early_stopping = asked.early_stopping or False
+                outputs = beam_search.search(
+                    async_llm, prepared, length_penalty, early_stopping, deadline
+                )
+            else:
+                outputs = async_llm.generate(prepared, deadline, self.in_pieces)
+            async with aclosing(outputs):
+                yield outputs
 
     def count(self, output: CompletionOutput) -> None:
         """Count the tokens of an output."""
@@ -161,7 +181,7 @@ class ResponseBuilder(ABC):
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """All frames of a stream."""
-        async with self.admitted(), aclosing(self.generate()) as outputs:
+        async with self.outputs() as outputs:
             async for output in outputs:
                 self.count(output)
                 if frames := self.frames_of(output):
@@ -170,21 +190,6 @@ class ResponseBuilder(ABC):
                 yield last
             if self.wants_receipt:  # a comment, which clients skip
                 yield b": receipt " + msgspec.json.encode(await self.receipt()) + b"\n\n"
-
-    async def _collect(self) -> bytes:
-        async with self.admitted(), aclosing(self.generate()) as outputs:
-            async for output in outputs:
-                self.count(output)
-                self.add(output)
-        receipt = {"receipt": await self.receipt()} if self.wants_receipt else None
-
-        def encode() -> bytes:
-            whole = self.whole()
-            if receipt is not None:
-                whole = {**msgspec.to_builtins(whole), **receipt}
-            return msgspec.json.encode(whole)
-
-        return await self.async_llm.offload(self.options.owner, self.size, encode)
 
     async def receipt(self) -> Receipt:
         """What is needed to replay the finished response."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from servd.api import beam_search
 from servd.api.explanation import stage_times
 from servd.api.processor import Prepared
 from servd.api.protocol.chat import ChatCompletionChunk
@@ -96,17 +95,6 @@ class ChunkBuilder(ResponseBuilder):
     def add(self, output: CompletionOutput) -> None:
         """Append to the choice."""
         self.choices[output.index].add(output)
-
-    def generate(self) -> AsyncGenerator[CompletionOutput, None]:
-        """Sample, or run beam search."""
-        body, deadline = self.asked, self.request.state.deadline
-        if not body.use_beam_search:
-            return self.async_llm.generate(self.prepared, deadline, in_pieces=self.stream)
-        length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
-        early_stopping = body.early_stopping or False
-        return beam_search.search(
-            self.async_llm, self.prepared, length_penalty, early_stopping, deadline
-        )
 
     def usage(self) -> Usage:
         """Tokens so far."""

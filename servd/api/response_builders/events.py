@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
@@ -46,14 +46,14 @@ class EventBuilder(ResponseBuilder):
         chat: ChatCompletionRequest,
     ) -> None:
         super().__init__(request, chat, response_id, [chat.prompt(response_id)])
-        self.stream = bool(body.stream)
+        self.stream, self.in_pieces = bool(body.stream), True
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
+    async def outputs(self) -> AsyncIterator[AsyncGenerator[CompletionOutput, None]]:
         """As for a chat, but errors have this API's field names."""
         with renamed(self.names):
-            async with super().admitted():
-                yield
+            async with super().outputs() as outputs:
+                yield outputs
 
     @abstractmethod
     def begin(self) -> Iterator[Event]:

@@ -10,7 +10,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.admission import until
 from servd.api.context import admit, context_of, json_response, read_body
 from servd.api.decisions import OptionScorer, gather
 from servd.api.openapi import describes
@@ -29,7 +28,7 @@ from servd.api.protocol.responses import (
     ResponseUsage,
     chat_messages,
 )
-from servd.api.streaming import until_disconnect
+from servd.api.streaming import while_connected
 from servd.messages import RequestOptions
 
 router = APIRouter()
@@ -52,9 +51,9 @@ async def create_decision(request: Request) -> Response:
     request_id = f"decision-{request.state.unique_id}"
     asked = RequestOptions(cache_salt=body.prompt_cache_key)
     with admit(request, asked, [request_id]) as (_, options):
-        scorer = OptionScorer(async_llm, request_id, options)
-        answering = until_disconnect(_answers(scorer, body), request.receive)
-        answers = await until(request.state.deadline, answering)
+        scorer = OptionScorer(async_llm, request_id, options, request.state.deadline)
+        async with while_connected(request.receive):
+            answers = await _answers(scorer, body)
     usage = ResponseUsage(
         scorer.num_prompt_tokens,
         InputTokensDetails(scorer.num_cached_tokens),

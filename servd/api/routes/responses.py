@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterable, Mapping
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -39,6 +39,7 @@ from servd.api.response_builders.responses import ResponsesBuilder
 from servd.api.response_store import ResponseStore, Stored
 from servd.api.streaming import EventStream
 from servd.errors import InvalidRequest, NotFound
+from servd.outputs import CompletionOutput
 
 if TYPE_CHECKING:
     from servd.api.otel import RequestSpan
@@ -74,11 +75,11 @@ async def create_response(request: Request) -> HTTPResponse:
             builder.keep = keep
         return await builder.respond()
     async with AsyncExitStack() as admission:
-        await admission.enter_async_context(builder.admitted())
+        outputs = await admission.enter_async_context(builder.outputs())
         store.check_room()  # others may have come while it was prepared
         request.state.traced.remove(response_id)  # its timeline is longer than the request
         span, request.state.span = request.state.span, None
-        task = asyncio.create_task(_run_detached(builder, log, admission.pop_all()))
+        task = asyncio.create_task(_run_detached(builder, outputs, log, admission.pop_all()))
         # With all its bytes, which count in the store; forgotten meanwhile, it stays so.
         task.add_done_callback(lambda _: keep() if response_id in store else None)
         task.add_done_callback(lambda _: _end_timeline(builder, span))  # though it never ran
@@ -212,12 +213,15 @@ async def _cancel(stored: Stored) -> None:
 
 
 async def _run_detached(
-    builder: ResponsesBuilder, log: EventLog, admission: AsyncExitStack
+    builder: ResponsesBuilder,
+    outputs: AsyncIterable[CompletionOutput],
+    log: EventLog,
+    admission: AsyncExitStack,
 ) -> None:
     """Make a response in the background, to its end or until it is cancelled."""
     request_id = builder.request.state.request_id
     try:
-        async with admission, aclosing(builder.generate()) as outputs:
+        async with admission:
             async for output in outputs:
                 builder.count(output)
                 for event in builder.events_of(output):
