@@ -80,7 +80,7 @@ def _seconds(
 
     def run() -> None:
         queries = backend.write(q, k, v, cache, metadata, rotation)
-        backend.attend(queries, cache, metadata, spec.head_dim**-0.5)
+        backend.attend(queries, cache, metadata, spec.head_dim**-0.5, None)
 
     return _device_seconds(run, spec.device, repeats)
 

@@ -63,9 +63,9 @@ class GraphBackend(torch_sdpa.Backend):
     def build_metadata(self, batch: AttentionBatch) -> Any:
         return batch if (batch.query_lens == 1).all() else super().build_metadata(batch)
 
-    def attend(self, q, kv_cache, metadata, scale, sinks=None):
+    def attend(self, q, kv_cache, metadata, scale, sinks):
         if not isinstance(metadata, AttentionBatch):
-            return super().attend(q, kv_cache, metadata, scale)
+            return super().attend(q, kv_cache, metadata, scale, sinks)
         shape = (len(q), -1, self.spec.num_kv_heads, self.spec.head_dim)
         groups = self.spec.num_heads // self.spec.num_kv_heads
         parts = kv_cache[:, metadata.block_tables].view(2, *shape)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from servd import plugins
 from servd.errors import ConfigError
@@ -26,7 +27,7 @@ class StepMetadata(Protocol):
     """What a backend knows of a step; the same in all layers."""
 
     @property
-    def slot_mapping(self) -> torch.Tensor:
+    def slot_mapping(self) -> Tensor:
         """int64 [num_tokens]: block * block_size + offset."""
         ...
 
@@ -66,15 +67,15 @@ class AttentionBatch:
     # int64 [num_rows], with the tokens of this step. Only a bound in a captured step, see Backend,
     # and without `exact_seq_lens`: then the device alone knows how many drafts were kept.
     seq_lens: np.ndarray
-    query_start_loc: torch.Tensor  # int32 [num_rows + 1], first token of each row, on the device
-    seq_lens_device: torch.Tensor  # int32 [num_rows]
+    query_start_loc: Tensor  # int32 [num_rows + 1], first token of each row, on the device
+    seq_lens_device: Tensor  # int32 [num_rows]
     # int32 [num_rows, max_blocks], on the device; entries past the length are any block.
-    block_tables: torch.Tensor
-    slot_mapping: torch.Tensor  # int64 [num_tokens]: block * block_size + offset, on the device
+    block_tables: Tensor
+    slot_mapping: Tensor  # int64 [num_tokens]: block * block_size + offset, on the device
     # int64 [num_rows, n], on the device: in a step where tokens may be drafts of a tree, the slots
     # of the last n tokens that each row sees; any before its first one. Others are where
     # block_tables say.
-    tails: torch.Tensor | None = None
+    tails: Tensor | None = None
 
 
 class Backend(ABC, Generic[Metadata]):
@@ -127,13 +128,13 @@ class Backend(ABC, Generic[Metadata]):
 
     def write(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
         metadata: Metadata,
         rotation: Rotation | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Turn queries and keys by their positions, and store keys and values at their slots.
 
         Numbers beyond the range of a cache of float8_e4m3fn become its largest.
@@ -161,20 +162,15 @@ class Backend(ABC, Generic[Metadata]):
         cache[1, metadata.slot_mapping] = v.to(cache.dtype)
         return q
 
-    def move(self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy keys and values of a layer from slots to slots, int64 [n] each."""
         cache = kv_cache.view(2, -1, *kv_cache.shape[3:])
         cache[:, targets] = cache[:, sources]
 
     @abstractmethod
     def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Metadata,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """Attention of the step's tokens over the cache, which has their own keys and values
         already.
 
@@ -191,7 +187,7 @@ class Backend(ABC, Generic[Metadata]):
         """
 
 
-def fused_write(spec: AttentionSpec) -> Callable[..., torch.Tensor] | None:
+def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
     """`rotate_and_store` of ops/triton, which reads and writes every number once; None where it
     cannot run.
     """

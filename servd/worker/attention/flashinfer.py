@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from servd.worker.attention import AttentionBatch, AttentionSpec
 from servd.worker.attention import Backend as AttentionBackend
@@ -24,7 +25,7 @@ WORKSPACE_BYTES = 256 << 20
 class Metadata:
     """The rest of a step is in the wrapper's plan."""
 
-    slot_mapping: torch.Tensor
+    slot_mapping: Tensor
 
 
 class Backend(AttentionBackend[Metadata]):
@@ -99,13 +100,8 @@ class Backend(AttentionBackend[Metadata]):
         return Metadata(batch.slot_mapping)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Metadata,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """One kernel over all rows; the factor on the scores goes in as one on the keys."""
         return self.wrapper.run(q.contiguous(), (kv_cache[0], kv_cache[1]), k_scale=scale)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from servd.worker.attention import AttentionBatch, AttentionSpec
 from servd.worker.attention import Backend as AttentionBackend
@@ -22,11 +23,11 @@ VECTOR = 16  # elements of the widest vector: block size and head dimension are 
 class Metadata:
     """The kernel reads the batch's own arrays."""
 
-    slot_mapping: torch.Tensor
-    query_lens: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: torch.Tensor
-    tails: torch.Tensor | None
+    slot_mapping: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    tails: Tensor | None
 
 
 class Backend(AttentionBackend[Metadata]):
@@ -83,13 +84,13 @@ class Backend(AttentionBackend[Metadata]):
 
     def rotate_and_store(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slots: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        slots: Tensor,
         rotation: Rotation | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Both in one pass; see ops/cpu/attention.cpp."""
         spec = self.spec
         q, k, v = (
@@ -105,7 +106,7 @@ class Backend(AttentionBackend[Metadata]):
         )  # fmt: skip
         return turned
 
-    def move(self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         """In the layout of `kv_cache_shape`."""
         size = self.spec.block_size
         keys, values = kv_cache[0].unflatten(-1, (-1, size)), kv_cache[1].unflatten(-1, (size, -1))
@@ -116,13 +117,8 @@ class Backend(AttentionBackend[Metadata]):
         values[to_block, :, to_offset] = values[block, :, offset]
 
     def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Metadata,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """See ops/cpu/attention.cpp."""
         spec, tables, tails = self.spec, metadata.block_tables, metadata.tails
         out = torch.empty(q.shape)

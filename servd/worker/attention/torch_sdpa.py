@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from servd.worker.attention import AttentionBatch, AttentionSpec
 from servd.worker.attention import Backend as AttentionBackend
@@ -31,19 +32,19 @@ class Group:
 
     num_rows: int
     # int64 [num_rows * query_len], or None: all tokens of the step in order.
-    tokens: torch.Tensor | None
-    blocks: torch.Tensor  # int64 [num_rows * num_blocks]
-    mask: torch.Tensor  # [num_rows, 1, query_len, num_blocks * block_size], 0 or -inf
+    tokens: Tensor | None
+    blocks: Tensor  # int64 [num_rows * num_blocks]
+    mask: Tensor  # [num_rows, 1, query_len, num_blocks * block_size], 0 or -inf
     # int64 [num_rows, n] each: numbers of the tails' keys in all of the group's, and their slots.
-    tails: tuple[torch.Tensor, torch.Tensor] | None
-    unseen: torch.Tensor  # keys that no query of their row sees, bool [num_rows, num_keys, 1, 1]
+    tails: tuple[Tensor, Tensor] | None
+    unseen: Tensor  # keys that no query of their row sees, bool [num_rows, num_keys, 1, 1]
 
 
 @dataclass(frozen=True)
 class Metadata:
     """The groups of a step."""
 
-    slot_mapping: torch.Tensor
+    slot_mapping: Tensor
     groups: list[Group]
 
 
@@ -124,7 +125,7 @@ class Backend(AttentionBackend[Metadata]):
             keys = torch.arange(-batch.tails.shape[1], 0, device=device) + (
                 batch.seq_lens_device[rows_d] - first_d * block_size
             ).unsqueeze(1)
-            # Of keys that are not gathered, the row's last one stands in the place.
+            # The row's last key stands in for those that are not gathered.
             keys, slots = (
                 torch.where(keys < 0, each[:, -1:], each) for each in (keys, batch.tails[rows_d])
             )
@@ -139,13 +140,8 @@ class Backend(AttentionBackend[Metadata]):
         return Group(len(rows), tokens, blocks, mask.unsqueeze(1), tails, unseen)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Metadata,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """Group by group."""
         # [num_blocks, block_size * kv_heads * head_dim]
         key_blocks, value_blocks = kv_cache.flatten(2)
@@ -167,13 +163,13 @@ class Backend(AttentionBackend[Metadata]):
 
     def _attention(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
         scale: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None,
+    ) -> Tensor:
         """[num_rows, num_heads, query_len, head_dim], from keys and values of num_kv_heads."""
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
@@ -191,7 +187,7 @@ class Backend(AttentionBackend[Metadata]):
             scores = torch.cat((scores, column), dim=3)
         return scores.softmax(3)[..., : k.shape[2]].to(v.dtype) @ v
 
-    def _gather(self, blocks: torch.Tensor, group: Group) -> torch.Tensor:
+    def _gather(self, blocks: Tensor, group: Group) -> Tensor:
         """The group's keys or values, [num_rows, kv_heads, num_blocks * block_size, head_dim]."""
         spec, shape = self.spec, (-1, self.spec.num_kv_heads, self.spec.head_dim)
         keys = blocks.index_select(0, group.blocks).to(spec.dtype).view(shape)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from servd.worker.attention import AttentionBatch, AttentionSpec
 from servd.worker.attention import Backend as AttentionBackend
@@ -25,7 +26,7 @@ class Metadata:
     plan: Plan
 
     @property
-    def slot_mapping(self) -> torch.Tensor:
+    def slot_mapping(self) -> Tensor:
         return self.batch.slot_mapping
 
 
@@ -83,13 +84,8 @@ class Backend(AttentionBackend[Metadata]):
         )
 
     def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Metadata,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """One kernel over all rows, and one that merges what was split."""
         batch = metadata.batch
         return self.paged_attention.paged_attention(

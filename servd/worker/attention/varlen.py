@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from servd.worker.attention import AttentionBatch, AttentionSpec
 from servd.worker.attention import Backend as AttentionBackend
@@ -30,7 +31,7 @@ class Metadata:
     max_seq_len: int
 
     @property
-    def slot_mapping(self) -> torch.Tensor:
+    def slot_mapping(self) -> Tensor:
         return self.batch.slot_mapping
 
 
@@ -76,13 +77,8 @@ class Backend(AttentionBackend[Metadata]):
         return Metadata(batch, int(batch.query_lens.max()), int(batch.seq_lens.max()))
 
     def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Metadata,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """One kernel over all rows."""
         batch = metadata.batch
         out = self.kernel(
@@ -103,5 +99,5 @@ class Backend(AttentionBackend[Metadata]):
         return out.contiguous()
 
 
-def _varlen_attn() -> Callable[..., torch.Tensor]:
+def _varlen_attn() -> Callable[..., Tensor]:
     return importlib.import_module("torch.nn.attention.varlen").varlen_attn

@@ -157,7 +157,7 @@ def test_moved_keys_and_values_are_found_where_they_went(name, kv_dtype):
     backend.move(cache, *(torch.from_numpy(each) for each in slots))
 
     metadata = backend.build_metadata(rows.batch(first, last))
-    out = backend.attend(torch.cat(rows.q), cache, metadata, spec.head_dim**-0.5)
+    out = backend.attend(torch.cat(rows.q), cache, metadata, spec.head_dim**-0.5, None)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
 
 

@@ -83,7 +83,7 @@ def test_later_steps_are_right_too(name: str, window: int | None):
             *random(2, NUM_ROWS, NUM_KV_HEADS, HEAD_DIM),
         )
         queries = backend.write(q, k, v, cache, metadata, None)
-        out = backend.attend(queries, cache, metadata, 0.3)
+        out = backend.attend(queries, cache, metadata, 0.3, None)
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             keys, values = (
                 before[:, blocks[slot]].flatten(1, 2).clone()

@@ -62,7 +62,7 @@ def test_drafts_beside_a_token_change_no_bit_of_it(kv_dtype: torch.dtype, num_dr
     )  # fmt: skip
     metadata = backend.build_metadata(drafts)
     queries = rows.write(backend, caches[1], metadata, first, rows.seq_lens)
-    beside = backend.attend(queries, caches[1], metadata, SPEC.head_dim**-0.5)
+    beside = backend.attend(queries, caches[1], metadata, SPEC.head_dim**-0.5, None)
     assert torch.equal(beside, torch.stack(alone, dim=1).flatten(0, 1))
     assert torch.equal(caches[0], caches[1])
 
@@ -112,7 +112,9 @@ def test_a_step_outside_of_the_cache_is_an_error_that_names_it(
 
     def step(batch: AttentionBatch) -> torch.Tensor:
         metadata = backend.build_metadata(batch)
-        return backend.attend(backend.write(q, kv, kv, cache, metadata, None), cache, metadata, 1.0)
+        return backend.attend(
+            backend.write(q, kv, kv, cache, metadata, None), cache, metadata, 1.0, None
+        )
 
     with pytest.raises(IndexError, match=f"^{re.escape(message)}$"):
         step(batch(**changes))
@@ -133,7 +135,7 @@ def test_blocks_that_are_not_read_may_be_any():
         slot_mapping=torch.tensor([15]),
     )
     cache = torch.zeros(backend.kv_cache_shape(1))
-    out = backend.attend(torch.ones(1, 4, 16), cache, backend.build_metadata(one), 1.0)
+    out = backend.attend(torch.ones(1, 4, 16), cache, backend.build_metadata(one), 1.0, None)
     assert torch.equal(out, torch.zeros(1, 4, 16))
 
 
@@ -155,7 +157,7 @@ def test_a_prompt_takes_no_memory_for_every_part_of_its_context():
     )
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = peak_kilobytes()
-    backend.attend(torch.ones(num_tokens, 64, 16), cache, metadata, 1.0)
+    backend.attend(torch.ones(num_tokens, 64, 16), cache, metadata, 1.0, None)
     assert peak_kilobytes() - before < 30_000
 
 
