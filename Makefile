@@ -25,8 +25,9 @@ GPU_PYTEST = PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' -
 SERVERS = $(wildcard tests/integration/test_[a-e]*.py)
 SERVERS2 = $(filter-out $(SERVERS),$(wildcard tests/integration/test_*.py))
 ROOMS = tests/api tests/core tests/demo_model tests/parity
-# What tells most within a minute: no server, no model, no long property test.
-FAST = --ignore=tests/core/structured_output tests/core tests/cli $(filter-out tests/test_docs.py tests/test_llm.py tests/test_messages.py,$(wildcard tests/test_*.py))
+# What tells most within a minute: no server, no model, no long property test. Those of the commands run after pyright,
+# beside the others.
+FAST = --ignore=tests/core/structured_output tests/core $(filter-out tests/test_docs.py tests/test_llm.py tests/test_messages.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
@@ -85,9 +86,10 @@ test-gpu: .gpu ## Run the tests that need a GPU with GPU_PYTHON, in less than 8 
 	else echo "no NVIDIA GPU here: nothing to test"; fi
 
 check: format-check lint ## Check format, lint, types, import rules; run the fast tests, in less than 2 minutes
-	@types=$$(mktemp); $(BIN)/pyright --pythonpath $(BIN)/python >$$types 2>&1 & pid=$$!; \
+	@beside=$$(mktemp); { $(BIN)/pyright --pythonpath $(BIN)/python; types=$$?; \
+		$(BIN)/python -m pytest tests/cli && exit $$types; } >$$beside 2>&1 & pid=$$!; \
 	$(BIN)/python -m pytest $(FAST); failed=$$?; \
-	wait $$pid || failed=1; cat $$types; rm -f $$types; exit $$failed
+	wait $$pid || failed=1; cat $$beside; rm -f $$beside; exit $$failed
 
 format: $(VENV)/.dev ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format

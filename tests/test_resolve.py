@@ -4,7 +4,7 @@ refused.
 
 import msgspec
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from servd import plugins
@@ -122,7 +122,7 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
     try:
         config = decide(machine, **options)
     except ConfigError:
-        assume(False)
+        return
     assert config.scheduler.max_num_batched_tokens >= config.scheduler.max_num_seqs
     assert config.model.max_model_len <= SPEC.max_position_embeddings
     assert resolve(config, SPEC, machine) == config
