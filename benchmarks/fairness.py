@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from servd.cli import _client, _server
 
 KEYS = {"A": "key-of-a", "B": "key-of-b"}
-SLOTS, TOKENS = 64, 512  # of a step, at whole capacity
+SLOTS, TOKENS = 64, 512  # at whole capacity, in a step
 START_TIMEOUT = 300.0  # seconds
 NUM_WORST = 3  # timelines shown
 

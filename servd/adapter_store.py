@@ -23,7 +23,7 @@ from servd.errors import ConfigError
 from servd.lora import CONFIG, TENSORS, Adapter, AdapterFiles, Shape
 
 KEEP_SECONDS = 3600  # that the files of a replaced adapter stay, for requests that have it
-MAX_ON_DEMAND = 64  # of those that requests have loaded; the one used longest ago goes
+MAX_ON_DEMAND = 64  # adapters that requests loaded; the one used longest ago goes
 PIECE = 1 << 20
 
 

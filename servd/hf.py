@@ -37,7 +37,7 @@ CONVERTIBLE = (
 
 
 NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
-MAX_SIZE = 2**31 - 1  # of what config.json counts
+MAX_SIZE = 2**31 - 1  # for whatever config.json counts
 SHARD, MAX_SHARDS = re.compile(r"(.+-)\d+-of-(\d+)(\.\w+)"), 10_000
 
 

@@ -129,7 +129,7 @@ class AdapterFiles:
         self.shown = shown or str(folder)  # in errors
         self.config = self._read_config()
         self.modules: dict[str, tuple[str, str, float]] = {}
-        self.shapes: dict[str, Shape] = {}  # of tensors, by name
+        self.shapes: dict[str, Shape] = {}  # by name of the tensor
         try:
             self._read_modules()
         except (

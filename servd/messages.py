@@ -228,7 +228,7 @@ class EngineCoreOutput(Message):
     # evicted from it; 0 if it was not, or that was long ago.
     evicted_at_ns: int = 0
     num_drafts: int = 0  # that the workers had found for this step
-    num_accepted: int = 0  # of them
+    num_accepted: int = 0  # drafts that were kept
     # On the first output: those of num_cached_tokens that came from tiers below the device.
     num_external_tokens: int = 0
 

@@ -196,7 +196,9 @@ class PoolingParams(
     normalize: bool | None = None
     dimensions: Count | None = None  # keep only the first ones
     task: Literal["embed", "classify"] = "embed"
-    second_text: Count = 0  # of two texts that a model tells apart: where the other begins; 0: one
+    second_text: Count = (
+        0  # where the second of two texts begins that a model tells apart; 0: one text
+    )
 
     def verify(self, hidden_size: int) -> None:
         """Check every bound once, before the engine sees the request.

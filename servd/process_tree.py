@@ -96,7 +96,9 @@ class ProcessTree:
         self.reload_is_due = False
         self.engines: list[Incarnations] = []  # by rank; none with --attach
         size = config.parallel.data_parallel_size
-        self.folders = [engine_dir(ipc_dir, rank) for rank in range(size)]  # of their sockets
+        self.folders = [
+            engine_dir(ipc_dir, rank) for rank in range(size)
+        ]  # for their sockets, by rank
         self.routing = routing.make_file() if size > 1 else -1
         self.api_servers: list[Child] = []
         self.api_deaths = Deaths(config.server)

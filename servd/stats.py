@@ -76,8 +76,8 @@ class SchedulerStats(Stats):
     num_deferred: int = 0  # requests that cannot run yet, e.g. while a grammar compiles
     evictions: list[BlockEviction] = []  # under --kv-cache-metrics
     running_adapters: list[str] = []  # names, of requests that run
-    waiting_adapters: list[str] = []  # of requests that wait for one of these to end
+    waiting_adapters: list[str] = []  # those that requests wait for
     external_prefix_cache_queries: int = 0  # tokens looked up in tiers below the device
     external_prefix_cache_hits: int = 0  # tokens found there
-    num_swapped: int = 0  # of those that wait, whose blocks are there
+    num_swapped: int = 0  # waiting requests whose blocks are there
     tiers: list[TierStats] = []

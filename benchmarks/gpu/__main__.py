@@ -20,7 +20,7 @@ from benchmarks.gpu import report
 from servd.resolve import look_at_machine
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of each part, in seconds; the last ones get what the others leave.
+# Seconds of each part; the last ones get what the others leave.
 LIMITS = {
     "ceilings": 60, "attention": 60, "gpt2": 90, "qwen3": 90, "llama": 180, "rival": 150,
     "compiled": 120,

@@ -267,7 +267,7 @@ class AsyncLLM:
 
     def _start(self, one: Prepared, stream: DeltaStream, first: int) -> None:
         """Send a prompt to an engine; `first` is the index of its first choice in the stream."""
-        if one.part_of:  # of parts that run side by side, the first speaks for all
+        if one.part_of:  # the first of parts that run side by side speaks for all
             whole = None if first else self.tracer.running.get(one.part_of)
             timeline = whole or Timeline(one.request_id)
         else:

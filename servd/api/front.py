@@ -43,7 +43,7 @@ from servd.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 
 logger = logging.getLogger("servd.api")
 
-# Of one connection, or what the front says itself.
+# Headers of one connection, and those that the front writes itself.
 OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
 OF_REQUESTS = OWN | {b"host", b"content-length", b"expect"}
 ASKS_FOR_SLEEP = {("GET", "/is_sleeping"), ("POST", "/sleep")}

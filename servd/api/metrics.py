@@ -48,7 +48,7 @@ class ChoiceTimes(msgspec.Struct):
     num_prompt_tokens: int
     num_tokens: int = 0  # generated
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_external_tokens: int = 0  # of them, in host memory and files
+    num_external_tokens: int = 0  # those among them that came from host memory and files
     num_preemptions: int = 0
     evicted_at_ns: int = 0  # see EngineCoreOutput
     last_ns: int = 0  # when the latest tokens came

@@ -173,7 +173,7 @@ class _Schemas:
         shared = definitions.get("$defs", {})
         assert not shared.keys() & components.keys(), shared.keys() & components.keys()
         for body in bodies.values():
-            for kind in get_args(body) or (body,):  # of a union, each
+            for kind in get_args(body) or (body,):  # each one of a union
                 properties = shared[kind.__name__]["properties"]
                 _describe(properties, kind.descriptions())
                 for name in sorted(kind.from_chat):

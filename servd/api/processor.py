@@ -45,7 +45,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     params: SamplingParams
     request: EngineCoreRequest
     expected: ExpectedOutput = ExpectedOutput()
-    marks: list[Mark] = []  # of its timeline
+    marks: list[Mark] = []  # for its timeline
     part_of: str = ""  # id of a request that metrics and timelines have as a whole
 
     @property
@@ -105,7 +105,9 @@ class Processor:
         ]
         self._eos_token_ids = list(dict.fromkeys(eos))
         self.grammars = GrammarChecker(config, spec)
-        self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
+        self._ordinal = (
+            itertools.count()
+        )  # counts requests without a seed; `next` is safe in threads
 
     def process(
         self,

@@ -59,7 +59,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""  # unique among those running; not needed to count tokens
     param: str = "prompt"  # the field of the request that holds it, for errors
     add_special_tokens: bool = True  # let the tokenizer add e.g. BOS to a text
-    suffix: str | None = None  # of a text: what comes after the one that the model is to write
+    suffix: str | None = None  # what comes after the text that the model is to write
     keep_first: int | None = None  # tokens; cuts the end off
     keep_last: int | None = None  # tokens; cuts the beginning off
     # What the model's files let a text begin with, by its name there; None: their default.

@@ -27,7 +27,7 @@ SIZE = TABLE + 8 * NUM_ENTRIES
 FINE_BLOCKS, COARSE = 256, 16  # so many blocks are told apart, then so many at once
 WINDOW = 1 << 20  # recent tokens after which all count half
 SLACK = 1.05  # times its share that an engine may get for nothing
-OUTPUT_WEIGHT = 0.25  # of answers: they are no queue, and slow down the steps of prompts
+OUTPUT_WEIGHT = 0.25  # answers are no queue, but slow down the steps of prompts
 FIRST_GUESS = 128.0  # output tokens of a request, before any has ended
 LEARNING_RATE = 1 / 64
 
@@ -154,7 +154,7 @@ class Router:
         return [sum(numbers[first + rank :: ROW]) for rank in self.ranks]
 
     def _checksums(self, request: EngineCoreRequest) -> dict[int, int]:
-        """Of the prompt up to the ends of its blocks, by their place."""
+        """Checksums of the prompt up to the ends of its blocks, by their place."""
         params = request.params
         is_read = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
         if is_read or not self.block_size:

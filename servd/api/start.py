@@ -21,7 +21,7 @@ class Start(msgspec.Struct):
     name: str  # for the log, e.g. "api-0"
     listener: int  # descriptor of the listening socket, inherited
     url: str | None  # announced by this process once the model is ready
-    incarnations: list[int]  # of the engines, by rank
+    incarnations: list[int]  # by the engine's rank
     hands_over: bool = False  # another server may accept from the same socket, before and after
     waits: bool = False  # for the engine, before it takes connections from there
     pulse: int = -1  # inherited descriptor, see Pulse

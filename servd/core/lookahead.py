@@ -44,7 +44,7 @@ class Acceptance:
     num_kept: float = 0.0
     num_tried: float = 0.0
     num_found: float = 0.0  # steps whose workers had a draft
-    num_asked: float = 0.0  # of so many that wanted one
+    num_asked: float = 0.0  # steps that wanted one
 
     def count(self, num_drafts: int, num_kept: int, num_asked: int, num_found: int) -> None:
         """Take in a step: its first `num_kept` drafts were kept, the next one was tried in vain;

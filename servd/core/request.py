@@ -99,7 +99,7 @@ class Request:
     num_found_drafts: int = 0  # by the workers, when last harvested: later steps hope for more
     acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
-    num_external_tokens: int = 0  # of those, from tiers below the device
+    num_external_tokens: int = 0  # those among them from tiers below the device
     reads_until_ns: int = 0  # how long it waits for such; 1: not at all; 0: nobody has looked yet
     evicted_at_ns: int = 0  # see EngineCoreOutput
     num_preemptions: int = 0

@@ -35,7 +35,7 @@ class BlockStore:
         blocks = [cache.view(2, cache.shape[1], -1).view(dtype) for cache in caches]
         sizes = [2 * each.shape[2] for each in blocks]
         slots = memory.view(-1, parallel.size, sum(sizes))[:, parallel.rank]
-        # Of each layer: its cache [2, num_blocks, bytes], and the slots [num_slots, 2, bytes].
+        # By layer: its cache [2, num_blocks, bytes], and the slots [num_slots, 2, bytes].
         self._layers = [
             (device, host.unflatten(1, (2, -1)))
             for device, host in zip(blocks, slots.split(sizes, dim=1), strict=True)

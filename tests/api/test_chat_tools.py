@@ -60,7 +60,7 @@ TEMPLATE = """\
 {%- if THINKING %}
 {%- if enable_thinking is defined and enable_thinking is false %}{{
     '<think>\n\n</think>\n\n' }}{% endif %}
-{%- if open_thoughts %}{{ '<think>\n' }}{% endif %}
+{%- if open_reasoning %}{{ '<think>\n' }}{% endif %}
 {%- endif %}
 {%- endif %}"""
 TOOL_TEMPLATE = TEMPLATE.replace("THINKING", "false").replace(
@@ -332,7 +332,7 @@ async def test_a_conversation_with_results_reaches_the_template():
         {"tools": TOOLS},
         {"tools": TOOLS, "tool_choice": "none"},
         {"reasoning_effort": "none"},
-        {"chat_template_kwargs": {"open_thoughts": True}},
+        {"chat_template_kwargs": {"open_reasoning": True}},
     ],
 )
 async def test_tokenize_counts_the_same_prompt(fields):
@@ -347,7 +347,7 @@ async def test_tokenize_counts_the_same_prompt(fields):
 REASONING = "<think>\nThe user says hi – 你好.\n</think>\n\nHello!"
 
 
-async def check_thoughts(served: Served, num_tokens: int, **body: Any) -> None:
+async def check_reasoning(served: Served, num_tokens: int, **body: Any) -> None:
     answer = await ask(served, **body)
     message = answer["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] == "The user says hi – 你好."
@@ -359,17 +359,17 @@ async def check_thoughts(served: Served, num_tokens: int, **body: Any) -> None:
     }
 
 
-async def test_thoughts_that_the_model_opens():
+async def test_reasoning_that_the_model_opens():
     async with scripted(REASONING, THINKING_TEMPLATE) as served:
         inside = REASONING.removeprefix("<think>").partition("</think>")[0]
-        await check_thoughts(served, len(inside.encode()))
+        await check_reasoning(served, len(inside.encode()))
 
 
-async def test_thoughts_that_the_prompt_opens():
+async def test_reasoning_that_the_prompt_opens():
     script = REASONING.removeprefix("<think>\n")
     async with scripted(script, THINKING_TEMPLATE) as served:
         num_tokens = len(script.partition("</think>")[0].encode())
-        await check_thoughts(served, num_tokens, chat_template_kwargs={"open_thoughts": True})
+        await check_reasoning(served, num_tokens, chat_template_kwargs={"open_reasoning": True})
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ async def test_thinking_can_be_switched_off(body):
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-async def test_hidden_thoughts_are_counted():
+async def test_hidden_reasoning_is_counted():
     async with scripted(REASONING, THINKING_TEMPLATE) as served:
         whole = await ask(served)
         hidden = await ask(served, include_reasoning=False)
@@ -394,7 +394,7 @@ async def test_hidden_thoughts_are_counted():
         }
 
 
-async def test_thoughts_then_calls():
+async def test_reasoning_then_calls():
     async with scripted("<think>I need tools.</think>\n\n" + CALLS, THINKING_TEMPLATE) as served:
         (choice,) = (await ask(served, tools=TOOLS))["choices"]
         assert choice["message"]["reasoning"] == "I need tools."
@@ -404,7 +404,7 @@ async def test_thoughts_then_calls():
         assert streamed["texts"]["reasoning"] == "I need tools."
 
 
-async def test_a_reply_that_is_all_thought():
+async def test_a_reply_that_is_all_reasoning():
     async with scripted("<think>Hm, well", THINKING_TEMPLATE) as served:
         answer = await ask(served, max_tokens=12)
         assert answer["choices"][0]["message"]["content"] is None
@@ -446,7 +446,7 @@ def with_markers(text: str, spec: ModelSpec) -> list[int]:
     return ids
 
 
-async def test_special_tokens_that_mark_calls_and_thoughts(special_spec):
+async def test_special_tokens_that_mark_calls_and_reasoning(special_spec):
     script = with_markers("<think>\nHm.</think>\n\n" + CALLS, special_spec)
     async with scripted(script, THINKING_TEMPLATE, spec=special_spec) as served:
         answer = await ask(served, tools=TOOLS)
@@ -461,7 +461,7 @@ async def test_special_tokens_that_mark_calls_and_thoughts(special_spec):
 
 
 @pytest.mark.parametrize(("body", "expected"), [
-    ({}, (4, False)), ({"chat_template_kwargs": {"open_thoughts": True}}, (4, True)),
+    ({}, (4, False)), ({"chat_template_kwargs": {"open_reasoning": True}}, (4, True)),
     ({"reasoning_effort": "none"}, None),
 ])  # fmt: skip
 async def test_a_thinking_budget_reaches_the_engine_with_the_tags(special_spec, body, expected):
@@ -497,13 +497,13 @@ async def test_a_thinking_budget_of_a_model_that_does_not_think_is_refused(http)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking_token_budget"
 
 
-async def test_structured_output_begins_after_the_thoughts(special_spec):
+async def test_structured_output_begins_after_the_reasoning(special_spec):
     async with scripted([], THINKING_TEMPLATE, spec=special_spec) as served:
         end_id = with_markers("</think>", special_spec)[0]
         body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 1}
         for fields, starts_after in (
             ({}, [end_id]),
-            ({"chat_template_kwargs": {"open_thoughts": True}}, [end_id]),
+            ({"chat_template_kwargs": {"open_reasoning": True}}, [end_id]),
             ({"reasoning_effort": "none"}, []),
         ):
             served.engine.sent.clear()

@@ -27,7 +27,7 @@ FILES = {
     "tokenizer_config.json",
     "generation_config.json",
 }
-EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
+EMPTY_REASONING = "<think>\n\n</think>\n\n"
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_thinking_is_switched_by_the_template(tokenizer):
 
     start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert prompt(enable_thinking=True) == start
-    assert prompt(enable_thinking=False) == prompt() == start + EMPTY_THOUGHT
+    assert prompt(enable_thinking=False) == prompt() == start + EMPTY_REASONING
 
 
 def test_a_next_turn_begins_with_the_tokens_of_the_last_one(tokenizer):
@@ -176,6 +176,6 @@ def test_tools_and_results(tokenizer):
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     results = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
     assert rest == (
-        f"<|im_start|>user\nAdd<|im_end|>\n<|im_start|>assistant\n{EMPTY_THOUGHT}{called}\n{called}<|im_end|>\n"
-        f"<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n{EMPTY_THOUGHT}"
+        f"<|im_start|>user\nAdd<|im_end|>\n<|im_start|>assistant\n{EMPTY_REASONING}{called}\n{called}<|im_end|>\n"
+        f"<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n{EMPTY_REASONING}"
     )

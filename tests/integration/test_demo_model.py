@@ -43,9 +43,9 @@ def test_every_feature_with_real_text(start: Callable[..., Server]):
     assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "demo"
     assert "8000" in message("On which port does servd listen?")["content"]
 
-    sum_with_thoughts = message("What is 48 + 36?", chat_template_kwargs={"enable_thinking": True})
-    assert "84" in sum_with_thoughts["content"]
-    assert sum_with_thoughts["reasoning"]
+    sum_with_reasoning = message("What is 48 + 36?", chat_template_kwargs={"enable_thinking": True})
+    assert "84" in sum_with_reasoning["content"]
+    assert sum_with_reasoning["reasoning"]
 
     [call] = message("What is the weather in Paris?", tools=[WEATHER])["tool_calls"]
     assert call["function"]["name"] == "get_weather"

@@ -31,7 +31,7 @@ def llm(request, tiny_llama):
     llm.close()
 
 
-def test_thoughts_end_where_the_budget_does_and_the_form_begins_there(llm: LLM):
+def test_reasoning_ends_where_the_budget_does_and_the_form_begins_there(llm: LLM):
     free = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
     end_id = next(i for i in range(100, 200) if not any(i in token_ids for token_ids in free))
     limited = msgspec.structs.replace(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of the polynomial that takes singular values from (0, 1] to about 1 in five rounds, as published.
+# Coefficients, as published, of the polynomial that takes singular values in (0, 1] to about 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
 MOMENTUM = 0.95

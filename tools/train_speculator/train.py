@@ -68,7 +68,7 @@ class Trainer:
         self.head, self.teacher, self.options, self.cache = head, teacher, options, cache
         self.device = teacher.device
         is_16_bit = teacher.dtype != torch.float32
-        self.dtype = torch.bfloat16 if is_16_bit else torch.float32  # of products
+        self.dtype = torch.bfloat16 if is_16_bit else torch.float32  # products' type
         self.step = 0
         named = [item for item in head.named_parameters() if item[1].requires_grad]
         matrices = [p for name, p in named if p.dim() == 2 and name != "lm_head.weight"]

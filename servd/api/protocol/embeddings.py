@@ -49,12 +49,12 @@ class VectorRequest(PooledRequest):
     messages: Messages | None = None
     add_generation_prompt: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True  # of `input`; a chat template writes its own
+    add_special_tokens: bool = True  # to `input`; a chat template writes its own
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
-    """Of a prompt in the model's files, which `input` begins with, e.g. `query`."""
+    """Names a prompt of the model's files that `input` begins with, e.g. `query`."""
 
     @model_validator(mode="after")
     def _check_input(self) -> VectorRequest:

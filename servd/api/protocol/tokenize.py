@@ -16,7 +16,7 @@ class TokenizeRequest(ChatPrompt):
 
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True  # of `prompt`; a chat template writes its own
+    add_special_tokens: bool = True  # to `prompt`; a chat template writes its own
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

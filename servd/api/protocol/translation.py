@@ -49,7 +49,7 @@ class TranslatedRequest(RequestBody):
         """
         extra = self.model_extra or {}
         for name in EXTENSIONS & extra.keys():
-            made = fields.get(name)  # of fields of this API
+            made = fields.get(name)  # from fields of this API
             if isinstance(made, dict) and isinstance(extra[name], dict):
                 fields[name] = made | extra[name]
             elif made is not None:

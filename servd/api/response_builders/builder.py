@@ -70,11 +70,11 @@ class ResponseBuilder(ABC):
         self.options = asked.request_options  # once admitted, with what the API key decides
         self.n = self.params.n
         self.prepared: list[Prepared] = []
-        self.parsers: list[OutputParser] = []  # of the choices
+        self.parsers: list[OutputParser] = []  # by choice
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prompts)
         self.wants_receipt = request.headers.get("x-servd-receipt") == "1"
-        self.token_ids: list[list[int]] = []  # of the choices, for the receipt
+        self.token_ids: list[list[int]] = []  # by choice, for the receipt
         if self.wants_receipt and asked.use_beam_search:
             raise InvalidRequest("there is no receipt of a beam search: leave out X-Servd-Receipt")
 

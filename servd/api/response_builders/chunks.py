@@ -28,7 +28,7 @@ from servd.api.streaming import event
 from servd.errors import InvalidRequest
 from servd.outputs import CompletionOutput
 
-MAX_LOGPROBS_SHOWN = 1_000_000  # of prompts, in one body: about 60 MB of JSON
+MAX_LOGPROBS_SHOWN = 1_000_000  # log-probabilities of prompts in one body: about 60 MB of JSON
 
 
 class ChunkBuilder(ResponseBuilder):

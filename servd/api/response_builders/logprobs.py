@@ -49,7 +49,7 @@ class TextOffsets:
     ) -> None:
         self.tokenizer = tokenizer
         self.skipped = skipped  # tokens that are not in the text
-        self.name = name  # of a token
+        self.name = name  # names tokens
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.offset = 0
 

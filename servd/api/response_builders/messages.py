@@ -43,7 +43,7 @@ class MessageBuilder(EventBuilder):
         usage = MessageUsage(0, 0, 0, OutputTokensDetails(0))
         self.response = Message(id=response_id, model=self.model, content=[], usage=usage)
         self.block: Block | None = None  # the open one
-        self.json = ""  # of its input
+        self.json = ""  # its input so far
 
     def begin(self) -> Iterator[Event]:
         """The message, without content."""

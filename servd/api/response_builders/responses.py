@@ -69,7 +69,7 @@ class ResponsesBuilder(EventBuilder):
         self.response = _blank(response_id, self.model, body, self.params, is_stored)
         self.keep: Callable[[], None] = lambda: None
         self.item: OutputItem | None = None  # the open one
-        self.logprobs: list[TokenLogprobs] = []  # of tokens whose text is in no event yet
+        self.logprobs: list[TokenLogprobs] = []  # tokens whose text is in no event yet
         self.sequence_number = 0
 
     def queue(self) -> Iterator[Event]:

@@ -160,7 +160,7 @@ class FakeExecutor(executor.Executor):
         self.block_size = config.cache.block_size
         self.cache = array("Q")  # one state per token
         self.bytes_per_block = self.spec.kv_bytes_per_token(dtype_bytes=4) * self.block_size
-        self.memories: dict[str, mmap] = {}  # of BlockCopies
+        self.memories: dict[str, mmap] = {}  # by id, for BlockCopies
         self.times_ns: list[int] = []  # the step computed last, see StepRecord.worker_ns
         self.rows: dict[int, Row] = {}
         self.launched: Pending | None = None  # the forward pass, until its tokens are sampled

@@ -26,7 +26,7 @@ class AdapterTurns:
         self.is_closed = False  # to newcomers of adapters that run
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Of the adapters that run, and of those that wait for a place."""
+        """The adapters that run, and those that wait for a place."""
         waiting = {each.adapter for each in self.aside if each.adapter}
         return [each.name for each in self.running], [each.name for each in waiting]
 

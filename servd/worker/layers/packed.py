@@ -11,7 +11,7 @@ from torch import Tensor
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops.native import TYPES, call, loaded_library
 
-EXACT_TERMS = 3  # of bfloat16 or int8, which are as exact as float32: see ops/cpu/tiles.h
+EXACT_TERMS = 3  # so many of bfloat16 or int8 are as exact as float32: see ops/cpu/tiles.h
 
 
 class Packed:

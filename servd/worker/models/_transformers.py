@@ -64,7 +64,7 @@ class Table(nn.Embedding):
 
 
 class Hidden(MoeModelOutputWithPast):
-    """Of whatever else a model may ask of its layers, there is none."""
+    """Whatever else a model may ask of its layers is not there."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -211,7 +211,7 @@ def build(spec: ModelSpec) -> Any:
             )
     except UnsupportedModel:
         raise
-    except Exception as error:  # of code that others wrote
+    except Exception as error:  # others wrote this code
         if error.args == (NOTED,):  # older classes have a table of attention classes
             raise UnsupportedModel("its attention is not called through the interface") from None
         raise UnsupportedModel(

@@ -326,7 +326,7 @@ def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
             )
     except UnsupportedModel:
         raise
-    except Exception as error:  # of code that others wrote
+    except Exception as error:  # others wrote this code
         raise UnsupportedModel(first_line(error)) from error
     if notes.found and {id(positions), id(placed)} <= watch.unused:
         raise UnsupportedModel("it takes no positions, and counts tokens by itself")
@@ -343,7 +343,7 @@ def _product(size: int, x: Tensor) -> Tensor:
 
 
 def first_line(error: Exception) -> str:
-    """Of its message."""
+    """The first line of its message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

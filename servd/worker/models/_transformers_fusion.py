@@ -33,12 +33,12 @@ PACKED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-SIZE = 8  # of hidden states, in trials
+SIZE = 8  # hidden size in trials
 NUM_TOKENS = 3
 
 
 class FusedAttention(nn.Module):
-    """Of Llama, with or without norms of heads."""
+    """Llama's, with or without norms of heads."""
 
     qkv_proj: Any
     q_norm: Any
@@ -174,7 +174,7 @@ def _is_rotary(module: Any) -> bool:
         cos, sin = (f(angles) * module.attention_scaling for f in (torch.cos, torch.sin))
         got = module(x.to(module.inv_freq.device), positions[None].to(module.inv_freq.device))
         return _are_close(got[0].cpu(), cos) and _are_close(got[1].cpu(), sin)
-    except Exception:  # of code that others wrote
+    except Exception:  # others wrote this code
         return False
 
 
@@ -218,7 +218,7 @@ def _is_attention(module: Any, head_dim: int) -> bool:
                 attention_mask=None,
                 past_key_values=None,
             )
-    except Exception:  # of code that others wrote
+    except Exception:  # others wrote this code
         return False
     wanted = rotate(q, halves), rotate(k, halves), v
     return (
@@ -241,7 +241,7 @@ def _activation_of(module: Any) -> str | None:
     x = 3 * torch.randn(1, NUM_TOKENS, SIZE)
     try:
         got = trial(x)
-    except Exception:  # of code that others wrote
+    except Exception:  # others wrote this code
         return None
     for name in ops.native.FUNCTIONS:
         if _are_close(got, stubs[2](reference.activate(stubs[0](x), name) * stubs[1](x))):
@@ -262,6 +262,6 @@ def _eps_of(module: Any) -> float | None:
     trial._parameters = {"weight": torch.rand(module.weight.shape) + 0.5}
     try:
         is_equal = _are_close(trial(x), F.rms_norm(x, x.shape[2:], trial.weight, eps))
-    except Exception:  # of code that others wrote
+    except Exception:  # others wrote this code
         return None
     return eps if is_equal else None

@@ -28,7 +28,7 @@ NAMES = {
     "intermediate.dense": "up",
     "output.dense": "down",
     "output.LayerNorm": "mlp_norm",
-    "LayerNorm.gamma": "LayerNorm.weight",  # of checkpoints that were TensorFlow's
+    "LayerNorm.gamma": "LayerNorm.weight",  # checkpoints from TensorFlow
     "LayerNorm.beta": "LayerNorm.bias",
 }
 UNUSED = ("cls.", "lm_head.")  # heads that predict masked tokens

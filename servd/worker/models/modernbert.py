@@ -40,7 +40,7 @@ def make_rotary(spec: ModelSpec, layer_type: str) -> Rotary:
 
 
 def norm(spec: ModelSpec, parallel: Parallel) -> LayerNorm:
-    """Of the stream."""
+    """The norm of the stream."""
     config = spec.config
     eps, bias = config.get("norm_eps", 1e-5), config.get("norm_bias", False)
     return LayerNorm(spec.hidden_size, eps, parallel, bias=bias)

@@ -68,7 +68,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
-        self.name = path.name.split(".")[0].lstrip("_")  # of the instruction set
+        self.name = path.name.split(".")[0].lstrip("_")  # the instruction set's
         self._run = lib.servd_run
         self._run.argtypes = [c_char_p, c_int64, ctypes.POINTER(c_char), c_int64]
         self.is_usable = bool(lib.servd_is_usable())
@@ -296,7 +296,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     if not _fits(logits):
         return reference.route(logits, top_k, renormalize)
     num_tokens, num_experts = logits.shape
-    # Of 32 bits each, and made as floats: in a program they lie in its buffers.
+    # Numbers of 32 bits, made as floats: in a program they lie in its buffers.
     tokens, starts, places = (
         torch.empty(shape).view(torch.int32)
         for shape in ((num_tokens * top_k,), (num_experts + 1,), (num_tokens, top_k))

@@ -31,7 +31,7 @@ FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
     "dense",
 )  # fmt: skip
-UNUSED = ("input_scale", "input_zero_point")  # of activations
+UNUSED = ("input_scale", "input_zero_point")  # scales of activations
 
 
 def read(

@@ -77,7 +77,7 @@ def test_a_reply_in_random_pieces(name, case, data):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_thoughts_come_as_they_are_thought(name):
+def test_reasoning_comes_as_it_is_written(name):
     parser = plugins.load(PACKAGE, name, "Parser")(True)
     assert parser.feed("First") == [Reasoning("First")]
     assert parser.feed(", this") == [Reasoning(", this")]

@@ -66,7 +66,7 @@ def test_the_end_tag_comes_after_so_many_tokens(params, preempted_at):
 
 
 @pytest.mark.parametrize("preempted_at", [None, 2, 3])
-def test_thoughts_that_end_by_themselves_are_not_ended_again(preempted_at):
+def test_reasoning_that_ends_by_itself_is_not_ended_again(preempted_at):
     for start_id, wanted in (
         (None, [4, END, 6, 7, START, 9, 8, 7]),
         (START, [START, END, 6, START, 8, 9, 7, 6]),

@@ -75,8 +75,8 @@ class Tiers:
         self.host = host
         self.disk = disk
         self.block_size = block_size
-        self._prefills = Cost()  # of tokens, in steps with prompts
-        self._returns = {"host": Cost(), "disk": Cost()}  # of blocks
+        self._prefills = Cost()  # a token's, in steps with prompts
+        self._returns = {"host": Cost(), "disk": Cost()}  # a block's
         self.stats = {name: TierStats(name) for name in ["host", "disk"][: 1 + (disk is not None)]}
         self._copies: list[BlockCopy] = []  # for the next step
         self._offers: dict[bytes, int] = {}  # hash -> block of an ended request, oldest first
@@ -219,7 +219,7 @@ class Tiers:
 
     @property
     def _compute_ns(self) -> float:
-        """Of a block."""
+        """Nanoseconds to compute a block."""
         return (self._prefills.each or UNKNOWN_COST) * self.block_size
 
     def _is_worth(self, tier: str) -> bool:

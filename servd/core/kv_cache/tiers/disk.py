@@ -26,7 +26,7 @@ MAGIC = b"servdkv1"  # raise the number when what a file holds changes
 BLOCKS = f"{'[0-9a-f]' * 32}/[0-9a-f][0-9a-f]/*"  # files, below the folder of all
 MAX_KNOWN = 1 << 17  # hashes remembered
 LEFT_OVER = 600.0  # seconds after which a file that is still being written never will be
-TRIM_TO = 0.9  # of the limit, so that there is not a file to delete for each that is written
+TRIM_TO = 0.9  # share of the limit, so that not every write has to delete a file
 WARN_INTERVAL = 60.0  # seconds
 
 
@@ -47,7 +47,7 @@ class Disk:
         self.is_open = threading.Event()
         self._folder: Path | None = None  # until `open` knows it, everything is a miss
         self.known: dict[bytes, None] = {}  # that need not be written
-        self.num_bytes = 0  # of all files, when they were last counted, and what came since
+        self.num_bytes = 0  # in all files when they were last counted, and since
         self._counted_bytes = 0
         self.num_bad = 0  # files that were not what their names say
         self._warned_at = -WARN_INTERVAL

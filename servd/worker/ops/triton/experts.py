@@ -13,7 +13,7 @@ from torch import Tensor
 # Plausible, not measured yet.
 COLUMNS = 64
 DEPTH = 64
-FEW_ROWS, MANY_ROWS = 16, 64  # of a tile; 16 are the fewest that the tensor cores multiply
+FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile; the tensor cores multiply no fewer than 16
 
 
 class ExpertMatrices:

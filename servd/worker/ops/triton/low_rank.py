@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from servd.worker.ops import LowRank
 
-ROWS, COLUMNS, DEPTH = 16, 64, 64  # of a tile
+ROWS, COLUMNS, DEPTH = 16, 64, 64  # a tile's
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
