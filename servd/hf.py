@@ -54,6 +54,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    max_model_len: int | None = None  # of requests, if less
     dtype: str  # as the checkpoint has it: float32 | bfloat16 | float16
     eos_token_ids: list[int]
     config: dict[str, Any]  # config.json as it is; model files read their own keys from it

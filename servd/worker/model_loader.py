@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -84,14 +85,13 @@ def build_model(
         UnsupportedModel: no file for this model_type, or config.json asks for what the file does
             not do.
     """
+    spec = replace(spec, max_model_len=max_model_len)
     is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS)
     is_native = is_native and not is_encoder_as_decoder(spec)
     if implementation == "transformers" or (implementation == "auto" and not is_native):
         from servd.worker.models._transformers import TransformersForCausalLM
 
-        model_class: Any = partial(
-            TransformersForCausalLM, max_model_len=max_model_len or spec.max_position_embeddings
-        )
+        model_class: Any = TransformersForCausalLM
     else:
         try:
             model_class = plugins.load(MODELS, spec.model_type, spec.architecture)
@@ -104,7 +104,8 @@ def build_model(
         with defaults(dtype, device):
             return model_class(spec, parallel).eval()
     except UnsupportedModel as error:
-        if isinstance(model_class, partial) or is_encoder(spec) or parallel.size > 1:
+        is_other = model_class.__name__ == "TransformersForCausalLM"
+        if is_other or is_encoder(spec) or parallel.size > 1:
             raise
         raise UnsupportedModel(f"{error}: try --model-impl transformers") from None
 

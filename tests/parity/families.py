@@ -36,6 +36,12 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 1.7, 1.8, 1.9, 2.1],
+    "long_factor": [1.5, 2.0, 3.0, 6.0, 7.0, 8.0, 8.5, 9.0],
+}
 GPT2 = {
     "vocab_size": 199,
     "n_embd": 48,
@@ -82,6 +88,7 @@ GRANITE = LLAMA | {
     "logits_scaling": 3.0,
 }
 SMOLLM3 = LLAMA | {"no_rope_layer_interval": 2, "head_dim": 16, "pad_token_id": None}
+PHI3 = LLAMA | {"hidden_size": 64, "num_attention_heads": 4, "pad_token_id": None}
 
 # model_type -> variants of its config.json, by name.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -119,6 +126,26 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "window": LLAMA | {"num_local_experts": 4, "sliding_window": 7, "head_dim": 16},
     },
     "olmo2": {"of heads": LLAMA | {"hidden_size": 64, "num_attention_heads": 4}},
+    "phi3": {
+        "window": PHI3 | {"sliding_window": 7},
+        # Contexts of up to 128 tokens, which tests have, are short ones.
+        "long contexts": PHI3
+        | {
+            "rope_parameters": LONG_ROPE,
+            "max_position_embeddings": 512,
+            "original_max_position_embeddings": 128,
+        },
+        "part of heads": PHI3
+        | {
+            "rope_parameters": LONG_ROPE
+            | {"partial_rotary_factor": 0.75}
+            | {key: LONG_ROPE[key] + [2.0] * 4 for key in ("short_factor", "long_factor")},
+            "num_attention_heads": 2,
+            "max_position_embeddings": 512,
+            "original_max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+        },
+    },
     "qwen2": {"untied": LLAMA, "tied": LLAMA | {"tie_word_embeddings": True}},
     "qwen3": {
         "head_dim": LLAMA | {"head_dim": 16},

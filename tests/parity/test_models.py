@@ -88,6 +88,18 @@ def test_preemption_by_recompute(checkpoints, model_type: str):
     check(driver, folder, stays, other)
 
 
+def test_requests_beyond_the_first_context_of_phi3(checkpoints):
+    """transformers takes other factors for requests of over 128 tokens, servd for all of a server
+    whose limit is over 128.
+    """
+    folder = checkpoints("phi3", "long contexts")
+    driver = Driver(config_for(folder, max_model_len=256))
+    (prompt,) = prompts(140)
+    slot = driver.add(prompt)
+    driver.generate([slot], NUM_OUTPUTS, chunk=50)
+    check(driver, folder, slot, prompt)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_full_size_gpt2(tmp_path: Path):

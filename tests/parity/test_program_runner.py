@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 FAMILIES = [
     ("gpt2", "tied"), ("llama", "llama3 rope"), ("gemma2", "caps"), ("olmo2", "of heads"),
-    ("qwen3_moe", "renormalized"),
+    ("qwen3_moe", "renormalized"), ("phi3", "window"),
 ]  # fmt: skip
 
 

@@ -170,7 +170,7 @@ def test_a_config_that_transformers_refuses_is_a_refusal(tmp_path: Path):
     config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="transformers does not build it .*validate_rope"):
-        Driver(config_for(folder))
+        Driver(config_for(folder, model_impl="transformers"))
 
 
 def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked_whether_to(
@@ -195,10 +195,14 @@ def test_a_checkpoint_that_asks_for_tuples_runs(tmp_path: Path):
 
 
 def test_what_servds_file_does_not_do_may_run_through_transformers(tmp_path: Path):
-    folder = rotary_of(make(tmp_path, "llama", "LlamaForCausalLM"), "longrope")
-    with pytest.raises(UnsupportedModel, match="'longrope' .*: try --model-impl transformers"):
+    folder = make(tmp_path, "qwen2", "Qwen2ForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 7}
+    config["layer_types"][0] = "sliding_attention"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="some of the layers .*: try --model-impl transf"):
         Driver(config_for(folder))
-    check(folder, max_model_len=64)
+    check(folder)
 
 
 def test_layers_that_training_leaves_out_by_chance_are_all_there(tmp_path: Path):

@@ -150,6 +150,8 @@ class Backend(ABC, Generic[Metadata]):
         Returns:
             The queries to attend with, like q.
         """
+        if rotation is not None and 2 * rotation[0].shape[-1] < q.shape[-1]:  # a part of each head
+            q, k, rotation = rotate(q, rotation), rotate(k, rotation), None
         if self.fused_write is not None:
             return self.fused_write(q, k, v, kv_cache, metadata.slot_mapping, rotation)
         if rotation is not None:

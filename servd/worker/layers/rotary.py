@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +13,30 @@ from servd.errors import UnsupportedModel
 from servd.hf import ModelSpec
 from servd.worker import ops
 
+log = logging.getLogger("servd.worker")
+
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin of a step's positions, each [num_tokens, head_dim / 2]."""
+"""cos and sin of a step's positions, each [num_tokens, pairs]: head_dim / 2 of them, or less."""
 
 
 class Rotary(nn.Module):
     """cos and sin of each position, computed once a step and used by all layers."""
 
+    is_partial: ClassVar[bool] = (
+        False  # whether config.json may say that a part of a head is turned
+    )
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.dtype = torch.get_default_dtype()
-        inv_freq, self.magnitude = frequencies(rope_parameters(spec), spec)
-        self.inv_freq = nn.Buffer(inv_freq, persistent=False)  # float32 [head_dim / 2]
+        inv_freq, self.magnitude = frequencies(self.parameters(spec), spec, self.is_partial)
+        self.inv_freq = nn.Buffer(inv_freq, persistent=False)  # float32 [pairs]
         self.ops = ops.for_device(torch.get_default_device())
+
+    @staticmethod
+    def parameters(spec: ModelSpec) -> dict[str, Any]:
+        """See `rope_parameters`."""
+        return rope_parameters(spec)
 
     def forward(self, positions: Tensor) -> Rotation:
         """[num_tokens] -> cos and sin."""
@@ -32,10 +44,12 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of `x` [num_tokens, num_heads, head_dim]."""
+    """Turn the pairs (i, i + pairs) of `x` [num_tokens, num_heads, head_dim]; what is behind them
+    stays.
+    """
     cos, sin = (part.unsqueeze(1) for part in rotation)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second, rest = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
@@ -52,8 +66,10 @@ def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
     return rope
 
 
-def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
-    """Angle per position of each pair [head_dim / 2], and the factor on cos and sin.
+def frequencies(
+    rope: dict[str, Any], spec: ModelSpec, is_partial: bool = False
+) -> tuple[Tensor, float]:
+    """Angle per position of each pair [pairs], and the factor on cos and sin.
 
     Raises:
         UnsupportedModel: angles by layer or for a part of the head, or another `rope_type` than
@@ -64,9 +80,10 @@ def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
     partial_factor = rope.get(
         "partial_rotary_factor", spec.config.get("partial_rotary_factor", 1.0)
     )
-    if partial_factor not in (None, 1.0):
+    if partial_factor not in (None, 1.0) and not is_partial:
         raise UnsupportedModel(f"partial_rotary_factor {partial_factor} is not supported")
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    size = int(spec.head_dim * (partial_factor or 1.0))
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     inv_freq = 1.0 / rope["rope_theta"] ** exponents
     match rope["rope_type"]:
         case "default":
@@ -77,9 +94,12 @@ def frequencies(rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
             return _llama3(inv_freq, rope), 1.0
         case "yarn":
             return _yarn(inv_freq, rope, spec)
+        case "longrope":
+            return _longrope(inv_freq, rope, spec)
         case other:
             raise UnsupportedModel(
-                f"rope_type {other!r} is not supported; there are: default, linear, llama3, yarn"
+                f"rope_type {other!r} is not supported; there are: default, linear, llama3, "
+                "longrope, yarn"
             )
 
 
@@ -121,3 +141,26 @@ def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tens
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return inv_freq, magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
     return inv_freq, magnitude(1.0)
+
+
+def _longrope(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
+    """A factor for each pair (arXiv:2402.13753), of short contexts or of long ones: one for all
+    requests, whose keys would else depend on how long they get.
+    """
+    original = rope["original_max_position_embeddings"]
+    is_long = (spec.max_model_len or spec.max_position_embeddings) > original
+    if is_long:
+        log.info(
+            "rotary positions are those of contexts over %d tokens, in shorter requests too: "
+            "--max-model-len %d has those of short ones", original, original,
+        )  # fmt: skip
+    factors = torch.tensor(rope["long_factor" if is_long else "short_factor"])
+    if factors.shape != inv_freq.shape:
+        raise UnsupportedModel(
+            f"rope_parameters of longrope have {len(factors)} factors for {len(inv_freq)} pairs"
+        )
+    factor = rope.get("factor") or spec.max_position_embeddings / original
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return inv_freq / factors, magnitude

@@ -107,7 +107,7 @@ class TransformersForCausalLM(nn.Module):
     ignored: ClassVar[tuple[str, ...]] = ()  # see `convert`
     base_prefix: ClassVar[str] = "hf."
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel, max_model_len: int) -> None:
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         if parallel.size > 1:
             raise UnsupportedModel(
@@ -116,6 +116,7 @@ class TransformersForCausalLM(nn.Module):
             )
         try:
             self.hf = build(spec)
+            max_model_len = spec.max_model_len or spec.max_position_embeddings
             layers, linears = inspect(self.hf, spec.num_layers, max_model_len)
         except UnsupportedModel as error:
             raise UnsupportedModel(

@@ -1,0 +1,48 @@
+"""Phi-3 and Phi-4 (https://arxiv.org/abs/2404.14219): Llama whose checkpoints have q, k and v, and
+gate and up, as one tensor each; heads may be turned in part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from servd.hf import ModelSpec
+from servd.worker.layers.rotary import Rotary, rope_parameters
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+
+
+class Phi3Rotary(Rotary):
+    """Has long contexts, under two names of old."""
+
+    is_partial = True
+
+    @staticmethod
+    def parameters(spec: ModelSpec) -> dict[str, Any]:
+        """See `rope_parameters`."""
+        rope = rope_parameters(spec)
+        original = spec.config.get("original_max_position_embeddings")
+        if rope["rope_type"] in ("su", "yarn"):
+            rope["rope_type"] = "longrope"
+        return rope | ({"original_max_position_embeddings": original} if original else {})
+
+
+class Phi3Attention(LlamaAttention):
+    """The window, if config.json has one, is the same in all layers."""
+
+    @staticmethod
+    def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
+        """See LlamaAttention."""
+        return {"sliding_window": config.get("sliding_window")}
+
+
+class Phi3Layer(LlamaLayer):
+    """See Phi3Attention."""
+
+    attention = Phi3Attention
+
+
+class Phi3ForCausalLM(LlamaForCausalLM):
+    """See Phi3Rotary."""
+
+    layer = Phi3Layer
+    rotary = Phi3Rotary
