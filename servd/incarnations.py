@@ -50,13 +50,22 @@ class EngineProcess(Child):
             os.close(self.descriptor)  # the child has it under the same number
 
     def start(
-        self, config: Config, spec: hf.ModelSpec, started_at: float, incarnation: int = 0
+        self,
+        config: Config,
+        spec: hf.ModelSpec,
+        started_at: float,
+        incarnation: int = 0,
+        was_asleep: bool = False,
     ) -> None:
-        """Have it load the model, listen and serve."""
+        """Have it load the model, listen and serve, and sleep if the last one did."""
         from servd.core.engine_core_proc import Start
 
-        descriptor = self.descriptor
-        self.send(Start(config, spec, self.ipc_dir, started_at, incarnation, descriptor, self.name))
+        self.send(
+            Start(
+                config, spec, self.ipc_dir, started_at, incarnation, self.descriptor, self.name,
+                was_asleep,
+            )
+        )  # fmt: skip
 
 
 def devices_of(rank: int, config: ParallelConfig) -> str:
@@ -139,8 +148,9 @@ class Incarnations:
             self.standby.stop(0)
             self.standby = None
         self.standby = self.standby or self._new_process()
+        was_asleep = self.child is not None and self.child.pulse.is_asleep
         self.child, self.standby = self.standby, None
-        self.child.start(self.config, self.spec, started_at, self.number)
+        self.child.start(self.config, self.spec, started_at, self.number, was_asleep)
         patience = self.config.server.engine_hang_timeout
         self.watch = Watch(self.child.pulse, LOOK_INTERVAL, patience)
         self.reason = ""
@@ -148,7 +158,7 @@ class Incarnations:
 
     def look(self) -> None:
         """Kill it if it is hung, and prepare the next one. To be called every LOOK_INTERVAL."""
-        if not self.child or self.reason:
+        if not self.child or self.reason or self.child.exit_code is not None:
             return
         if reason := self.watch.look():
             logger.error("%s: hung: %s: stacks of its threads follow", self.name, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import secrets
@@ -215,6 +216,7 @@ class ProcessTree:
         """
         while True:
             event = self.next_event()
+            assert event is not None
             if event is signal.SIGHUP and not self.ends(event):
                 self.reload()
                 continue
@@ -261,16 +263,22 @@ class ProcessTree:
                 child.post(self.config)
         logger.info("SIGHUP: keys, their limits, certificates and log level were read again")
 
-    def next_event(self) -> Child | signal.Signals:
-        """Wait for a child's end or a signal, and look at the others meanwhile."""
+    def next_event(self, deadline: float = math.inf) -> Child | signal.Signals | None:
+        """Wait for a child's end or a signal, and look at the others meanwhile; None after the
+        deadline, on the monotonic clock.
+        """
         while True:
+            left = max(deadline - time.monotonic(), 0.0)
             try:
-                return self.events.get(timeout=LOOK_INTERVAL)
+                return self.events.get(timeout=min(LOOK_INTERVAL, left))
             except queue.Empty:
+                if not left:
+                    return None
                 for engine in self.engines:
                     engine.look()
                 for child in self.api_servers:
-                    if reason := self.watches[child.name].look():
+                    is_there = child.exit_code is None
+                    if is_there and (reason := self.watches[child.name].look()):
                         logger.error("%s: hung: %s: its stacks follow", child.name, reason)
                         child.kill_hung()
 
@@ -322,22 +330,34 @@ class ProcessTree:
         for child in self.api_servers:
             child.terminate()
         # The API servers keep to the timeout themselves; the extra second is for their exit.
-        self.wait_for_api_servers(self.config.server.shutdown_timeout + 1)
+        self.wait_for_api_servers(self.config.server.shutdown_timeout + 1, self.replace_engine)
 
-    def wait_for_api_servers(self, timeout: float) -> None:
-        """Until all have ended, the last engine has, `timeout` seconds are over, or a signal to end
-        arrives.
+    def wait_for_api_servers(
+        self, timeout: float, replace: Callable[[Incarnations], str | None] | None = None
+    ) -> None:
+        """Until all have ended, `timeout` seconds are over, or a signal to end arrives.
+
+        Args:
+            timeout: seconds.
+            replace: starts an engine that dies meanwhile again, as open requests need it, or says
+                why not. One that ends in order was told to with this process (by systemd, say): the
+                rest is cut.
         """
         deadline = time.monotonic() + timeout
         while any(child.exit_code is None for child in self.api_servers):
-            try:
-                event = self.events.get(timeout=max(deadline - time.monotonic(), 0))
-            except queue.Empty:
+            event = self.next_event(deadline)
+            if event is None or self.ends(event):
                 return
-            children = [engine.child for engine in self.engines if engine.child]
-            is_last = event in children and all(each.exit_code is not None for each in children)
-            if self.ends(event) or is_last:
+            engine = self.engine_of(event)
+            if engine is None or replace is None:
+                continue
+            if not event.exit_code:
                 return
+            if (why := replace(engine)) is not None:
+                logger.error("%s: stopping", why)
+                for folder in self.folders:
+                    self.tell(folder, EngineDead(why))
+                replace = None
 
     def stop(self) -> None:
         """End whatever still runs: the API servers first, which need the engine to the end."""

@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Collection
 
-BEAT, STEP, READY, LIMIT = 0, 1, 2, 3  # numbers of 8 bytes
+BEAT, STEP, READY, LIMIT, ASLEEP = 0, 1, 2, 3, 4  # numbers of 8 bytes
 SIZE = 16384  # bytes
 TEXT = 64  # bytes before the length and the text of what it computes
 STEPS_IN_FLIGHT = 2
@@ -36,6 +36,10 @@ class Pulse:
     def get_ready(self) -> None:
         """Start-up is over."""
         self.numbers[READY] = 1
+
+    def sleep(self, is_asleep: bool) -> None:
+        """It has freed its model, or loaded it again."""
+        self.numbers[ASLEEP] = is_asleep
 
     def work(self, limit: float) -> None:
         """What begins now should be done within `limit` seconds."""
@@ -64,6 +68,11 @@ class Pulse:
     def is_ready(self) -> bool:
         """Whether start-up is over."""
         return bool(self.numbers[READY])
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it had no model."""
+        return bool(self.numbers[ASLEEP])
 
 
 def make_file() -> int:

@@ -13,6 +13,7 @@ import trustme
 from servd import process_tree
 from servd.config import Config
 from servd.hf import FAKE_SPEC
+from servd.messages import EngineDead
 from servd.process_tree import ProcessTree
 from servd.pulse import Pulse, Watch
 
@@ -62,11 +63,12 @@ def test_a_hang_up_does_not_cut_a_drain_short(tree):
     class Open:
         """An API server whose requests end after a while."""
 
-        exit_code = None
+        exit_code, name = None, "api-0"
 
     tree.had_terminal = False
     server = Open()
     tree.api_servers = [server]
+    tree.watches["api-0"] = Watch(Pulse(), interval=1.0, patience=600.0)
 
     def finish() -> None:
         server.exit_code = 0
@@ -83,18 +85,59 @@ def test_a_hang_up_does_not_cut_a_drain_short(tree):
     assert server.exit_code is None
 
 
-def test_a_drain_goes_on_as_long_as_there_is_an_engine(tree):
-    tree.api_servers = [SimpleNamespace(exit_code=None)]
+def test_an_engine_that_dies_in_a_drain_is_started_again(tree):
+    """Else open requests would wait until time is up. One that ends in order was told to, as all
+    of this were by systemd.
+    """
+    tree.api_servers = [SimpleNamespace(exit_code=None, name="api-0")]
     engines = [SimpleNamespace(exit_code=None) for _ in range(2)]
     tree.engines = [SimpleNamespace(child=engine) for engine in engines]
-    heard = []
-    for engine in engines:
-        engine.exit_code = -9
-        tree.events.put(engine)
+    started: list[SimpleNamespace] = []
+
+    def replace(engine: SimpleNamespace) -> None:
+        started.append(engine)
+
+    for exit_code, goes_on in ((-9, True), (1, True), (0, False)):
+        engines[1].exit_code = exit_code
+        tree.events.put(engines[1])
         tree.events.put(signal.SIGTERM)
-        tree.wait_for_api_servers(30)
-        heard.append(tree.events.empty())
-    assert heard == [True, False]
+        tree.wait_for_api_servers(30, replace)
+        assert tree.events.empty() == goes_on
+    assert started == [tree.engines[1]] * 2
+
+
+def test_requests_are_told_in_a_drain_that_no_engine_will_come(tree):
+    server = SimpleNamespace(exit_code=None, name="api-0")
+    engine = SimpleNamespace(exit_code=-9)
+    tree.api_servers, tree.folders = [server], ["here", "there"]
+    tree.engines = [SimpleNamespace(child=engine)]
+    told = []
+
+    def tell(folder: str, message: EngineDead) -> None:
+        told.append((folder, message.reason))
+        server.exit_code = 0
+
+    tree.tell = tell
+    tree.events.put(engine)
+    tree.wait_for_api_servers(30, lambda engine: "it died too often")
+    assert told == [("here", "it died too often"), ("there", "it died too often")]
+
+
+def test_who_has_ended_in_a_drain_is_not_hung(tree, monkeypatch):
+    """Its process id may be another's by now."""
+    monkeypatch.setattr(process_tree, "LOOK_INTERVAL", 0.0)
+    killed: list[str] = []
+    gone, slow = (
+        SimpleNamespace(name=name, exit_code=code, kill_hung=lambda name=name: killed.append(name))
+        for name, code in (("api-0", 0), ("api-1", None))
+    )
+    tree.api_servers = [gone, slow]
+    for child in tree.api_servers:
+        pulse = Pulse()
+        pulse.get_ready()
+        tree.watches[child.name] = Watch(pulse, interval=1.0, patience=3.0)
+    tree.wait_for_api_servers(0.1)
+    assert killed and {*killed} == {"api-1"}
 
 
 def test_tls_begins_and_ends_only_with_a_restart(tree, reader, tmp_path: Path, caplog):
@@ -119,7 +162,7 @@ def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_n
 
     class Child:
         def __init__(self, name: str) -> None:
-            self.name, self.pulse = name, Pulse()
+            self.name, self.pulse, self.exit_code = name, Pulse(), None
             self.pulse.get_ready()
             tree.watches[name] = Watch(self.pulse, interval=1.0, patience=3.0)
 

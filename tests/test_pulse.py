@@ -22,6 +22,13 @@ def test_parent_and_engine_see_the_same_pulse():
     assert [*parent.numbers] == [*engine.numbers]
 
 
+def test_the_parent_sees_whether_it_sleeps():
+    pulse = Pulse()
+    for is_asleep in (False, True, False):
+        pulse.sleep(is_asleep)
+        assert pulse.is_asleep == is_asleep
+
+
 def test_the_prompts_of_the_steps_in_flight_outlive_the_engine():
     pulse = Pulse()
     assert pulse.computing() == []

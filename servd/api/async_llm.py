@@ -68,6 +68,7 @@ class AsyncLLM:
         engines: those of --data-parallel-size, by rank.
         admission: limits what is taken in.
         loop: gives turns to the owners of requests.
+        has_changed: set, and replaced by another one, with the state of any engine.
 
     Args:
         config: resolved.
@@ -102,10 +103,11 @@ class AsyncLLM:
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
         self.engines = [
-            EngineClient(rank, config, client, output_processor, tracer, own, self._engine_ready)
+            EngineClient(rank, config, client, output_processor, tracer, own, self._engine_changed)
             for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))
         ]
         self.loop = FairLoop()
+        self.has_changed = asyncio.Event()
         self._threads = FairThreads(NUM_THREADS, "prepare")
         self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
 
@@ -304,15 +306,43 @@ class AsyncLLM:
     def _end(self, request_id: str) -> None:
         for engine in self.engines:  # one of them has it
             engine.end(request_id)
+        self._move()
 
-    def _engine_ready(self) -> None:
-        """Called for each engine, whenever it begins to serve."""
-        statuses = [engine.status for engine in self.engines]
+    def _engine_changed(self, engine: EngineClient) -> None:
+        """Called when an engine begins to serve, falls asleep, wakes, has died, or is gone."""
+        self.has_changed.set()
+        self.has_changed = asyncio.Event()
+        statuses = [each.status for each in self.engines]
+        if engine.is_ready:
+            self.processor.max_model_len = min(
+                status.max_model_len for status in statuses if isinstance(status, EngineReady)
+            )
         if self.router is not None:
+            if engine.is_asleep or not engine.is_ready:
+                self.router.forget(engine.rank)
             self.router.start_anew()
-        self.processor.max_model_len = min(
-            status.max_model_len for status in statuses if isinstance(status, EngineReady)
-        )
+            self._move()
+
+    def _move(self) -> None:
+        """Let requests whose engine restarts go on where they can at once."""
+        lost = [engine for engine in self.engines if engine.recovery.is_restarting]
+        if self.router is None or not lost:
+            return
+        free = {each.rank: each.num_free_slots for each in self.engines if each.is_ready}
+        for engine in lost:
+            for request_id in engine.recovery.movable():
+                running = engine.running[request_id]
+                num_choices = running.prepared.params.n
+                fitting = [rank for rank, slots in free.items() if slots >= num_choices]
+                if not fitting:
+                    continue
+                assert running.routed is not None
+                running.routed.leave(sum(choice.num_tokens for choice in running.choices))
+                running.routed = self.router.route(running.prepared.request, fitting)
+                rank = running.timeline.engine = running.routed.rank
+                free[rank] -= num_choices
+                self.engines[rank].running[request_id] = engine.running.pop(request_id)
+                self.engines[rank].recovery.send([request_id])
 
     def progress(self) -> Progress:
         """Whether the engines make progress on the requests of this process."""

@@ -63,7 +63,8 @@ class EngineClient:
         outputs: makes text.
         tracer: gets the engine's marks and steps.
         metrics: counts, under this rank.
-        on_ready: called when the engine begins to serve.
+        on_change: called when the engine begins to serve, falls asleep, wakes, has died, or is
+            gone for ever.
     """
 
     status: EngineStatus | EngineReady | EngineDeadMessage
@@ -76,7 +77,7 @@ class EngineClient:
         outputs: OutputProcessor,
         tracer: Tracer,
         metrics: Metrics,
-        on_ready: Callable[[], None],
+        on_change: Callable[[EngineClient], None],
     ) -> None:
         self.rank = rank
         self.config = config
@@ -84,7 +85,7 @@ class EngineClient:
         self.outputs = outputs
         self.tracer = tracer
         self.metrics = metrics
-        self.on_ready = on_ready
+        self.on_change = on_change
         self.status = EngineStatus("starting the engine")
         self.stats = SchedulerStats()
         self.loading_since = time.monotonic()
@@ -111,6 +112,17 @@ class EngineClient:
     def is_ready(self) -> bool:
         """Whether it serves requests."""
         return isinstance(self.status, EngineReady)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it serves, but would have to load the model first."""
+        return isinstance(self.status, EngineReady) and self.status.is_asleep
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that it could begin at once, as far as is known."""
+        most = self.config.scheduler.max_num_seqs or 0
+        return most - self.stats.num_running - self.stats.num_waiting
 
     def end(self, request_id: str) -> None:
         """Forget a prompt, if this engine has it, and abort its unfinished choices."""
@@ -143,13 +155,12 @@ class EngineClient:
 
     def progress(self) -> Progress:
         """Whether the engine makes progress on the requests of this process."""
-        is_asleep = isinstance(self.status, EngineReady) and self.status.is_asleep
-        most = 0 if is_asleep else REQUESTS_LOOKED_AT  # what loads makes no steps
+        most = 0 if self.is_asleep else REQUESTS_LOOKED_AT  # what loads makes no steps
         looked_at = [*islice(self.running.values(), most)]
         unfinished = [
             running.unfinished()
             for running in looked_at
-            if any(map(self.outputs.owner, running.prepared.request.choice_ids))
+            if self.outputs.is_open(running.prepared.request_id)
         ]
         budget = self.config.scheduler.max_num_batched_tokens or 0
         steps = self.tracer.latest_steps(STEPS_LOOKED_AT, self.rank)
@@ -199,6 +210,7 @@ class EngineClient:
                 self.status = message
                 log.error("the engine is gone: %s", reason)
                 self.fail(EngineDead(f"the engine is gone: {reason}"))
+                self.on_change(self)
             case EngineAudit(number=number):
                 asked = self.audits.get(number)
                 if asked is not None and not asked.done():  # else it has waited for too long
@@ -207,8 +219,10 @@ class EngineClient:
                 self.status = message
                 for running in self.running.values():  # no step could begin before
                     running.sent_ns = now_ns()
+                if message.is_asleep:
+                    self._take_state(EngineCoreOutputs([], SchedulerStats()))
                 self.metrics.observe_ready(message, self.config)
-                self.on_ready()
+                self.on_change(self)
                 self.recovery.engine_ready()
             case EngineStatus():
                 self.status = message
@@ -234,6 +248,7 @@ class EngineClient:
             ]
         self._take_state(EngineCoreOutputs([], SchedulerStats()))
         self._take_outputs(outputs)
+        self.on_change(self)
 
     def _take_state(self, message: EngineCoreOutputs) -> None:
         self.tracer.add_steps(message.steps, self.rank)

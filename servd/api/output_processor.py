@@ -66,6 +66,10 @@ class OutputProcessor:
         choices = [self._choices[engine_id] for engine_id in self._engine_ids.get(request_id, ())]
         return {choice.index: choice.token_ids.tolist() for choice in choices}
 
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request has choices that have not ended."""
+        return request_id in self._engine_ids
+
     def open_ids(self) -> set[str]:
         """The engine's ids of all choices that have not ended."""
         return set(self._choices)

@@ -19,6 +19,9 @@ class Recovery:
     death before, are suspects: they are sent after all others, newest first and one at a time, so
     that the one being tried and computed when an engine dies is at fault.
 
+    Where other engines serve, all but those whose prompts it computed, which others might die of as
+    well, need not wait for the next one: see `movable`.
+
     Attributes:
         is_restarting: the engine has died and there is none to send to yet.
         is_trying: a suspect runs or is still to be sent.
@@ -38,6 +41,7 @@ class Recovery:
         self.is_restarting = False
         self.is_trying = False
         self._at_death: dict[str, int] = {}  # tokens of open requests when the last engine died
+        self._computing: set[str] = set()  # whose prompts the last engine may have died of
         self._untried: list[str] = []
         self._tried: str | None = None  # sent, but without a token since
 
@@ -52,12 +56,16 @@ class Recovery:
         self.client.follow(incarnation)
         if not had_all:  # it died before it got the requests
             return None
-        num_tokens = self.num_tokens()
+        num_tokens, engine_ids = self.num_tokens(), {*computing}
+        self._computing = {
+            each
+            for each in num_tokens
+            if not engine_ids.isdisjoint(self.running[each].prepared.request.choice_ids)
+        }
         stuck = [
             each
             for each, count in num_tokens.items()
-            if self._at_death.get(each) == count
-            and not {*self.running[each].prepared.request.choice_ids}.isdisjoint(computing)
+            if each in self._computing and self._at_death.get(each) == count
         ]
         guilty = self._tried if self._tried in stuck else None
         self._at_death = num_tokens
@@ -71,9 +79,7 @@ class Recovery:
         if not self.is_restarting:
             return
         self.is_restarting = False
-        self._send(
-            request_id for request_id in self.num_tokens() if request_id not in self._untried
-        )
+        self.send(request_id for request_id in self.num_tokens() if request_id not in self._untried)
         self.try_next()
 
     def try_next(self) -> None:
@@ -88,7 +94,7 @@ class Recovery:
             request_id = self._untried.pop()
             self._tried = request_id if request_id in num_tokens else None
         self.is_trying = self._tried is not None
-        self._send([self._tried] if self._tried is not None else [])
+        self.send([self._tried] if self._tried is not None else [])
 
     def num_tokens(self) -> dict[str, int]:
         """Output tokens so far of each open request."""
@@ -98,7 +104,22 @@ class Recovery:
             if (outputs := self.outputs.outputs(request_id))
         }
 
-    def _send(self, request_ids: Iterable[str]) -> None:
+    def movable(self) -> list[str]:
+        """Requests that another engine can have while this one restarts: those that did not ask for
+        this one, and that it cannot have died of.
+        """
+        if not self.is_restarting:
+            return []
+        return [
+            request_id
+            for request_id, running in self.running.items()
+            if request_id not in self._computing
+            and running.prepared.request.options.rank is None
+            and self.outputs.is_open(request_id)
+        ]
+
+    def send(self, request_ids: Iterable[str]) -> None:
+        """Send requests with their tokens so far."""
         for request_id in request_ids:
             running, outputs = self.running[request_id], self.outputs.outputs(request_id)
             running.sent_ns = now_ns()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ NUM_ENTRIES = 1 << 20  # blocks known, of 8 bytes each; older ones are overwritt
 ROW = 2 * MAX_ENGINES  # numbers of an API server: work of each engine, and its recent tokens
 TABLE = 8 * ROW * MAX_SERVERS  # where the table begins, in bytes
 SIZE = TABLE + 8 * NUM_ENTRIES
+PART = 1 << 17  # bytes of the table that are looked at together
 FINE_BLOCKS, COARSE = 256, 16  # so many blocks are told apart, then so many at once
 WINDOW = 1 << 20  # recent tokens after which all count half
 SLACK = 1.05  # times its share that an engine may get for nothing
@@ -48,11 +50,15 @@ class Routed:
             self.router.add_work(self.rank, -self.prompt, self.cached - num_cached)
             self.prompt = 0
 
+    def leave(self, num_tokens: int) -> None:
+        """The engine has it no longer, after so many tokens of all its choices."""
+        work = self.prompt + OUTPUT_WEIGHT * self.output
+        self.router.add_work(self.rank, -work, num_tokens - self.output - self.prompt)
+
     def end(self, num_tokens: Sequence[int]) -> None:
         """It has ended, each of its choices with so many tokens."""
         total = sum(num_tokens)
-        work = self.prompt + OUTPUT_WEIGHT * self.output
-        self.router.add_work(self.rank, -work, total - self.output - self.prompt)
+        self.leave(total)
         if self.output:
             self.router.learn(total / len(num_tokens))
 
@@ -85,7 +91,8 @@ class Router:
         self.ranks = range(num_engines)
         self.block_size = block_size
         view = memoryview(mmap.mmap(descriptor, SIZE))
-        self._numbers, self._table = view[:TABLE].cast("d"), view[TABLE:].cast("Q")
+        self._bytes = view[TABLE:]
+        self._numbers, self._table = view[:TABLE].cast("d"), self._bytes.cast("Q")
         begin = place * ROW
         self._work = self._numbers[begin : begin + MAX_ENGINES]
         self._recent = self._numbers[begin + MAX_ENGINES : begin + ROW]
@@ -141,6 +148,16 @@ class Router:
     def learn(self, num_tokens: float) -> None:
         """A request has ended after so many tokens."""
         self.expected_output += LEARNING_RATE * (num_tokens - self.expected_output)
+
+    def forget(self, rank: int) -> None:
+        """The prefix cache of an engine is empty: it has ended, or sleeps."""
+        order, others = sys.byteorder, (1 << 64) - 1 - (1 << rank)
+        mask = int.from_bytes(others.to_bytes(8, order) * (PART // 8), order)
+        nothing = bytes(PART)
+        for begin in range(0, len(self._bytes), PART):
+            part = self._bytes[begin : begin + PART]
+            if part != nothing:
+                part[:] = (int.from_bytes(part, order) & mask).to_bytes(PART, order)
 
     def start_anew(self) -> None:
         """Nobody has a debt: an engine that was away need not catch up."""

@@ -74,6 +74,7 @@ class Start(msgspec.Struct):
     incarnation: int = 0  # how many engines this tree had before
     pulse: int = -1  # inherited descriptor, see Pulse
     name: str = "engine"  # for the log
+    was_asleep: bool = False  # the engine before it
 
 
 class StartupClock:
@@ -130,6 +131,7 @@ class EngineCoreProc:
         self.executor: Executor | None = None
         self.ready: EngineReady | None = None  # as last said
         self.is_tired = False  # to sleep as soon as there is nothing to do
+        self.was_asleep = start.was_asleep  # and so is this one, when it is idle first
         self.pulse = Pulse(start.pulse)
         self.pace = Pace()
 
@@ -175,6 +177,7 @@ class EngineCoreProc:
         engine = EngineCore(config, spec, executor, worker)
         engine.grammars.on_compiled = self.inputs.put
         engine.on_scheduled = partial(self.begin_step, engine)
+        engine.on_wait = self.pulse.rest
         self.clock.enter("ready")
         self.ready = EngineReady(
             worker,
@@ -236,7 +239,8 @@ class EngineCoreProc:
             return self.inputs.get(timeout=IDLE)
         except queue.Empty:
             engine.grammars.warm_up()
-        if (patience := self.start.config.server.sleep_idle_seconds) is not None:
+        patience = IDLE if self.was_asleep else self.start.config.server.sleep_idle_seconds
+        if patience is not None:
             try:
                 return self.inputs.get(timeout=max(patience - IDLE, 0))
             except queue.Empty:
@@ -253,7 +257,7 @@ class EngineCoreProc:
 
     def sleep(self, engine: EngineCore) -> None:
         """Free what the model takes, while there is nothing to do."""
-        self.is_tired = False
+        self.is_tired = self.was_asleep = False
         if self.executor is None:
             return
         gc.unfreeze()
@@ -271,6 +275,7 @@ class EngineCoreProc:
             return
         assert self.ready is not None
         self.pulse.rest()  # loading may take as long as it did at first
+        self.pulse.sleep(False)
         started_at = time.monotonic()
         known = self.ready.worker  # as many blocks as then: what is free now says other numbers
         memory = known.num_blocks * known.kv_bytes_per_block
@@ -285,6 +290,7 @@ class EngineCoreProc:
         """Tell all clients, and those to come."""
         assert self.ready is not None
         self.ready = msgspec.structs.replace(self.ready, is_asleep=is_asleep)
+        self.pulse.sleep(is_asleep)
         self.outputs.put((None, self.ready))
 
     def guard(self, work: Callable[[], None]) -> None:

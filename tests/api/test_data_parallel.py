@@ -14,10 +14,14 @@ from tests.api.harness import MODEL, InProcessEngine, Served, output_text, serve
 BODY = {"model": MODEL, "prompt": "once", "max_tokens": 200, "ignore_eos": True}
 
 
-def prompts(engine: InProcessEngine) -> list[str]:
+def prompts_sent(engine: InProcessEngine) -> list[EngineCoreRequest]:
     """Those that an engine was sent, in order."""
-    sent = [message for message in engine.sent if isinstance(message, EngineCoreRequest)]
-    return [bytes(message.prompt_token_ids).decode() for message in sent]
+    return [message for message in engine.sent if isinstance(message, EngineCoreRequest)]
+
+
+def prompts(engine: InProcessEngine) -> list[str]:
+    """Their texts."""
+    return [bytes(message.prompt_token_ids).decode() for message in prompts_sent(engine)]
 
 
 async def post(served: Served, rank: object = None, **body: Any) -> httpx.Response:
@@ -101,6 +105,122 @@ async def test_the_death_of_an_engine_concerns_its_own_requests_alone():
         assert texts(await waiting) == [output_text("late", 200)]
         assert sorted(prompts(dying)) == ["late", "p0", "p0", "p2", "p2"]
         assert sorted(prompts(other)) == ["new", "p1", "p3"], "nothing was sent again"
+
+
+@pytest.mark.parametrize("num_steps", [2, 25])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 7, "logprobs": 2},
+        {"n": 3, "seed": 1, "logprobs": 1},
+        {"stop": ["e", "qq"]},
+        {"structured_outputs": {"regex": "[a-z]{30}-[0-9]{20}"}, "ignore_eos": False},
+        {"echo": True, "logprobs": 1},
+        {"prompt": ["one", "two", "three"]},
+    ],
+    ids=["greedy", "seeded", "choices", "stop", "grammar", "echo", "prompts"],
+)
+async def test_requests_of_a_dead_engine_go_on_in_another_at_once(body, num_steps):
+    async with serve(data_parallel_size=2) as served:
+        body = {"max_tokens": 60, **body}
+        expected = (await post(served, **body)).json()
+        for engine in served.engines:
+            engine.sent.clear()
+            engine.step_seconds = 0.001
+        tasks = [asyncio.create_task(post(served, **body)) for _ in range(4)]
+        dying, other = served.engines
+        begin = dying.core.scheduler._num_steps
+        await until(lambda: dying.core.scheduler._num_steps >= begin + num_steps)
+        lost = {*served.async_llm.engines[0].running}
+        dying.die()
+        answers = [(await task).json() for task in tasks]  # it is not started again before
+        assert [each["choices"] for each in answers] == [expected["choices"]] * 4
+        assert [each["usage"] for each in answers] == [expected["usage"]] * 4
+        again = {m.request_id for m in other.sent if getattr(m, "output_token_ids", None)}
+        assert lost and again == lost
+        assert served.async_llm.router._sum(0) == pytest.approx([0, 0])
+        for answer in answers:
+            name = answer["id"] if "prompt" not in body else f"{answer['id']}-0"
+            timeline = await served.http.get(f"/v1/requests/{name}/timeline")
+            assert timeline.status_code == 200, timeline.text
+        dying.revive()
+        await until(lambda: served.async_llm.engines[0].is_ready)
+        assert not [m for m in dying.sent[len(lost) :] if isinstance(m, EngineCoreRequest)]
+        assert (await served.http.get("/debug/audit")).json()["problems"] == []
+
+
+async def test_what_an_engine_may_have_died_of_is_the_death_of_no_other():
+    async with serve(data_parallel_size=2) as served:
+        for engine in served.engines:
+            engine.may_step.clear()
+        tasks = [asyncio.create_task(post(served, prompt=f"p{i}")) for i in range(6)]
+        await until(lambda: sum(len(each.running) for each in served.async_llm.engines) == 6)
+        dying, other = served.engines
+        lost, kept = served.async_llm.engines
+        computing, *waiting = lost.running
+        num_sent = len(prompts(other))
+        dying.die([computing])
+        await until(lambda: waiting and kept.running.keys() >= {*waiting})
+        assert [*lost.running] == [computing]
+        assert len(prompts(other)) == num_sent + len(waiting)
+        dying.revive()
+        for engine in served.engines:
+            engine.may_step.set()
+        for i, task in enumerate(tasks):
+            assert texts(await task) == [output_text(f"p{i}", 200)]
+
+
+async def test_requests_move_to_free_slots_alone():
+    """Behind a queue they might wait for longer than for the next engine."""
+    async with serve(data_parallel_size=2, max_num_seqs=2) as served:
+        for engine in served.engines:
+            engine.step_seconds = 0.001
+        lost, kept = served.async_llm.engines
+        busy = [asyncio.create_task(post(served, 1, max_tokens=4000)) for _ in range(2)]
+        await until(lambda: kept.stats.num_running == 2)
+        tasks = [asyncio.create_task(post(served, prompt=f"p{i}")) for i in range(2)]
+        await until(lambda: lost.stats.num_running == 2)
+        served.engines[0].die()
+        await until(lambda: lost.recovery.is_restarting)
+        assert len(lost.running) == 2 and kept.num_free_slots == 0
+        busy[0].cancel()
+        for i, task in enumerate(tasks):  # in the place that became free, one after the other
+            assert texts(await task) == [output_text(f"p{i}", 200)]
+        busy[1].cancel()
+
+
+async def test_who_waits_for_all_engines_goes_on_in_the_first_that_is_there():
+    async with serve(data_parallel_size=2) as served:
+        for engine in served.engines:
+            engine.die()
+        await until(lambda: served.async_llm.is_restarting)
+        tasks = [asyncio.create_task(post(served, prompt=f"p{i}")) for i in range(4)]
+        await until(lambda: all(each.running for each in served.async_llm.engines))
+        served.engines[1].revive()
+        for i, task in enumerate(tasks):
+            assert texts(await task) == [output_text(f"p{i}", 200)]
+        assert not prompts(served.engines[0])
+
+
+async def test_an_empty_prefix_cache_attracts_nobody():
+    """Neither after a death nor after sleep."""
+    async with serve(data_parallel_size=2) as served:
+        router, text = served.async_llm.router, "a long beginning " * 20
+        for rank, engine in enumerate(served.engines):
+            assert (await post(served, rank, prompt=text, max_tokens=1)).status_code == 200
+            request = prompts_sent(engine)[-1]
+            sums = router._checksums(request)
+            size = len(request.prompt_token_ids)
+            assert router._cached(sums, size)[rank] > 300
+            if rank:
+                assert (await served.http.post("/sleep")).status_code == 200
+            else:
+                engine.die()
+                await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
+                engine.revive()
+                await until(lambda: served.async_llm.engines[0].is_ready)
+            assert router._cached(sums, size)[rank] == 0
 
 
 async def test_ready_when_all_engines_are_and_the_shortest_context_counts():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 
@@ -45,6 +46,38 @@ async def test_an_engine_that_is_not_ready_cannot_sleep():
             assert (await served.http.request(method, path)).status_code == 503
 
 
+async def test_many_who_wait_for_sleep_cost_nothing(monkeypatch):
+    """An answer may take a minute, and whoever may ask can do so often."""
+    async with serve() as served:
+        monkeypatch.setattr(served.engine, "send", lambda message: None)  # it has too much to do
+        loop, num_timers = asyncio.get_running_loop(), 0
+        asked = [asyncio.create_task(served.http.post("/sleep")) for _ in range(200)]
+        await asyncio.sleep(0.2)
+        call_at = type(loop).call_at
+
+        def counted(self, *arguments, **options):
+            nonlocal num_timers
+            num_timers += 1
+            return call_at(self, *arguments, **options)
+
+        monkeypatch.setattr(type(loop), "call_at", counted)
+        await asyncio.sleep(0.3)
+        assert num_timers < 50
+        monkeypatch.undo()
+        served.engine.tell(msgspec.structs.replace(served.engine.ready, is_asleep=True))
+        assert {(await each).json()["is_sleeping"] for each in asked} == {True}
+
+
+async def test_an_engine_that_dies_instead_of_sleeping_is_not_waited_for(monkeypatch):
+    async with serve() as served:
+        sent: list[Any] = []
+        monkeypatch.setattr(served.engine, "send", sent.append)
+        asked = asyncio.create_task(served.http.post("/sleep"))
+        await until(lambda: sent)
+        served.engine.die()
+        assert (await asked).status_code == 503
+
+
 async def test_a_model_that_takes_long_to_load_again_is_no_stall(monkeypatch):
     async with serve() as served:
         await served.http.post("/v1/completions", json={"prompt": "a"})
@@ -61,3 +94,20 @@ async def test_a_model_that_takes_long_to_load_again_is_no_stall(monkeypatch):
         assert health.status_code == 200 and health.json()["num_unfinished"] == 1
         served.engine.may_step.set()
         assert (await asked).status_code == 200
+
+
+async def test_a_page_of_another_site_puts_nothing_to_sleep():
+    """A form has no body of JSON, and needs none here. Nor may it have a front load a model."""
+    async with serve(allowed_origins=["https://known.example"]) as served:
+        for headers, status in (
+            ({"sec-fetch-site": "cross-site", "origin": "https://evil.example"}, 403),
+            ({"sec-fetch-site": "cross-site"}, 403),
+            ({"sec-fetch-site": "cross-site", "origin": "https://known.example"}, 200),
+            ({"sec-fetch-site": "same-origin", "origin": "https://servd"}, 200),
+            ({}, 200),
+        ):
+            for path in ("/sleep", "/wake_up"):
+                answer = await served.http.post(path, headers=headers)
+                assert answer.status_code == status, (path, headers)
+        headers = {"sec-fetch-site": "cross-site"}
+        assert (await served.http.get("/health", headers=headers)).status_code == 200

@@ -12,6 +12,7 @@ import pytest
 
 from servd import ipc
 from servd.config import Config
+from servd.core import engine_core_proc
 from servd.core.client import identity
 from servd.core.engine_core_proc import (
     ClientGone,
@@ -244,3 +245,23 @@ def test_an_engine_wakes_with_as_many_blocks_as_it_had(running, monkeypatch):
         running.inputs.put(WakeUp())
         assert not next_of(running, EngineReady).is_asleep
         assert len(running.executor.cache) == 16 * num_blocks
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_comes_after_one_that_slept_sleeps_when_idle(proc, monkeypatch):
+    monkeypatch.setattr(engine_core_proc, "IDLE", 0.05)
+    proc.was_asleep = True
+    proc.start.config = resolve(Config.load({"executor": "fake"}), FAKE_SPEC, Machine())
+    thread = threading.Thread(target=lambda: proc.busy_loop(proc.load()))
+    thread.start()
+    try:
+        assert not next_of(proc, EngineReady).is_asleep
+        assert next_of(proc, EngineReady).is_asleep and proc.pulse.is_asleep
+        proc.inputs.put(make_request("a", [1, 2, 3], max_tokens=5, ignore_eos=True))
+        assert not next_of(proc, EngineReady).is_asleep and not proc.pulse.is_asleep
+        assert len(output_of(proc)) == 5
+        time.sleep(0.3)  # many times as long: only the first idle time counts
+        assert proc.executor is not None
+    finally:
+        proc.inputs.put(WorkerFailed("over"))
+        thread.join(30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 import msgspec
 from fastapi import APIRouter
@@ -19,7 +20,6 @@ from servd.messages import EngineReady, Sleep, WakeUp
 router = APIRouter()
 
 PATIENCE = 60.0  # seconds that an answer waits for the engine, which finishes its requests first
-LOOK_INTERVAL = 0.01  # seconds
 
 
 class SleepState(msgspec.Struct):
@@ -62,8 +62,9 @@ async def _ask(async_llm: AsyncLLM, message: Sleep | WakeUp) -> Response:
     for engine in async_llm.engines:
         engine.client.send(message)
     end = time.monotonic() + PATIENCE
-    while (found := _sleep(async_llm)) != wanted and time.monotonic() < end:
-        await asyncio.sleep(LOOK_INTERVAL)
+    while (found := _sleep(async_llm)) != wanted and (left := end - time.monotonic()) > 0:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(async_llm.has_changed.wait(), left)
     return json_response(SleepState(all(found)))
 
 
