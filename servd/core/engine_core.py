@@ -63,6 +63,7 @@ class EngineCore:
         self.in_flight: deque[PendingOutput] = deque()
         # Called with each step before it is launched.
         self.on_scheduled: Callable[[StepRecord], None] = lambda record: None
+        self.on_wait: Callable[[], None] = lambda: None  # where nothing can be computed just now
 
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
         """Run on this executor from now on: the first one, or one in place of another that is gone
@@ -132,8 +133,8 @@ class EngineCore:
             record.launched_ns = now_ns()
         if self.in_flight and (scheduled is None or len(self.in_flight) >= self.depth):
             self._harvest()
-        elif scheduled is None:
-            self.scheduler.kv_cache.wait()
+        elif scheduled is None and self.scheduler.kv_cache.wait():
+            self.on_wait()
         return self.scheduler.take_outputs(grammars.num_waiting)
 
     def _harvest(self) -> None:

@@ -138,10 +138,11 @@ class KVCacheManager:
         """Those between tiers that a step, just put together, makes before it computes."""
         return self.tiers.take_copies() if self.tiers is not None else None
 
-    def wait(self) -> None:
-        """There is nothing to compute: it may be that a request waits for a lower tier."""
-        if self.tiers is not None:
-            self.tiers.wait()
+    def wait(self) -> bool:
+        """There is nothing to compute: it may be that a request waits for a lower tier. Returns
+        whether that is so.
+        """
+        return self.tiers is not None and self.tiers.wait()
 
     @property
     def has_copies(self) -> bool:

@@ -8,11 +8,14 @@ import os
 import random
 import threading
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from servd.core.kv_cache.tiers import Tiers
 from servd.core.kv_cache.tiers.disk import HEADER, Disk
+from servd.core.kv_cache.tiers.identity import _digest
 from servd.lora import Adapter
 from servd.messages import AbortRequests, ResetPrefixCache
 from tests.core.engines import (
@@ -428,3 +431,88 @@ def test_a_folder_that_others_may_write_to_is_a_warning(tmp_path, caplog):
     disk.write(bytes(32), memoryview(bytearray(32)))
     assert disk.has(bytes(32)) and "go-w" in caplog.text
     assert [each.stat().st_mode & 0o077 for each in shared.rglob("*")] == [0, 0, 0]
+
+
+def test_what_is_no_file_is_waited_for_by_nobody(tmp_path):
+    """In place of blocks, and of what is known of weights."""
+    options = {"kv_cache_dir": str(tmp_path)}
+    engine = make_engine(**options)
+    tiers_of(engine).flush()
+    request = make_request("a", PROMPT)
+    generate(engine, request)
+    settle(engine)
+    disk = tiers_of(engine).disk
+    assert disk is not None
+    paths = [Path(disk._path(each)) for each in engine.scheduler.kv_cache.pool._block_of_hash]
+    makers = [os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero")] * 3
+    makers.append(partial(os.symlink, "/no"))
+    for path, make in zip([each for each in paths if each.exists()], makers, strict=False):
+        path.unlink()
+        make(path)
+    engine = make_engine(**options)
+    tiers_of(engine).flush()
+    log = generate(engine, make_request("b", PROMPT))
+    assert log.token_ids("b") == solo(request) and cached_tokens(log, "b") == 0
+    settle(engine)
+    assert not [path for path in tmp_path.rglob("*") if path.is_fifo()]
+    file, notes = tmp_path / "weights.bin", tmp_path / "notes"
+    file.write_bytes(b"numbers")
+    digest = _digest(file, notes)
+    [note] = notes.iterdir()
+    note.unlink()
+    os.mkfifo(note)
+    assert _digest(file, notes) == digest
+
+
+def test_what_links_lead_to_is_not_deleted(tmp_path):
+    """Somebody else may be able to write to the folder."""
+    root, other = tmp_path / "root", tmp_path / "other"
+    letters = [other / "0" / ("a" * 64), other / "ab" / ("a" * 64), other / "letter"]
+    for path in letters:
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(bytes(10_000))
+        os.utime(path, (0, 0))
+    (root / ("0" * 32)).mkdir(parents=True)
+    (root / ("0" * 32) / "ab").symlink_to(other / "0")
+    (root / ("1" * 32)).symlink_to(other)
+    disk = Disk(root, 500, lambda: bytes([9]) * 32)
+    disk.open()
+    for i in range(20):
+        disk.write(bytes([i]) * 32, memoryview(bytearray(32)))
+    assert all(path.exists() for path in letters) and disk.num_bytes <= 500
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path, caplog, monkeypatch):
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    disk = Disk(tmp_path, 500, lambda: bytes(32))
+    disk.open()
+    disk.write(bytes(32), memoryview(bytearray(32)))
+    assert not disk.has(bytes(32)) and "belongs to another user" in caplog.text
+
+
+def test_a_disk_that_hangs_keeps_no_engine_busy(tmp_path, monkeypatch, caplog):
+    """Nor is the engine, which waits, taken for one that hangs."""
+    engine = make_engine(kv_cache_dir=str(tmp_path), kv_offloading_size=4 * 32 / 2**30)
+    tiers_of(engine).flush()
+    monkeypatch.setattr("servd.core.kv_cache.tiers.GIVE_UP", 0.05)
+    may_write, write = threading.Event(), Disk.write
+    monkeypatch.setattr(Disk, "write", lambda *each: may_write.wait(30) and write(*each))
+    waits: list[int] = []
+    engine.on_wait = lambda: waits.append(1)
+    request = make_request("a", PROMPT)
+    try:
+        assert generate(engine, request).token_ids("a") == solo(request)
+        deadline = time.monotonic() + 10
+        while engine.has_work and time.monotonic() < deadline:
+            engine.step()
+        assert not engine.has_work and waits and "hangs" in caplog.text
+        check(engine)
+    finally:
+        may_write.set()
+    settle(engine)
+    generate(engine, make_request("b", [7] * 40))  # it is used again
+    settle(engine)
+    assert len(blocks_in(tmp_path)) > 3

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
 NUM_THREADS = 2  # that read and write files
 UNKNOWN_COST = 1_000_000  # nanoseconds to compute a token, before any was computed
 LEAST_PATIENCE = 50_000_000  # nanoseconds that a request waits for files at least
+GIVE_UP = 5.0  # seconds without any of the blocks that are read and written: the disk hangs
 PAUSE = 0.005  # seconds between looks at files that are read while there is nothing else to do
 FADING = 0.8  # weight of all earlier measurements beside the newest
 
@@ -87,6 +89,7 @@ class Tiers:
         # From the threads: slot, its block, whether that was read.
         self._moved: deque[tuple[int, bytes, bool]] = deque()
         self._news = threading.Event()
+        self._moved_at = 0.0  # seconds, when the last was there, or the first was begun
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-tiers")
         if disk is not None:  # which may take long, and nobody waits for it at exit
             threading.Thread(target=disk.open, name="kv-open", daemon=True).start()
@@ -141,7 +144,7 @@ class Tiers:
             ):
                 self.host.release([copy.slot])
                 continue
-            self._num_moving += 1
+            self._begin_moving(1)
             self._threads.submit(self._write, self.disk, copy.slot, block_hash)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
@@ -178,7 +181,7 @@ class Tiers:
         self._collect()
         found = self._find(hashes)
         missing = hashes[len(found) :]
-        if self.disk is None or not missing:
+        if self.disk is None or not missing or self._hangs:
             return 0
         if missing[0] not in self._reading:
             slots: dict[bytes, int] = {}
@@ -192,7 +195,7 @@ class Tiers:
             if not slots:
                 return 0
             self._reading |= slots.keys()
-            self._num_moving += len(slots)
+            self._begin_moving(len(slots))
             for first in range(NUM_THREADS):
                 part = list(slots.items())[first::NUM_THREADS]
                 self._threads.submit(self._read, self.disk, part)
@@ -203,10 +206,16 @@ class Tiers:
         self._collect()
         return next((h in self._reading for h in hashes if self.host.find(h) is None), False)
 
-    def wait(self) -> None:
-        """There is nothing else to do than to read and write: wait a little for that."""
-        if (self._reading or self._offers) and self._news.wait(PAUSE):
+    def wait(self) -> bool:
+        """There is nothing else to do than to read and write: wait a little for that, if there is.
+        A disk that hangs is not waited for.
+        """
+        if self._offers and self._hangs:
+            logger.warning("--kv-cache-dir hangs: %d blocks are not kept", len(self._offers))
+            self._offers.clear()
+        if (is_due := bool(self._reading or self._offers)) and self._news.wait(PAUSE):
             self._news.clear()
+        return is_due
 
     def _find(self, hashes: Sequence[bytes]) -> list[int]:
         """Slots of the first of these blocks, up to one that the host lacks."""
@@ -245,6 +254,16 @@ class Tiers:
 
     # ---- files ----
 
+    def _begin_moving(self, num_slots: int) -> None:
+        if not self._num_moving:
+            self._moved_at = time.monotonic()
+        self._num_moving += num_slots
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether nobody should wait for the disk."""
+        return bool(self._num_moving) and time.monotonic() > self._moved_at + GIVE_UP
+
     def _write(self, disk: Disk, slot: int, block_hash: bytes) -> None:
         """In a thread."""
         try:
@@ -270,6 +289,7 @@ class Tiers:
         while self._moved:
             slot, block_hash, is_read = self._moved.popleft()
             self._num_moving -= 1
+            self._moved_at = time.monotonic()
             self._reading.discard(block_hash)
             if is_read:
                 self.stats["disk"].num_hits += 1

@@ -7,9 +7,9 @@ a miss. All methods but `has` belong to threads beside the step loop.
 from __future__ import annotations
 
 import contextlib
-import glob
 import logging
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -23,7 +23,9 @@ logger = logging.getLogger("servd.engine")
 
 HEADER = struct.Struct("<8s32s32sQL")  # MAGIC, identity, hash of the block, bytes of it, checksum
 MAGIC = b"servdkv1"  # raise the number when what a file holds changes
-BLOCKS = f"{'[0-9a-f]' * 32}/[0-9a-f][0-9a-f]/*"  # files, below the folder of all
+IDENTITY, PART, BLOCK = (  # names of folders below that of all, and of files
+    re.compile(each) for each in ("[0-9a-f]{32}", "[0-9a-f]{2}", "[0-9a-f]{64}|new-.*")
+)
 MAX_KNOWN = 1 << 17  # hashes remembered
 LEFT_OVER = 600.0  # seconds after which a file that is still being written never will be
 TRIM_TO = 0.9  # share of the limit, so that not every write has to delete a file
@@ -59,8 +61,12 @@ class Disk:
             self._identity = self._identify()
             folder = self.root / self._identity.hex()[:32]
             folder.mkdir(mode=0o700, exist_ok=True)
-            if (mode := self.root.stat().st_mode) & 0o022:
-                self._warn("others can change answers: chmod go-w", stat.filemode(mode))
+            status = self.root.stat()
+            if status.st_uid not in (os.geteuid(), 0):
+                raise PermissionError("it belongs to another user, who can change answers")
+            if status.st_mode & 0o022:
+                mode = stat.filemode(status.st_mode)
+                self._warn("others can change answers: chmod go-w", mode)
             self._folder = folder
             self.trim()
         except Exception as error:
@@ -76,7 +82,7 @@ class Disk:
         """Fill `buffer` with a block; False if there is none, or it is damaged."""
         path = self._path(block_hash)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0, opener=at_once) as file:
                 found = file.read(HEADER.size)
                 num_bytes = _read_into(file.readinto, buffer)
                 is_longer = bool(file.read(1))
@@ -173,10 +179,25 @@ def _read_into(read: Callable[[memoryview], int | None], buffer: memoryview) -> 
     return num_bytes
 
 
+def at_once(path: str, flags: int) -> int:
+    """Opens a file for `open`. A pipe in its place looks empty; it would be waited for for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _files(root: Path) -> Iterator[tuple[float, int, str]]:
-    """(when it was used last, bytes, path) of each block in a folder, where others may be, too."""
-    for name in glob.iglob(BLOCKS, root_dir=root):
-        path = os.path.join(root, name)
-        with contextlib.suppress(OSError):
-            found = os.lstat(path)
-            yield found.st_mtime, found.st_size, path
+    """(when it was used last, bytes, path) of each block in a folder, where other things may be,
+    too. What links lead to is not the folder's.
+    """
+    for identity in _entries(root, IDENTITY):
+        for part in _entries(identity, PART):
+            for path in _entries(part, BLOCK):
+                with contextlib.suppress(OSError):
+                    found = os.lstat(path)
+                    yield found.st_mtime, found.st_size, path
+
+
+def _entries(folder: str | Path, name: re.Pattern[str]) -> list[str]:
+    """Paths of what has such a name in a folder, links left out."""
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        return [each.path for each in found if name.fullmatch(each.name) and not each.is_symlink()]
+    return []

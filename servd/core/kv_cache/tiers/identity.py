@@ -13,6 +13,7 @@ import msgspec
 import servd
 from servd import hf
 from servd.config import Config
+from servd.core.kv_cache.tiers.disk import at_once
 from servd.hf import ModelSpec
 from servd.messages import WorkerReady
 
@@ -58,8 +59,9 @@ def _digest(file: Path, memory: Path) -> str:
     known_by = path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
     note = memory / hashlib.sha256(repr(known_by).encode()).hexdigest()
     with contextlib.suppress(OSError):
-        if len(text := note.read_text(encoding="ascii", errors="replace")) == 64:
-            return text
+        with open(note, encoding="ascii", errors="replace", opener=at_once) as known:
+            if len(text := known.read(65)) == 64:
+                return text
     with open(path, "rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     with contextlib.suppress(OSError):
