@@ -66,13 +66,13 @@ def create_app(
     """
     keys = Keys(config.access)
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
-    access_log = config.observability.access_log
+    access_log, origins = config.observability.access_log, config.access.allowed_origins
     middleware = [
-        Middleware(RequestContext, async_llm.tracer, async_llm.metrics, access_log),
+        Middleware(RequestContext, async_llm.tracer, async_llm.metrics, access_log, origins),
     ]
     if keys.are_needed:
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
-    if config.access.allowed_origins:  # outermost: browsers ask without a key, and read errors, too
+    if origins:  # outermost: browsers ask without a key, and read errors, too
         middleware.insert(0, cross_origin(config.access))
     app = FastAPI(
         title="servd",

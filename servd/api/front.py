@@ -231,7 +231,8 @@ def check(config: Config) -> None:
 
 def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette:
     """The application, with what every request needs around it: ids, limits, keys, errors."""
-    middleware = [Middleware(RequestContext, Tracer(), Metrics("front"))]
+    origins = config.access.allowed_origins
+    middleware = [Middleware(RequestContext, Tracer(), Metrics("front"), origins=origins)]
     if keys.are_needed:
         middleware.append(Middleware(ApiKeyAuth, keys, OPEN_PATHS))
     if config.access.allowed_origins:

@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -26,7 +26,7 @@ from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
 from servd.api.timeline import Timeline, Tracer
 from servd.bounds import MAX_TIMEOUT
-from servd.errors import InvalidRequest
+from servd.errors import Forbidden, InvalidRequest
 from servd.log import current_request
 from servd.tracing import Mark, now_ns
 
@@ -68,15 +68,22 @@ class RequestContext:
         tracer: has the timelines.
         metrics: count.
         access_log: as --access-log says.
+        origins: --allowed-origins.
     """
 
     def __init__(
-        self, app: ASGIApp, tracer: Tracer, metrics: Metrics, access_log: str = "off"
+        self,
+        app: ASGIApp,
+        tracer: Tracer,
+        metrics: Metrics,
+        access_log: str = "off",
+        origins: Collection[str] = (),
     ) -> None:
         self.app = app
         self.tracer = tracer
         self.metrics = metrics
         self.access_log = access_log
+        self.origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -114,6 +121,7 @@ class RequestContext:
             if (refusal := state.get("refusal")) and scope["path"] not in OPEN_PATHS:
                 self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
                 raise refusal
+            self._check_origin(scope, headers)
             if (text := headers.get("x-request-timeout")) and scope["path"] not in OPEN_PATHS:
                 state["timeout"] = _timeout(text)
             await self.app(scope, receive_some, send_on)
@@ -128,6 +136,14 @@ class RequestContext:
         finally:
             self._observe(scope, status, time.perf_counter() - begin)
             self._end(state, status, blocked, written)
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        """A page of anybody's may have its visitors' browsers send forms to this machine: without a
+        body they would be taken (`/sleep`), or load a model before they are refused.
+        """
+        is_foreign = scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site"
+        if is_foreign and self.origins.isdisjoint({"*", headers.get("origin", "")}):
+            raise Forbidden("pages of this origin may not send requests: see --allowed-origins")
 
     def _begin(self, scope: Scope, headers: Headers) -> dict[str, Any]:
         """The state of a request, with its ids."""
