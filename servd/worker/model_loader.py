@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from servd import plugins
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
@@ -37,6 +38,7 @@ DUMMY_STD = 0.02
 MakeForm = Callable[[Tensor], Form | None]
 IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
 MAX_NAMED = 8  # parameters
+MAX_PICKLE = 1 << 26  # bytes of what a .bin file says of its tensors
 # Found in a calibrated checkpoint, beside the projections or below one of them.
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
@@ -252,15 +254,42 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 def _unpickle(path: Path) -> dict[str, Tensor]:
     """Tensors by name; anything else in the file is refused."""
+    _check_archive(path)
     # These have storage in a dry run, too.
     with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # whatever is made of broken bytes
             raise OSError(error) from None
-    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
-        raise OSError("it holds no tensors by name")
+    if not isinstance(found, dict) or not all(map(_is_plain, found.items())):
+        raise OSError("it holds other things than plain tensors by name")
     return found
+
+
+def _check_archive(path: Path) -> None:
+    """What torch writes is not compressed: nothing of it becomes larger than the file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise OSError(f"{error}: save it with a torch of after 2020") from None
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise OSError(f"{entry.filename} is compressed")
+        if entry.filename.endswith(".pkl") and entry.file_size > MAX_PICKLE:
+            raise OSError(f"{entry.filename} has {entry.file_size} bytes, at most {MAX_PICKLE}")
+
+
+def _is_plain(named: tuple[Any, Any]) -> bool:
+    """Whether it is a name and a tensor of real numbers, with bytes of its own in the file."""
+    name, tensor = named
+    return (
+        isinstance(name, str)
+        and type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_complex() or tensor.is_quantized)
+    )
 
 
 def _load_kv_scale(

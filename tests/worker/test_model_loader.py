@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from servd import hf
 from servd.errors import ModelNotFound, UnsupportedModel
 from servd.worker import dry_run, model_loader
 from servd.worker.layers._matrix import Form
+from servd.worker.model_loader import read_tensors
 from servd.worker.parallel import Parallel
 from servd.worker.worker import Worker
 from tests.worker.driver import config_for
@@ -81,3 +85,73 @@ def test_all_broken_files_are_named(tmp_path: Path, tiny_gpt2: Path):
         (tmp_path / f"{name}.safetensors").write_bytes(whole[:size])
     with pytest.raises(ModelNotFound, match=r"2 of 3 .*model-2\.saf.*, model-3\.saf.*again"):
         Worker(config_for(tmp_path), hf.read_spec(tmp_path), 0, lambda *_: None).load_model()
+
+
+def archive_of(path: Path, tensors: dict[str, Any], **options: int) -> None:
+    """Save tensors and write the archive again, with such options of zipfile."""
+    torch.save(tensors, path)
+    with zipfile.ZipFile(path) as before:
+        entries = {name: before.read(name) for name in before.namelist()}
+    with zipfile.ZipFile(path, "w", **options) as again:
+        for name, data in entries.items():
+            again.writestr(name, data)
+
+
+def bomb(path: Path) -> None:
+    """A pickle that is small in the file and not in memory."""
+    torch.save({"a": torch.ones(1)}, path)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 28))
+
+
+MADE_UP: dict[str, Callable[[Path], Any]] = {
+    "compressed": lambda path: archive_of(
+        path, {"a": torch.zeros(10_000)}, compression=zipfile.ZIP_DEFLATED
+    ),
+    "bomb": bomb,
+    "sparse": lambda path: torch.save({"a": torch.eye(4).to_sparse()}, path),
+    "complex": lambda path: torch.save({"a": torch.ones(4, dtype=torch.complex64)}, path),
+    "quantized": lambda path: torch.save(
+        {"a": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, path
+    ),
+    "without numbers": lambda path: torch.save({"a": torch.ones(4, device="meta")}, path),
+    "no names": lambda path: torch.save({1: torch.ones(4)}, path),
+    "nested": lambda path: torch.save({"a": {"b": torch.ones(4)}}, path),
+    "of long ago": lambda path: torch.save(
+        {"a": torch.ones(4)}, path, _use_new_zipfile_serialization=False
+    ),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MADE_UP)
+def test_made_up_pickles_are_refused(kind, tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(1000)}, path)
+    assert dict(read_tensors([path]))["a"].sum() == 1000
+    MADE_UP[kind](path)
+    with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin cannot be read"):
+        list(read_tensors([path]))
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [((2**40,), (1,), 0), ((4, 2**40), (0, 1), 0), ((4,), (1,), 2**40), ((4,), (-1,), 4)],
+    ids=["size", "stride", "offset", "negative"],
+)
+def test_a_pickled_tensor_reaches_no_memory_but_its_own(stated, tmp_path):
+    size, stride, offset = stated
+
+    class Lie:
+        def __reduce__(self) -> Any:
+            storage = torch.ones(8).untyped_storage()
+            typed = torch.storage.TypedStorage(
+                wrap_storage=storage, dtype=torch.float32, _internal=True
+            )
+            return torch._utils._rebuild_tensor_v2, (typed, offset, size, stride, False, {})
+
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": Lie()}, path)
+    with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin cannot be read"):
+        list(read_tensors([path]))
