@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from servd.api.protocol.json_size import has_more_values
 from servd.bounds import shorten
 from servd.errors import InvalidRequest
+from servd.python_syntax import parse_python
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
 MAX_VALUES = 500_000  # elements, keys and containers of a body
@@ -94,7 +95,7 @@ class RequestBody(BaseModel):
         """
         found: dict[str, str] = {}
         for base in reversed(cls.__mro__[: cls.__mro__.index(BaseModel)]):
-            [source] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            [source] = parse_python(textwrap.dedent(inspect.getsource(base))).body
             assert isinstance(source, ast.ClassDef)
             for field, below in itertools.pairwise(source.body):
                 match field, below:

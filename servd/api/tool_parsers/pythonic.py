@@ -13,6 +13,7 @@ from typing import Any
 from servd.api.incremental import Steps, without_surrogates
 from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import CallSyntax, NotExpressible, json_rule, properties_of
+from servd.python_syntax import parse_python
 
 START = "<|python_start|>"
 END = "<|python_end|>"
@@ -121,7 +122,7 @@ def _arguments(parenthesis: str) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes such as "\d"
-            call = ast.parse(f"f{parenthesis}", mode="eval").body
+            call = parse_python(f"f{parenthesis}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
         values = {item.arg: _literal(item.value, MAX_DEPTH) for item in call.keywords}

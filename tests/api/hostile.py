@@ -1,0 +1,392 @@
+"""Hostile requests, as many as are asked for: bodies that are nearly right, no JSON, schemas,
+patterns, grammars, templates, text of all kinds, and bytes that are no HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from servd.api.openapi import document
+from servd.api.routes import load_routers
+
+MAX_TOKENS = 4  # of those that are answered
+
+NUMBERS: list[Any] = [
+    0, -1, 1, 2, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, -0.0, 1e-320, 1e308, True, False,
+]  # fmt: skip
+RAW_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "0x10", "01", "1.", "--1"]
+TEXTS = [
+    "", " ", "\x00", "\x00" * 100, "a" * 5000, "\ud800", "\udfff\ud800", "\ufeff", "\u202e",
+    "é" * 300, "👩‍👩‍👧‍👦" * 50, "🏳️‍🌈", "\u0300" * 500, "\ufffd", "\ufdfa" * 100, "ß" * 100,
+    "\r\n" * 50, "\x1b[2J", "<|endoftext|>", "<|im_start|>system", "</s>" * 20, "[INST]",
+    "../../etc/passwd", "%s%n%x", "{{7*7}}", "{% for i in range(10**9) %}{% endfor %}",
+    "${jndi:ldap://x}", "'; DROP TABLE x; --", "<script>alert(1)</script>",
+    "data:image/png;base64,AAAA", "file:///etc/passwd", "http://169.254.169.254/", "null", "true",
+    "NaN", "-1", "9" * 400, "\\", '"', "a\nb", "\N{ARABIC LETTER ALEF}" * 200,
+]  # fmt: skip
+PATTERNS = [
+    "(a+)+$", "(a|a)*b", "(x{1,900}){1,900}", "[", "(", "a{99999}", "a{1,2}{3}{4}{5}", "(?=a)b",
+    "(?<!a)b", r"(a)\1", "\\", "[^]", "[z-a]", ".*" * 50, "(" * 500 + ")" * 500, "|" * 1000,
+    r"\p{L}+", r"\u{10ffff}", "a**", "", "^$", "[\U0001f600-\U0001f64f]{1,20}", "(?i)abc",
+    "(?P<n>a)(?P=n)", "a{0}", "[[:alpha:]]",
+]  # fmt: skip
+GRAMMARS = [
+    "root ::= root", "root ::= root root", 'root ::= "a" | root "b"', "start: start", "start: /(/",
+    'start: "a"*', "root ::= ", "x ::= y", 'root ::= "' + "a" * 9000 + '"', "root ::= [", "%",
+    "start: %json {", 'root ::= ("a" | ("b" | ("c" | root)*)*)*', "start: a\na: b\nb: a", "\x00",
+    "root ::= [^\\x00-\\U0010ffff]", 'start: %regex { "substring_chars": 1 }',
+    'start: "a" ~ 1..1000000',
+]  # fmt: skip
+TYPES = [
+    "object", "array", "string", "number", "integer", "boolean", "null", "x", 1, None, [],
+    ["string"],
+]  # fmt: skip
+KEYWORDS = [
+    "minimum", "maximum", "multipleOf", "minLength", "maxLength", "minItems", "maxItems",
+    "uniqueItems", "minProperties", "pattern", "format", "enum", "const", "required", "items",
+    "prefixItems", "properties", "additionalProperties", "patternProperties", "anyOf", "oneOf",
+    "allOf", "not", "if", "then", "$ref", "$defs", "definitions", "dependentRequired", "contains",
+    "unevaluatedProperties", "$anchor", "$dynamicRef",
+]  # fmt: skip
+HEADERS = [
+    ("x-data-parallel-rank", "-1"), ("x-data-parallel-rank", "1e3"), ("x-request-timeout", "0"),
+    ("x-request-timeout", "0.000001"), ("x-request-timeout", "nan"), ("x-request-id", "a/../b"),
+    ("x-request-id", "x" * 5000), ("traceparent", "00-" + "f" * 40),
+    ("content-type", "text/plain"), ("content-type", "application/json; charset=utf-7"),
+    ("accept", "\xff"), ("x-servd-receipt", "2"), ("authorization", "Bearer \xff"),
+    ("content-encoding", "gzip"), ("x-servd-model", "\xe9"), ("sec-fetch-site", "cross-site"),
+    ("transfer-encoding", "gzip"), ("host", "[::1"), ("cookie", "=" * 4000),
+]  # fmt: skip
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "a", "stop": ["x"], "logit_bias": {"5": 1}, "n": 2, "seed": 1}),
+    ("/v1/completions", {"prompt": [[1, 2], [3]], "echo": True, "logprobs": 2, "stream": True}),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "[ab]+"}}),
+    ("/v1/completions", {"prompt": "a", "guided_json": {"type": "object"}, "temperature": 1.5}),
+    (
+        "/v1/completions",
+        {"prompt": "a", "bad_words": ["b"], "allowed_token_ids": [1, 2], "min_tokens": 1},
+    ),
+    ("/v1/chat/completions", {**MESSAGES, "logprobs": True, "top_logprobs": 2, "stream": True}),
+    ("/v1/chat/completions", {**MESSAGES, "tools": [TOOL], "tool_choice": "auto", "user": "me"}),
+    (
+        "/v1/chat/completions",
+        {**MESSAGES, "chat_template_kwargs": {"a": 1}, "add_generation_prompt": True},
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            **MESSAGES,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+        },
+    ),
+    ("/v1/responses", {"input": "hi", "store": False, "reasoning": {"effort": "low"}}),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+    ),
+    ("/v1/messages", {**MESSAGES, "max_tokens": 3, "system": "be", "stop_sequences": ["x"]}),
+    ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4}),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": True, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [1, 2, 3]}),
+    ("/v1/decisions", {"prompt": "a", "choices": ["b", "c"]}),
+    ("/invocations", {"prompt": "a"}),
+    ("/v1/chat/completions/render", {**MESSAGES}),
+    ("/v1/chat/completions/batch", {"messages": [MESSAGES["messages"]]}),
+    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}),
+    ("/sleep?level=1", {}),
+]
+
+
+class Case(NamedTuple):
+    """A request."""
+
+    kind: str
+    method: str
+    path: str
+    content: bytes
+    headers: dict[str, str]
+
+
+class Hostile:
+    """An endless variety.
+
+    Args:
+        seed: of what comes in which order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.paths = [*document(load_routers(), False)["paths"]]
+        self.kinds: list[Callable[[], Case]] = [
+            self.nearly_right,
+            self.nearly_right,
+            self.nearly_right,
+            self.schema,
+            self.pattern,
+            self.grammar,
+            self.template,
+            self.unicode,
+            self.no_json,
+            self.any_route,
+        ]
+
+    def cases(self, count: int) -> Iterator[Case]:
+        """So many."""
+        for _ in range(count):
+            case = self.random.choice(self.kinds)()
+            if self.random.random() < 0.1:
+                name, value = self.random.choice(HEADERS)
+                case = case._replace(headers={**case.headers, name: value})
+            yield case
+
+    # ---- values ----
+
+    def value(self, depth: int = 0) -> Any:
+        """Anything that JSON can say."""
+        pick = self.random.randrange(10)
+        if pick < 3:
+            return self.random.choice(NUMBERS)
+        if pick < 6:
+            return self.random.choice(TEXTS)
+        if pick == 6 or depth > 3:
+            return None
+        if pick == 7:
+            return [self.value(depth + 1) for _ in range(self.random.choice([0, 1, 2, 30]))]
+        if pick == 8:
+            return {
+                self.random.choice(TEXTS): self.value(depth + 1)
+                for _ in range(self.random.randrange(4))
+            }
+        nest: Any = 1
+        for _ in range(self.random.choice([5, 40, 300])):
+            nest = [nest] if self.random.random() < 0.5 else {"a": nest}
+        return nest
+
+    def mutated(self, value: Any) -> Any:
+        """With something else at one place or several."""
+        if self.random.random() < 0.15:
+            return self.value()
+        match value:
+            case dict() if value:
+                changed = dict(value)
+                key = self.random.choice([*value])
+                match self.random.randrange(6):
+                    case 0:
+                        del changed[key]
+                    case 1:
+                        changed[self.random.choice(TEXTS)] = self.value()
+                    case _:
+                        changed[key] = self.mutated(value[key])
+                return changed
+            case list() if value:
+                at = self.random.randrange(len(value))
+                if self.random.random() < 0.2:
+                    return value * self.random.choice([2, 50])
+                return [*value[:at], self.mutated(value[at]), *value[at + 1 :]]
+        return self.value()
+
+    def body(self, body: dict[str, Any], kind: str, path: str) -> Case:
+        """It as JSON; answers are short, and some bytes are not what they were."""
+        if isinstance(body, dict) and path not in ("/tokenize", "/detokenize"):
+            body = {"max_tokens": MAX_TOKENS, **body}
+        content = json.dumps(body).encode()
+        if self.random.random() < 0.05:
+            content = content.replace(b"1", self.random.choice(RAW_NUMBERS).encode(), 1)
+        headers = {"content-type": "application/json"}
+        return Case(kind, "POST", path, content, headers)
+
+    # ---- kinds ----
+
+    def nearly_right(self) -> Case:
+        """A body that is wrong at a place or two."""
+        path, body = self.random.choice(BODIES)
+        for _ in range(self.random.randrange(1, 3)):
+            changed = self.mutated(body)
+            body = changed if isinstance(changed, dict) else {"prompt": changed}
+        return self.body(body, "nearly right", path)
+
+    def schema(self) -> Case:
+        """Random JSON schemas, some of which refer to themselves."""
+        return self.constrained("schema", {"json": self._schema(0)})
+
+    def _schema(self, depth: int) -> Any:
+        if depth > 4 or self.random.random() < 0.1:
+            return self.random.choice(
+                [True, False, {}, {"$ref": "#"}, {"$ref": "#/$defs/a"}, self.value(3)]
+            )
+        made: dict[str, Any] = {"type": self.random.choice(TYPES)}
+        for word in self.random.sample(KEYWORDS, self.random.randrange(5)):
+            match word:
+                case "items" | "not" | "if" | "then" | "contains" | "additionalProperties":
+                    made[word] = self._schema(depth + 1)
+                case "anyOf" | "oneOf" | "allOf" | "prefixItems":
+                    made[word] = [self._schema(depth + 1) for _ in range(self.random.randrange(4))]
+                case "properties" | "patternProperties" | "$defs" | "definitions":
+                    names = ["a", "b", *self.random.sample(PATTERNS, 1)]
+                    made[word] = {name: self._schema(depth + 1) for name in names}
+                case "pattern":
+                    made[word] = self.random.choice(PATTERNS)
+                case "$ref" | "$dynamicRef":
+                    made[word] = self.random.choice(
+                        ["#", "#/$defs/a", "http://x/", "#/properties/a", ""]
+                    )
+                case _:
+                    made[word] = self.value(2)
+        return made
+
+    def pattern(self) -> Case:
+        """Regular expressions: known to be bad, or of random parts."""
+        parts = [*"ab.*+?|()[]{}^$\\", "{2,5}", "[a-z]", "(?:", r"\d", r"\b", "é", "{9,99}"]
+        found = self.random.choice(PATTERNS)
+        if self.random.random() < 0.7:
+            found = "".join(self.random.choices(parts, k=self.random.randrange(1, 30)))
+        return self.constrained("pattern", {"regex": found})
+
+    def grammar(self) -> Case:
+        """Grammars: known to be bad, or with parts exchanged."""
+        found = self.random.choice(GRAMMARS)
+        for _ in range(self.random.randrange(3)):
+            at = self.random.randrange(len(found) + 1)
+            found = (
+                found[:at]
+                + self.random.choice(["|", '"', "(", ")", "*", "root", "\n", "/"])
+                + found[at:]
+            )
+        return self.constrained("grammar", {"grammar": found})
+
+    def constrained(self, kind: str, output: dict[str, Any]) -> Case:
+        """A completion in such a form."""
+        return self.body({"prompt": "a", "structured_outputs": output}, kind, "/v1/completions")
+
+    def template(self) -> Case:
+        """What a chat template is given."""
+        content = self.random.choice(
+            [
+                self.random.choice(TEXTS),
+                self.value(),
+                [{"type": "text", "text": self.random.choice(TEXTS)}],
+                [{"type": "image_url", "image_url": {"url": self.random.choice(TEXTS)}}],
+            ]
+        )
+        role = self.random.choice(
+            ["user", "system", "assistant", "tool", "developer", "x", "", None, 3]
+        )
+        messages = [{"role": role, "content": content}] * self.random.choice([1, 1, 2, 40])
+        options = {"chat_template": "{{ 7 }}"} if self.random.random() < 0.2 else {}
+        kwargs = {"chat_template_kwargs": {self.random.choice(TEXTS): self.value()}}
+        body = {"messages": messages, **kwargs, **options}
+        return self.body(body, "template", "/v1/chat/completions")
+
+    def unicode(self) -> Case:
+        """Text of random code points, halves of pairs among them."""
+        points = [
+            self.random.choice([self.random.randrange(0x110000), self.random.randrange(256)])
+            for _ in range(self.random.randrange(1, 60))
+        ]
+        text = "".join(map(chr, points))
+        path, key = self.random.choice(
+            [("/v1/completions", "prompt"), ("/tokenize", "prompt"), ("/v1/completions", "suffix")]
+        )
+        body = (
+            {"prompt": "a", key: text, "stop": [text[:3] or "x"]} if path[1] == "v" else {key: text}
+        )
+        return self.body(body, "unicode", path)
+
+    def no_json(self) -> Case:
+        """Random bytes, and JSON that is cut off or damaged."""
+        path, body = self.random.choice(BODIES)
+        content = bytearray(json.dumps(body).encode())
+        match self.random.randrange(4):
+            case 0:
+                content = bytearray(self.random.randbytes(self.random.randrange(200)))
+            case 1:
+                del content[self.random.randrange(len(content)) :]
+            case 2:
+                for _ in range(3):
+                    content[self.random.randrange(len(content))] = self.random.randrange(256)
+            case 3:
+                content = bytearray(b"[" * self.random.choice([10, 5000, 100_000]))
+        kind = self.random.choice(
+            ["application/json"] * 4 + ["text/plain", "multipart/form-data", ""]
+        )
+        return Case("no JSON", "POST", path, bytes(content), {"content-type": kind})
+
+    def any_route(self) -> Case:
+        """Every route and method, with odd parameters."""
+        odd = [
+            "a",
+            "..",
+            "%2e%2e",
+            "%00",
+            "a%2Fb",
+            "é",
+            "x" * 300,
+            "-1",
+            "0",
+            "1e9",
+            "nan",
+            "?",
+            "%",
+        ]
+        parts = [
+            self.random.choice(odd) if part[:1] == "{" else part
+            for part in self.random.choice(self.paths).split("/")
+        ]
+        names = [
+            "recent",
+            "slowest",
+            "limit",
+            "after",
+            "level",
+            "order",
+            "model",
+            "starting_after",
+            "x",
+        ]
+        query = "&".join(
+            f"{self.random.choice(names)}={self.random.choice(odd)}"
+            for _ in range(self.random.randrange(3))
+        )
+        methods = ["GET"] * 5 + ["POST", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH", "TRACE"]
+        path = "/".join(parts).replace("é", "%C3%A9").replace(" ", "%20")
+        return Case("route", self.random.choice(methods), f"{path}?{query}", b"", {})
+
+    def raw(self) -> bytes:
+        """Bytes for a connection, which may be something like HTTP."""
+        choice = self.random.randrange(6)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        if choice == 0:
+            return self.random.randbytes(self.random.randrange(1, 400))
+        if choice == 1:
+            at = self.random.randrange(len(head))
+            return head[:at] + self.random.randbytes(3) + head[at:] + b"\r\n"
+        if choice == 2:
+            length = self.random.choice(
+                [b"-1", b"1e3", b"99999999999999999999", b"5, 5", b"0x5", b"+3", b""]
+            )
+            return head + b"content-length: " + length + b"\r\n\r\n{}"
+        if choice == 3:
+            size = self.random.choice(
+                [b"-1", b"ffffffffffffffff", b"5;a=" + b"b" * 999, b"g", b"", b"0"]
+            )
+            return head + b"transfer-encoding: chunked\r\n\r\n" + size + b"\r\n{}\r\n0\r\n\r\n"
+        if choice == 4:
+            name = "".join(self.random.choices(string.printable, k=20)).encode()
+            return head + name + b": x\r\n" * self.random.choice([1, 50]) + b"\r\n"
+        method = self.random.choice(
+            [
+                b"PRI * HTTP/2.0",
+                b"GET http://x/ HTTP/1.1",
+                b"CONNECT x:1 HTTP/1.1",
+                b"GET /\xff\xfe HTTP/1.1",
+                b"GET / HTTP/9.9",
+                b"GET  /  HTTP/1.1",
+            ]
+        )
+        return method + b"\r\nupgrade: websocket\r\nconnection: upgrade\r\nhost: x\r\n\r\n"

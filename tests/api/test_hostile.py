@@ -1,0 +1,98 @@
+"""Whatever a client sends, the server has an answer for it, and is as it was before."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.api.harness import MODEL, Served, output_text, serve, until
+from tests.api.hostile import Case, Hostile
+
+AT_ONCE = 16
+PATIENCE = 60.0  # seconds for an answer: a machine is slow, and a grammar may take its time
+
+
+async def exchange(served: Served, data: bytes, is_all: bool = True) -> bytes:
+    """Everything that a connection gets which sends this, and no more if that is all."""
+    address = urlsplit(served.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        writer.write(data)
+        if is_all:
+            writer.write_eof()
+        async with asyncio.timeout(PATIENCE):
+            return await reader.read()
+    except ConnectionError:  # it has said what it thinks, and not read on
+        return b""
+    finally:
+        writer.close()
+
+
+async def send(served: Served, case: Case) -> int:
+    """The status of the answer; 0 without one."""
+    headers = {"host": "servd", "content-length": str(len(case.content)), "connection": "close"}
+    head = f"{case.method} {case.path} HTTP/1.1\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in {**headers, **case.headers}.items())
+    answer = await exchange(served, f"{head}\r\n".encode("latin-1") + case.content, False)
+    return int(answer.split(maxsplit=2)[1]) if answer else 0
+
+
+async def attack(served: Served, count: int, seed: int) -> Counter[tuple[str, int]]:
+    """Send so many; returns how many of each kind got which status."""
+    statuses: Counter[tuple[str, int]] = Counter()
+    cases = Hostile(seed).cases(count)
+
+    async def client() -> None:
+        for case in cases:
+            status = await send(served, case)
+            statuses[case.kind, status] += 1
+            assert status < 500 or status in (501, 503), (status, case)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(AT_ONCE):
+            tasks.create_task(client())
+    return statuses
+
+
+async def send_raw(served: Served, count: int, seed: int) -> int:
+    """So many connections that say no HTTP; returns how many got an answer."""
+    hostile, answers = Hostile(seed), 0
+
+    async def client(data: bytes) -> None:
+        nonlocal answers
+        answer = await exchange(served, data)
+        assert not answer or int(answer.split()[1]) < 500, (data, answer)
+        answers += bool(answer)
+
+    for begin in range(0, count, AT_ONCE):
+        batch = [hostile.raw() for _ in range(min(AT_ONCE, count - begin))]
+        await asyncio.gather(*map(client, batch))
+    return answers
+
+
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+async def test_hostile_requests_are_answered_and_change_nothing(count):
+    options = {"data_parallel_size": 2, "max_num_batched_tokens": 512}
+    async with serve(listen=True, max_waiting_requests=64, **options) as served:  # type: ignore[arg-type]
+        before = time.monotonic()
+        statuses = await attack(served, count, seed=count)
+        num_answers = await send_raw(served, count // 10, seed=count)
+        print(f"{count} in {time.monotonic() - before:.0f} s, {num_answers} raw", statuses)
+        by_status = Counter(status for _, status in statuses.elements())
+        assert by_status[200] and by_status[400] and num_answers
+        body = {"model": MODEL, "prompt": "still", "max_tokens": 20, "ignore_eos": True}
+        answer = await served.http.post("/v1/completions", json=body)
+        assert answer.json()["choices"][0]["text"] == output_text("still", 20)
+        await until(lambda: not served.async_llm.num_unfinished)
+        await until(lambda: not any(e.core.scheduler.requests for e in served.engines))
+        audit = (await served.http.get("/debug/audit")).json()
+        assert audit["problems"] == [] and audit["engine_requests"] == 0
+        metrics = (await served.http.get("/metrics")).text
+        gauges = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_")]
+        assert gauges and all(float(line.split()[-1]) == 0 for line in gauges)

@@ -1,0 +1,27 @@
+"""Python's parser among threads."""
+
+from __future__ import annotations
+
+import ast
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from servd.python_syntax import parse_python
+
+
+def test_one_thread_parses_at_a_time(monkeypatch):
+    """Two at once fail, if garbage is collected in the middle of one."""
+    running, most, parse = 0, 0, ast.parse
+
+    def counted(source: str, **options: str) -> ast.AST:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.01)
+        running -= 1
+        return parse(source, **options)
+
+    monkeypatch.setattr(ast, "parse", counted)
+    with ThreadPoolExecutor() as pool:
+        trees = list(pool.map(parse_python, ["a = 1"] * 8))
+    assert most == 1 and len(trees) == 8
