@@ -88,6 +88,16 @@ GRANITE = LLAMA | {
     "logits_scaling": 3.0,
 }
 SMOLLM3 = LLAMA | {"no_rope_layer_interval": 2, "head_dim": 16, "pad_token_id": None}
+GPT_OSS = LLAMA | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 7,
+    "rope_parameters": YARN_ROPE | {"truncate": False},
+    "pad_token_id": None,
+}
 PHI3 = LLAMA | {"hidden_size": 64, "num_attention_heads": 4, "pad_token_id": None}
 
 # model_type -> variants of its config.json, by name.
@@ -105,6 +115,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3_text": {
         "layer types": GEMMA3 | {"rope_parameters": TWO_ROPES},
         "head cap": GEMMA3 | {"final_logit_softcapping": 2.0, "sliding_window_pattern": 2},
+    },
+    "gpt_oss": {
+        "sinks": GPT_OSS,
+        "clamped": GPT_OSS | {"swiglu_limit": 0.5, "swiglu_alpha": 1.1, "attention_bias": False},
     },
     "granite": {"factors": GRANITE},
     "llama": {

@@ -86,7 +86,16 @@ def adapter_of(folder: Path) -> Adapter:
         ("qwen3_moe", QWEN3_MOE),
         *(
             pytest.param(name, next(iter(CASES[name].values())), marks=pytest.mark.slow)
-            for name in ("gemma2", "gemma3_text", "granite", "mixtral", "olmo2", "phi3", "smollm3")
+            for name in (
+                "gemma2",
+                "gemma3_text",
+                "gpt_oss",
+                "granite",
+                "mixtral",
+                "olmo2",
+                "phi3",
+                "smollm3",
+            )
         ),
     ],
 )

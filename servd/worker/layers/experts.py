@@ -14,6 +14,7 @@ from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form, Matrix
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
+from servd.worker.layers.weight import Weight
 from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 
@@ -56,6 +57,20 @@ def grouped_form(matrices: Sequence[Matrix]) -> GroupedForm:
     return OneByOne(matrices)
 
 
+class WithBiases:
+    """With a vector for each expert, added to what its matrix yields."""
+
+    def __init__(self, form: GroupedForm, biases: Sequence[Tensor]) -> None:
+        self.form = form
+        self.biases = torch.stack(tuple(biases))  # [num_experts, out]
+
+    def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
+        """See `GroupedForm`."""
+        out = self.form.multiply(x, index, starts)
+        # Its size stated, nothing waits for the device.
+        return out.add_(self.biases.repeat_interleave(starts.diff(), 0, output_size=len(out)))
+
+
 class RouterMatrix(Matrix):
     """Is never quantized: a little less exact, it chooses other experts."""
 
@@ -68,22 +83,23 @@ class RouterMatrix(Matrix):
 class Router(nn.Module):
     """A logit for each expert."""
 
-    def __init__(self, hidden_size: int, num_experts: int, parallel: Parallel) -> None:
+    def __init__(self, hidden_size: int, num_experts: int, parallel: Parallel, bias: bool) -> None:
         super().__init__()
         self.weight = RouterMatrix((num_experts, hidden_size), parallel)
+        self.bias = Weight((num_experts,), parallel) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, num_experts]."""
-        return self.weight.product(x)
+        return self.weight.product(x, self.bias)
 
 
 class Expert(nn.Module):
     """Weights of a gated feed-forward."""
 
-    def __init__(self, hidden_size: int, size: int, parallel: Parallel) -> None:
+    def __init__(self, hidden_size: int, size: int, parallel: Parallel, bias: bool) -> None:
         super().__init__()
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, [size, size], parallel, bias=False)
-        self.down_proj = RowParallelLinear(size, hidden_size, parallel, bias=False)
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, [size, size], parallel, bias=bias)
+        self.down_proj = RowParallelLinear(size, hidden_size, parallel, bias=bias)
 
 
 class SparseMoE(nn.Module):
@@ -97,6 +113,7 @@ class SparseMoE(nn.Module):
         renormalize: the weights of a token's experts add up to 1.
         activation: see Gate.
         parallel: the ranks.
+        bias: router and experts have biases.
     """
 
     def __init__(
@@ -106,25 +123,31 @@ class SparseMoE(nn.Module):
         num_experts: int,
         top_k: int,
         renormalize: bool,
-        activation: str,
+        activation: str | Gate,
         parallel: Parallel,
+        bias: bool = False,
     ) -> None:
         super().__init__()
-        self.gate = Router(hidden_size, num_experts, parallel)
-        experts = [Expert(hidden_size, size, parallel) for _ in range(num_experts)]
+        self.gate = Router(hidden_size, num_experts, parallel, bias)
+        experts = [Expert(hidden_size, size, parallel, bias) for _ in range(num_experts)]
         self.experts = nn.ModuleList(experts)
-        self.matrices = (
-            [expert.gate_up_proj.weight for expert in experts],
-            [expert.down_proj.weight for expert in experts],
+        self.layers = (
+            [expert.gate_up_proj for expert in experts],
+            [expert.down_proj for expert in experts],
         )
-        self.activation = Gate(activation)
+        self.activation = Gate(activation) if isinstance(activation, str) else activation
         self.top_k, self.renormalize, self.parallel = top_k, renormalize, parallel
 
     @cached_property
     def grouped(self) -> tuple[GroupedForm, GroupedForm]:
         """The experts' first matrices, and their second ones."""
-        first, second = self.matrices
-        return grouped_form(first), grouped_form(second)
+        first, second = (grouped_form([each.weight for each in layers]) for layers in self.layers)
+        if self.gate.bias is None:
+            return first, second
+        biases = [[each.bias for each in layers if each.bias is not None] for layers in self.layers]
+        # What the ranks yield is added up: one of them has the bias.
+        second = WithBiases(second, biases[1]) if self.parallel.rank == 0 else second
+        return WithBiases(first, biases[0]), second
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden], the same on every rank."""

@@ -29,12 +29,12 @@ class Rotary(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.dtype = torch.get_default_dtype()
-        inv_freq, self.magnitude = frequencies(self.parameters(spec), spec, self.is_partial)
+        inv_freq, self.magnitude = frequencies(self.rope_parameters(spec), spec, self.is_partial)
         self.inv_freq = nn.Buffer(inv_freq, persistent=False)  # float32 [pairs]
         self.ops = ops.for_device(torch.get_default_device())
 
     @staticmethod
-    def parameters(spec: ModelSpec) -> dict[str, Any]:
+    def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
         """See `rope_parameters`."""
         return rope_parameters(spec)
 

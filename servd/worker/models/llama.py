@@ -28,6 +28,7 @@ class LlamaAttention(nn.Module):
             spec.hidden_size, [q_size, kv_size, kv_size], parallel, bias=qkv_bias
         )
         self.o_proj = RowParallelLinear(q_size, spec.hidden_size, parallel, bias=o_bias)
+        self.register_parameter("sinks", None)  # [heads], where a model has them
         self.attention = Attention(
             layer,
             parallel.share(spec.num_heads),
@@ -57,7 +58,8 @@ class LlamaAttention(nn.Module):
         q, k = self.normalize(
             q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         )
-        return self.o_proj(self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation))
+        out = self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation, self.sinks)
+        return self.o_proj(out)
 
 
 class LlamaMLP(nn.Module):

@@ -17,7 +17,7 @@ class Phi3Rotary(Rotary):
     is_partial = True
 
     @staticmethod
-    def parameters(spec: ModelSpec) -> dict[str, Any]:
+    def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
         """See `rope_parameters`."""
         rope = rope_parameters(spec)
         original = spec.config.get("original_max_position_embeddings")

@@ -1,0 +1,112 @@
+"""GPT-OSS (https://arxiv.org/abs/2508.10925): experts with biases and a clamped gate, attention
+with sinks, a window in every other layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from servd.hf import ModelSpec
+from servd.worker.layers.activation import Gate
+from servd.worker.layers.experts import SparseMoE
+from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.weight import Weight
+from servd.worker.models.gemma2 import is_sliding
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.parallel import Parallel
+
+
+class GptOssAttention(LlamaAttention):
+    """Each head has a score that only takes weight from the others."""
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__(spec, layer, parallel)
+        self.sinks = Weight((spec.num_heads,), parallel, shard_dim=0)
+
+    @staticmethod
+    def biases(config: dict[str, Any]) -> tuple[bool, bool]:
+        """See LlamaAttention."""
+        bias = config.get("attention_bias", True)
+        return bias, bias
+
+    @staticmethod
+    def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
+        """See LlamaAttention."""
+        window = config.get("sliding_window", 128) if is_sliding(config, layer, 2) else None
+        return {"sliding_window": window, "has_sinks": True}
+
+
+class ClampedGate(Gate):
+    """SwiGLU between bounds, and one more than the other half."""
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        super().__init__("silu")
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Gate."""
+        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+class GptOssLayer(LlamaLayer):
+    """Has experts in every layer."""
+
+    attention = GptOssAttention
+
+    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
+        """See LlamaLayer."""
+        config = spec.config
+        return SparseMoE(
+            spec.hidden_size,
+            config["intermediate_size"],
+            config["num_local_experts"],
+            config["num_experts_per_tok"],
+            renormalize=True,
+            activation=ClampedGate(
+                config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
+            ),
+            parallel=parallel,
+            bias=True,
+        )
+
+
+class GptOssForCausalLM(LlamaForCausalLM):
+    """See GptOssLayer."""
+
+    layer: ClassVar[type[LlamaLayer]] = GptOssLayer
+
+    def convert(
+        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
+    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        """Experts one by one; theirs are the rows of gate and up in turn, and [in, out] where they
+        are not quantized.
+        """
+        for name, tensor in tensors:
+            prefix, is_of_experts, rest = name.partition(".mlp.experts.")
+            if not is_of_experts:
+                yield name.replace(".mlp.router.", ".mlp.gate."), tensor
+                continue
+            expert, is_quantized, what = rest.rpartition(".")  # of a matrix that is
+            module, is_bias, _ = what.partition("_bias")
+            leaf = "bias" if is_bias else "weight"
+            parts = [tensor] if isinstance(tensor, Quantized) else tensor.unbind()
+            for number, part in enumerate(parts, start=int(expert) if is_quantized else 0):
+                part = part.t() if isinstance(part, Tensor) and not is_bias else part
+                if module == "gate_up_proj":
+                    part = _halves(part)
+                yield f"{prefix}.mlp.experts.{number}.{module}.{leaf}", part
+
+
+def _halves(rows: Tensor | Quantized) -> Tensor | Quantized:
+    """Rows 0, 2, 4 ... and then rows 1, 3, 5 ..."""
+
+    def order(x: Tensor) -> Tensor:
+        return torch.cat((x[0::2], x[1::2]))
+
+    return rows.map(order) if isinstance(rows, Quantized) else order(rows)

@@ -1,0 +1,64 @@
+"""MXFP4, as GPT-OSS has its experts: floats of 4 bits, a power of two for each 32 of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from servd.errors import UnsupportedModel
+from servd.worker.layers.quantized import Quantized
+from servd.worker.model_loader import read_tensors
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+TABLE = MAGNITUDES + tuple(-value for value in MAGNITUDES)
+GROUP_SIZE = 32
+BIAS = 127  # of exponents; 255 is no number
+
+
+def read(
+    files: list[Path], config: dict[str, Any], device: torch.device
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """See the package. `experts.NAME_blocks` and `experts.NAME_scales`, of all experts, become
+    `experts.NUMBER.NAME`.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_tensors(files):
+        stem, _, kind = name.rpartition("_")
+        if kind not in ("blocks", "scales"):
+            yield name, tensor
+            continue
+        pair = found.setdefault(stem, {})
+        pair[kind] = tensor
+        if len(pair) == 2:
+            del found[stem]
+            module, _, leaf = stem.rpartition(".")
+            for number, matrix in enumerate(_matrices(stem, pair, device)):
+                yield f"{module}.{number}.{leaf}", matrix
+    if found:
+        raise UnsupportedModel(f"of {', '.join(found)} there are only blocks, or only scales")
+
+
+def _matrices(name: str, pair: dict[str, Tensor], device: torch.device) -> Iterator[Quantized]:
+    """Of blocks uint8 [experts, out, groups, 16], the lower 4 bits of a byte first, and scales
+    uint8 [experts, out, groups].
+    """
+    blocks, scales = pair["blocks"], pair["scales"]
+    shape = list(scales.shape)
+    if scales.dim() != 3 or list(blocks.shape) != [*shape, GROUP_SIZE // 2]:
+        raise UnsupportedModel(
+            f"{name} has blocks {list(blocks.shape)} and scales {shape}, expected [experts, rows, "
+            f"groups, {GROUP_SIZE // 2}] and [experts, rows, groups]"
+        )
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise UnsupportedModel(f"{name} has blocks or scales that are not bytes")
+    for data, exponents in zip(blocks, scales, strict=True):
+        data, exponents = data.to(device), exponents.to(device)
+        if not exponents.is_meta and bool((exponents == 255).any()):
+            raise UnsupportedModel(f"{name} has a scale that is not a number")
+        codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
+        scale = torch.exp2(exponents.float() - BIAS).to(torch.bfloat16)  # exact: powers of two
+        yield Quantized(codes, scale, None, GROUP_SIZE, TABLE)
