@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import statistics
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -27,7 +29,7 @@ import psutil
 
 from servd import ipc
 
-ROUNDS = 10
+ROUNDS = 40
 STREAMS, TOKENS = 32, 64
 MIXED, MANY = 200, 10_000
 TIMEOUT = 600  # seconds
@@ -41,13 +43,21 @@ class Running(NamedTuple):
     engine: psutil.Process
 
     def cpu(self) -> tuple[float, float]:
-        """Seconds of the API server and of the engine so far."""
-        return sum(self.api.cpu_times()[:2]), sum(self.engine.cpu_times()[:2])
+        """Seconds of the API server and of the engine so far. Their CPU times count hundredths of a
+        second, which would be microseconds per token.
+        """
+        return cpu_seconds(self.api.pid), cpu_seconds(self.engine.pid)
 
     def num_steps(self) -> int:
         """That the engine has run so far; 0 if there are no records."""
         steps = httpx.get(f"{self.url}/v1/steps?recent=1", timeout=TIMEOUT).json()["data"]
         return steps[0]["step"] if steps else 0
+
+
+def cpu_seconds(pid: int) -> float:
+    """That the threads of a process have run."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
 
 
 @contextlib.contextmanager
@@ -109,31 +119,32 @@ def cost(*options: str) -> None:
         for each in (on, off):
             asyncio.run(send(each.url, [body] * STREAMS, STREAMS))
         first_step = on.num_steps()
-        num_tokens = 2 * STREAMS * TOKENS
+        num_tokens = STREAMS * TOKENS
         for number in range(ROUNDS):
             for each in (on, off) if number % 2 else (off, on):
                 before, began = each.cpu(), time.perf_counter()
-                asyncio.run(send(each.url, [body] * 2 * STREAMS, STREAMS))
+                asyncio.run(send(each.url, [body] * STREAMS, STREAMS))
                 seconds = time.perf_counter() - began
                 used = (now - then for now, then in zip(each.cpu(), before, strict=True))
                 rounds[each].append(
                     (*(1e6 * cpu / num_tokens for cpu in used), num_tokens / seconds)
                 )
         per_step = ROUNDS * num_tokens / (on.num_steps() - first_step)
-    api, engine, rate = (
-        ([one[i] for one in rounds[on]], [one[i] for one in rounds[off]]) for i in range(3)
-    )
-    for name, unit, times, (with_all, without) in (
-        ("API CPU", "us per token", 1.0, api),
-        ("engine CPU", "us per step", per_step, engine),
-        ("throughput", "tokens/s", 1.0, rate),
-    ):
-        pairs = [times * (a - b) for a, b in zip(with_all, without, strict=True)]
-        low, middle, high = statistics.quantiles(pairs, n=4)
+    print(f"load {os.getloadavg()[0]:.1f}, {ROUNDS} rounds of {num_tokens} tokens")
+    for i, (name, unit, times) in enumerate((
+        ("API CPU", "us per token", 1.0),
+        ("engine CPU", "us per step", per_step),
+        ("throughput", "tokens/s", 1.0),
+    )):  # fmt: skip
+        with_all, without = ([times * one[i] for one in rounds[each]] for each in (on, off))
+        pairs = sorted(a - b for a, b in zip(with_all, without, strict=True))
+        spread = 0.98 * ROUNDS**0.5  # ranks around the median: 95 % of intervals have the true one
+        low, high = pairs[int(ROUNDS / 2 - spread)], pairs[int(ROUNDS / 2 + spread)]
+        middle, base = statistics.median(pairs), statistics.median(without)
         print(
-            f"{name}: {times * statistics.median(with_all):.1f} {unit} with, "
-            f"{times * statistics.median(without):.1f} without; "
-            f"difference {middle:+.1f} (quartiles {low:+.1f} to {high:+.1f})"
+            f"{name}: {statistics.median(with_all):.1f} {unit} with, {base:.1f} without; "
+            f"difference {middle:+.1f} ({low:+.1f} to {high:+.1f}), {middle / base:+.1%} "
+            f"({low / base:+.1%} to {high / base:+.1%})"
         )
 
 

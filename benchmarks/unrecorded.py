@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+from starlette.types import Message, Send
+
 from servd import cli, incarnations, ipc, process_tree
 from servd.tracing import StepRecord
 
@@ -54,7 +56,11 @@ def api_server() -> None:
     def forget(tracer: Tracer, request_id: str) -> Timeline:
         return tracer.running.pop(request_id, None) or Timeline(request_id)
 
+    async def send_on(send: Send, message: Message, blocked: object) -> None:
+        await send(message)
+
     replace(
+        (middleware, "_send_timed", send_on),
         (Metrics, "observe_tokens", count),
         *((Metrics, f"observe_{what}", nothing) for what in COUNTED),
         (Tracer, "finish", forget),
