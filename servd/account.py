@@ -35,11 +35,15 @@ CAUSES = {
     "write": "the answer was put together and handed to the socket",
     "event_loop": "it waited for the API process, which was busy with other requests",
     "ipc": "it was on its way between the processes",
+    "model_load": "its model was loaded first, or had to wait for its turn among several",
+    "adapter_load": "its adapter was looked up in --lora-dir",
+    "wake_up": "its model slept, and was loaded again",
     "grammar_compile": "it waited for its grammar to be compiled",
     "queue_step": "it waited for the step that the engine was running",
     "queue_slots": "it waited for a slot: as many requests ran as --max-num-seqs allows",
     "queue_blocks": "it waited for KV-cache blocks that other requests held",
     "queue_budget": "it waited while others' prompts used up --max-num-batched-tokens",
+    "queue_adapters": "it waited while requests with other adapters ran, as many as --max-loras",
     "neighbour_prefill": "prompts of other requests were computed in the same steps",
     "preemption": "its KV-cache blocks were taken from it, and its tokens computed again",
     "tier_read": "blocks of its prompt were read from --kv-cache-dir",
@@ -55,7 +59,9 @@ CAUSES = {
 OWN_WORK = frozenset([*CAUSES][:8])
 # Before the engine has a request and after it is done, the next mark tells what is going on.
 CAUSE_BEFORE = {
+    "passed_on": "model_load",
     "parsed": "parse",
+    "adapted": "adapter_load",
     "templated": "template",
     "tokenised": "tokenise",
     "checked": "grammar_check",
@@ -191,11 +197,15 @@ def _phase(seen: Counter[str], following: str) -> str:
     num_running = seen["scheduled"] - seen["preempted"] - num_ended
     if seen["engine_lost"] and not seen["sent"]:
         return "engine_restart"
+    if seen["asleep"] > seen["awake"] and not seen["scheduled"]:
+        return "wake_up"
     if num_ended < seen["queued"]:
         if num_running > 0:
             return "decoding" if seen["first_token"] > num_ended else "prefilling"
         if seen["reading"] > seen["scheduled"]:
             return "tier_read"
+        if seen["aside"] > seen["scheduled"]:
+            return "queue_adapters"
         if seen["scheduled"] >= seen["queued"]:
             return "swapped" if seen["swapped"] >= seen["preempted"] else "preemption"
         return "queued"

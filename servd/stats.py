@@ -70,7 +70,7 @@ class SchedulerStats(Stats):
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_preemptions: int = 0
-    num_scheduled_tokens: int = 0  # in this step
+    step_tokens: list[int] = []  # computed by each step since
     step: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     num_deferred: int = 0  # requests that cannot run yet, e.g. while a grammar compiles
@@ -81,3 +81,5 @@ class SchedulerStats(Stats):
     external_prefix_cache_hits: int = 0  # tokens found there
     num_swapped: int = 0  # waiting requests whose blocks are there
     tiers: list[TierStats] = []
+    at_ns: int = 0  # when it was so
+    num_failed: int = 0  # requests that ended with an error of the workers

@@ -14,15 +14,20 @@ import msgspec
 
 STAGES = (
     "received",  # the API process has the body of the request
+    "passed_on",  # of several models: its own has it
     "parsed",  # JSON parsed and checked
+    "adapted",  # its adapter is known
     "templated",  # chat template rendered
     "tokenised",
     "checked",  # its structured output was tried out
     "sent",  # handed to the engine's channel; again after the engine was lost
     "engine_lost",  # the engine died; the request waits for the next one
+    "asleep",  # the engine has given its model's memory back
+    "awake",
     "compiling",  # the engine has it, but not its grammar
     "compiled",
     "queued",  # the engine has it, in the waiting queue
+    "aside",  # requests with other adapters run
     "scheduled",  # a step that contains it is launched; again after it was preempted
     "reading",  # it waits for blocks of its prompt from files
     "preempted",  # blocks ran out; waits again

@@ -134,6 +134,38 @@ def test_a_request_that_waits_for_files_and_one_whose_blocks_go_to_host_memory()
     assert found["decode"] == 30 and "preemption" not in found
 
 
+def test_a_request_for_a_model_and_an_adapter_that_are_loaded_first():
+    marks = marks_of(
+        ("passed_on", 1), ("adapted", 1), ("queued", 4), ("scheduled", 4, 10),
+        ("first_token", 34, 10), end=64,
+    )  # fmt: skip
+    at = {mark.stage: mark for mark in marks}
+    at["passed_on"].at_ns, at["parsed"].at_ns = 500_000, 700_000
+    at["adapted"].at_ns = 1_500_000
+    marks.sort(key=lambda mark: mark.at_ns)
+    told = explain(marks, [step(10, 4, 34, {"own": 40}), *decoding(11, 34, 64)])
+    assert (told["model_load"], told["parse"]) == (0.5, 0.2)
+    assert (told["adapter_load"], told["tokenise"]) == (0.8, 0.5)
+
+
+@pytest.mark.parametrize("awake_at", [44, 46])  # the API process may hear of it later
+def test_a_request_that_wakes_its_engine(awake_at):
+    marks = marks_of(
+        ("asleep", 3), ("queued", 4), ("awake", awake_at), ("scheduled", 45, 10),
+        ("first_token", 55, 10), end=65,
+    )  # fmt: skip
+    told = explain(marks, [step(10, 45, 55, {"own": 40}), *decoding(11, 55, 65)])
+    assert told["wake_up"] == min(awake_at, 45) - 3 and told["prefill"] == 10
+
+
+def test_a_request_whose_adapter_has_no_place():
+    marks = marks_of(
+        ("queued", 4), ("aside", 4), ("scheduled", 34, 13), ("first_token", 44, 13), end=54
+    )  # fmt: skip
+    steps = [*decoding(10, 4, 34), step(13, 34, 44, {"own": 40}), *decoding(14, 44, 54)]
+    assert explain(marks, steps)["queue_adapters"] == 30
+
+
 def test_drafts_in_vain():
     marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 14, 10), end=74)
     steps = [step(10, 4, 14)]

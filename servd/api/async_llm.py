@@ -296,7 +296,9 @@ class AsyncLLM:
             ready = [each.rank for each in self.engines if each.is_ready]
             running.routed = self.router.route(one.request, ready or range(len(self.engines)))
             engine = self.engines[running.routed.rank]
-        timeline.engine = engine.rank
+        timeline.engine, timeline.cache_number = engine.rank, engine.cache_number
+        if engine.is_asleep:
+            timeline.marks.append(Mark("asleep", sent))
         engine.running[one.request_id] = running
         if engine.recovery.is_restarting:  # the next one gets it
             timeline.marks.append(Mark("engine_lost", sent))

@@ -4,14 +4,45 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar, Sample
+from prometheus_client.utils import floatToGoString
 
 from servd.messages import SchedulerStats
+
+
+class SharedMetrics(Collector):
+    """Those that all API servers keep in a folder; with the exemplars of this one, as the library
+    keeps none there.
+    """
+
+    def __init__(self) -> None:
+        self.exemplars: dict[tuple[str, str, str], Exemplar] = {}  # by sample, engine and bucket
+
+    def note(self, histogram: Histogram, name: str, engine: str, exemplar: Exemplar) -> None:
+        """This leads to a value that was just observed."""
+        bounds = histogram._upper_bounds  # pyright: ignore[reportAttributeAccessIssue]
+        bound = floatToGoString(bounds[bisect_left(bounds, exemplar.value)])
+        self.exemplars[f"{name}_bucket", engine, bound] = exemplar
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the library."""
+        for family in MultiProcessCollector(None).collect():
+            if family.type == "histogram":
+                family.samples = [self._with_exemplar(sample) for sample in family.samples]
+            yield family
+
+    def _with_exemplar(self, sample: Sample) -> Sample:
+        key = sample.name, sample.labels.get("engine", ""), sample.labels.get("le", "")
+        return sample._replace(exemplar=self.exemplars.get(key))
 
 
 class EngineRestarts(Collector):
@@ -35,17 +66,26 @@ class EngineRestarts(Collector):
         yield family
 
 
+class AdapterState(msgspec.Struct, array_like=True):
+    """Names of the adapters of an engine, and when it was so: Unix time, and its own clock's."""
+
+    running: str
+    waiting: str
+    seconds: float
+    at_ns: int
+
+
 class AdapterGauge(Collector):
     """Which adapters run and wait; its value is the Unix time at which it was so.
 
     With several API servers the library would keep a series for each set of names that there ever
-    was. So the last state of any of them is in a file that they share, one of each engine.
+    was. So the newest state of any of them is in a file that they share, one of each engine.
     """
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
         self.max_loras = 0  # 0: there are none
-        self._states: dict[str, tuple[str, str, float]] = {}  # by engine
+        self._states: dict[str, AdapterState] = {}  # by engine
         folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         self._shared = Path(folder) if folder else None
 
@@ -53,13 +93,20 @@ class AdapterGauge(Collector):
         """Publish an engine's last report."""
         if not self.max_loras:
             return
-        running, waiting = sorted(stats.running_adapters), sorted(stats.waiting_adapters)
-        state = self._states[str(engine)] = ",".join(running), ",".join(waiting), time.time()
+        names = (
+            ",".join(sorted(each)) for each in (stats.running_adapters, stats.waiting_adapters)
+        )
+        state = self._states[str(engine)] = AdapterState(*names, time.time(), stats.at_ns)
         if self._shared is not None:
             path = self._shared / f"adapters-{engine}.json"
+            if path.exists() and self._read(path).at_ns > state.at_ns:
+                return  # another API server has heard of a later one
             new = path.with_suffix(f".{os.getpid()}")
             new.write_bytes(msgspec.json.encode(state))
             new.replace(path)
+
+    def _read(self, path: Path) -> AdapterState:
+        return msgspec.json.decode(path.read_bytes(), type=AdapterState)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Called by the library."""
@@ -76,12 +123,11 @@ class AdapterGauge(Collector):
         )
         states = self._states
         if self._shared is not None:
-            kind = tuple[str, str, float]
             states = {
-                path.stem.partition("-")[2]: msgspec.json.decode(path.read_bytes(), type=kind)
+                path.stem.partition("-")[2]: self._read(path)
                 for path in sorted(self._shared.glob("adapters-*.json"))
             }
-        for engine, (*names, value) in states.items():
-            labels = [self.model_name, engine, str(self.max_loras), *names]
-            family.add_metric(labels, value)
+        for engine, state in states.items():
+            labels = [self.model_name, engine, str(self.max_loras), state.running, state.waiting]
+            family.add_metric(labels, state.seconds)
         yield family

@@ -145,11 +145,7 @@ def admit(
         rank=None if rank is None else _rank(rank, len(async_llm.engines)),
     )
     for prompt_id in prompt_ids if is_traced else ():
-        state.traced.append(prompt_id)
-        path = request.scope["path"][:200]
-        since = state.received_ns
-        timeline = async_llm.tracer.open(prompt_id, state.owner, path, state.model, since)
-        timeline.marks += [Mark("received", state.received_ns), Mark("parsed", now_ns())]
+        _trace(request, prompt_id)
     timeout = math.inf
     if state.deadline is not None:
         timeout = max(state.deadline - asyncio.get_running_loop().time(), 0)
@@ -157,6 +153,20 @@ def admit(
     with async_llm.admit(num_prompts, key, state.client, options.lane, timeout) as admitted:
         state.headers = admitted.headers
         yield admitted, options
+
+
+def _trace(request: Request, prompt_id: str) -> None:
+    """Open the timeline of a prompt."""
+    state = request.state
+    marks = [Mark("received", state.received_ns), Mark("parsed", state.parsed_ns)]
+    if state.since_ns:
+        marks[:1] = [Mark("received", state.since_ns), Mark("passed_on", state.received_ns)]
+    if state.adapter is not None:
+        marks.append(Mark("adapted", now_ns()))
+    path, tracer = request.scope["path"][:200], context_of(request).async_llm.tracer
+    timeline = tracer.open(prompt_id, state.owner, path, state.model, marks[0].at_ns)
+    timeline.marks += marks
+    state.traced.append(prompt_id)
 
 
 def _rank(text: str, size: int) -> int:
@@ -213,6 +223,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     if asked is not None and "x-request-id" not in request.headers:
         request.state.request_id = asked
         request.state.unique_id = f"{asked}-{request.state.unique_id[:12]}"
+    request.state.parsed_ns = now_ns()
     request.state.model, request.state.adapter = await context.find_model(body.model)
     timeout = getattr(body, "timeout", None)
     if timeout is None:

@@ -55,6 +55,7 @@ class EngineClient:
         running: prompts that it has, by request id, in order of arrival.
         recovery: what becomes of them when it dies.
         audits: pending, by number.
+        cache_number: how often its prefix cache has begun empty, as it started or woke.
 
     Args:
         rank: number of the engine.
@@ -92,6 +93,7 @@ class EngineClient:
         self.running: dict[str, Running] = {}
         self.recovery = Recovery(client, outputs, self.running)
         self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
+        self.cache_number = 0
         self._reading_on: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -216,11 +218,16 @@ class EngineClient:
                 if asked is not None and not asked.done():  # else it has waited for too long
                     asked.set_result(message)
             case EngineReady():
-                self.status = message
-                for running in self.running.values():  # no step could begin before
-                    running.sent_ns = now_ns()
+                changes, self.status = message.is_asleep != self.is_asleep, message
+                self.cache_number += not message.is_asleep
+                for running in self.running.values():
+                    running.sent_ns = now_ns()  # no step could begin before
+                    running.timeline.cache_number = self.cache_number
+                    if changes:
+                        stage = "asleep" if message.is_asleep else "awake"
+                        running.timeline.marks.append(Mark(stage, running.sent_ns))
                 if message.is_asleep:
-                    self._take_state(EngineCoreOutputs([], SchedulerStats()))
+                    self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
                 self.metrics.observe_ready(message, self.config)
                 self.on_change(self)
                 self.recovery.engine_ready()
@@ -246,7 +253,7 @@ class EngineClient:
                 EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
                 for engine_id in self.running[guilty].prepared.request.choice_ids
             ]
-        self._take_state(EngineCoreOutputs([], SchedulerStats()))
+        self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
         self._take_outputs(outputs)
         self.on_change(self)
 

@@ -24,7 +24,7 @@ from servd.tracing import Mark, StepRecord, now_ns
 MAX_NEIGHBOURS = 16
 SECOND = 1_000_000_000  # nanoseconds
 Ran = tuple[int, int]  # from when to when a request ran, 0 for still
-QUEUES = ("queue_slots", "queue_blocks", "queue_budget")  # causes
+QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # causes
 BLOCKING = ("blocked", "resumed")  # stages
 
 
@@ -96,6 +96,8 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "id": timeline.id,
         "route": timeline.route,
+        "model": timeline.model,
+        "engine": timeline.engine,
         "status": "finished" if timeline.is_finished else "running",
         "created": round(timeline.created, 3),
         "wall_ms": _ms(account.end_ns - account.begin_ns),

@@ -33,19 +33,20 @@ from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.context import json_response
 from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
-from servd.api.middleware import RequestContext
+from servd.api.middleware import SINCE, RequestContext
 from servd.api.model_servers import ModelServer, ModelServers
 from servd.api.protocol.models import ModelCard
 from servd.api.routes.sleep import SleepState
 from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from servd.tracing import now_ns
 
 logger = logging.getLogger("servd.api")
 
 # Headers of one connection, and those that the front writes itself.
 OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
-OF_REQUESTS = OWN | {b"host", b"content-length", b"expect"}
+OF_REQUESTS = OWN | {b"host", b"content-length", b"expect", SINCE.encode()}
 ASKS_FOR_SLEEP = {("GET", "/is_sleeping"), ("POST", "/sleep")}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -108,6 +109,7 @@ class Front:
         target = scope["raw_path"] + (b"?" + query if (query := scope["query_string"]) else b"")
         headers = [(k, v) for k, v in scope["headers"] if k not in OF_REQUESTS]
         headers.append((b"x-request-id", state["request_id"].encode()))
+        headers.append((SINCE.encode(), str(now_ns()).encode()))
         async with self.servers.serving(server) as visit:
             try:
                 asked = visit.http.build_request(

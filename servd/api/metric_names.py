@@ -42,6 +42,7 @@ COUNTERS = {
     "vllm:external_prefix_cache_queries": "Prompt tokens looked up in host memory and files.",
     "vllm:external_prefix_cache_hits": "Prompt tokens that came from there.",
     "vllm:num_preemptions": "Times a running request lost its KV blocks.",
+    "vllm:corrupted_requests": "Requests that failed in a step: their logits were NaN or infinite.",
     "vllm:prompt_tokens": "Prompt tokens of requests that got a first token.",
     "vllm:prompt_tokens_cached": "Those of them that were in the prefix cache.",
     "vllm:generation_tokens": "Generated tokens.",
@@ -117,7 +118,7 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context
 TALLIED = ("vllm:inter_token_latency_seconds", "vllm:iteration_tokens_total")
 CACHE_FACTS = (
     "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching",
-    "gpu_memory_utilization",
+    "gpu_memory_utilization", "kv_cache_size_tokens", "kv_cache_max_concurrency",
 )  # fmt: skip
 STAGES = {  # histogram -> the marks that it lies between
     "vllm:request_queue_time_seconds": ("queued", "scheduled"),

@@ -7,8 +7,8 @@ prometheus-client then keeps all values in files there, and each server's /metri
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
-from collections import Counter as Tally
+import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.samples import Exemplar
 
-from servd.api.collectors import AdapterGauge, EngineRestarts
+from servd.api.collectors import AdapterGauge, EngineRestarts, SharedMetrics
 from servd.api.metric_names import (
     CACHE_FACTS,
     COUNTERS,
@@ -74,21 +74,31 @@ class TalliedHistogram(Histogram):
 
     def _metric_init(self) -> None:
         super()._metric_init()
-        self._counts = Tally[int]()  # values by bucket
-        self._amount = 0.0
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """Count a value; exemplars are not kept."""
-        self._counts[bisect_left(self._upper_bounds, amount)] += 1
-        self._amount += amount
+        self.values: list[float] = []  # observed since the last `flush`
 
     def flush(self) -> None:
-        """Hand on what was counted."""
-        for bucket, count in self._counts.items():
-            self._buckets[bucket].inc(count)
-        self._counts.clear()
-        self._sum.inc(self._amount)
-        self._amount = 0.0
+        """Hand on what was observed."""
+        if not (values := self.values):
+            return
+        values.sort()
+        num_below = 0
+        for bucket, bound in zip(self._buckets, self._upper_bounds, strict=True):
+            num_within = bisect_right(values, bound, lo=num_below)
+            if num_within > num_below:
+                bucket.inc(num_within - num_below)
+            num_below = num_within
+        self._sum.inc(sum(values))
+        values.clear()
+
+
+class ReportedGauge(Gauge):
+    """Of what an engine reports to one API server at a time: the newest report is right, a sum is
+    not, and a busy server may write an older one later.
+    """
+
+    def report(self, value: float, at_ns: int) -> None:
+        """The engine was in this state then."""
+        self._value.set(float(value), timestamp=at_ns / SECOND)
 
 
 class Families:
@@ -96,7 +106,9 @@ class Families:
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
+        self.is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # with other API servers
         self.token_buckets = _one_two_five(max_model_len)
+        self.shared = SharedMetrics()
         self.restarts, self.adapters = EngineRestarts(model_name), AdapterGauge(model_name)
         for collector in (self.restarts, self.adapters):
             self.registry.register(collector)
@@ -143,10 +155,8 @@ class Metrics:
         self.families, self.registry = families, families.registry
         self.observe_restarts(0)
         labels = self.labels = {"model_name": model_name, "engine": str(self.rank)}
-        # The engine reports its state to one API server at a time: the newest report is right, a
-        # sum is not.
-        gauge = partial(families, Gauge, multiprocess_mode="livemostrecent")
-        self.gauges = {
+        gauge = partial(families, ReportedGauge, multiprocess_mode="livemostrecent")
+        self.gauges: dict[str, ReportedGauge] = {
             name: gauge(name, text, labels).labels(**labels) for name, text in GAUGES.items()
         }
         self.counters = {
@@ -161,6 +171,10 @@ class Metrics:
             for name, (text, buckets) in HISTOGRAMS.items()
         }  # fmt: skip
         self._num_generated = 0  # tokens that no counter shows yet
+        gaps, step_tokens = (self.histograms[name] for name in TALLIED)
+        assert isinstance(gaps, TalliedHistogram) and isinstance(step_tokens, TalliedHistogram)
+        self._tallied = gaps, step_tokens
+        self._note_gap, self._note_steps = gaps.values.append, step_tokens.values.extend
         self.labelled = {
             (name, *values): counter.labels(*labels.values(), *values)
             for name, (text, own) in LABELLED.items()
@@ -181,7 +195,8 @@ class Metrics:
         self.waiting = {
             reason: waiting.labels(**labels, reason=reason) for reason in ("capacity", "deferred")
         }
-        self._unwritten: SchedulerStats | None = None  # the last report, if no gauge shows it yet
+        # The last report, if no gauge shows it yet; at first one that any other replaces.
+        self._unwritten: SchedulerStats | None = SchedulerStats(at_ns=1)
         facts, states = [*labels, *CACHE_FACTS], [*labels, "sleep_state"]
         self.cache_config = gauge("vllm:cache_config_info", "The KV cache; always 1.", facts)
         self.sleep_state = gauge("vllm:engine_sleep_state", "1 for the state it is in.", states)
@@ -193,6 +208,7 @@ class Metrics:
         for state, is_so in (("awake", not ready.is_asleep), ("discard_all", ready.is_asleep)):
             self.sleep_state.labels(**self.labels, sleep_state=state).set(is_so)
         self.families.adapters.max_loras, cache = config.lora.num_places, config.cache
+        num_tokens = ready.worker.num_blocks * ready.block_size
         self.cache_config.labels(
             **self.labels,
             block_size=ready.block_size,
@@ -200,6 +216,8 @@ class Metrics:
             cache_dtype=cache.kv_cache_dtype,
             enable_prefix_caching=cache.enable_prefix_caching,
             gpu_memory_utilization=cache.gpu_memory_utilization,
+            kv_cache_size_tokens=num_tokens,
+            kv_cache_max_concurrency=round(num_tokens / ready.max_model_len, 2),
         ).set(1)
 
     def observe_restarts(self, count: int) -> None:
@@ -224,21 +242,15 @@ class Metrics:
     def observe_step(self, stats: SchedulerStats) -> None:
         """Record the engine's state after a step; its counters are since the last report."""
         self._unwritten = stats
-        drafts = stats.drafts
-        for name, count in (
-            ("vllm:prefix_cache_queries", stats.prefix_cache_queries),
-            ("vllm:prefix_cache_hits", stats.prefix_cache_hits),
-            ("vllm:external_prefix_cache_queries", stats.external_prefix_cache_queries),
-            ("vllm:external_prefix_cache_hits", stats.external_prefix_cache_hits),
-            ("vllm:num_preemptions", stats.num_preemptions),
-            ("vllm:spec_decode_num_drafts", drafts.num_drafts),
-            ("vllm:spec_decode_num_draft_tokens", drafts.num_draft_tokens),
-            ("vllm:spec_decode_num_accepted_tokens", drafts.num_accepted_tokens),
+        self._note_steps(filter(None, stats.step_tokens))
+        # In most steps there is nothing else to count, and the library takes its time.
+        if (
+            stats.prefix_cache_queries
+            or stats.num_preemptions
+            or stats.drafts.num_drafts
+            or stats.num_failed
         ):
-            if count:  # in most steps there is none, and the library takes its time
-                self.counters[name].inc(count)
-        for position, count in enumerate(drafts.num_accepted_tokens_per_pos):
-            self.accepted_by_position.labels(**self.labels, position=position).inc(count)
+            self._count(stats)
         for block in stats.evictions:
             seconds = self.histograms["vllm:kv_block_lifetime_seconds"]
             seconds.observe(block.lifetime_ns / SECOND)
@@ -247,55 +259,78 @@ class Metrics:
             seconds = self.histograms["vllm:kv_block_reuse_gap_seconds"]
             for gap in block.reuse_gaps_ns:
                 seconds.observe(gap / SECOND)
-        if stats.num_scheduled_tokens:
-            self.histograms["vllm:iteration_tokens_total"].observe(stats.num_scheduled_tokens)
+
+    def _count(self, stats: SchedulerStats) -> None:
+        drafts = stats.drafts
+        for name, count in (
+            ("vllm:prefix_cache_queries", stats.prefix_cache_queries),
+            ("vllm:prefix_cache_hits", stats.prefix_cache_hits),
+            ("vllm:external_prefix_cache_queries", stats.external_prefix_cache_queries),
+            ("vllm:external_prefix_cache_hits", stats.external_prefix_cache_hits),
+            ("vllm:num_preemptions", stats.num_preemptions),
+            ("vllm:corrupted_requests", stats.num_failed),
+            ("vllm:spec_decode_num_drafts", drafts.num_drafts),
+            ("vllm:spec_decode_num_draft_tokens", drafts.num_draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", drafts.num_accepted_tokens),
+        ):
+            if count:
+                self.counters[name].inc(count)
+        for position, count in enumerate(drafts.num_accepted_tokens_per_pos):
+            self.accepted_by_position.labels(**self.labels, position=position).inc(count)
 
     def write(self) -> None:
-        """Publish what changes with every token: before a scrape, as a request ends, and ten times
-        a second, since another API server may answer the scrape. With every step, that would be a
-        fifth of the cost of a token.
+        """Publish what changes with every token: before a scrape, ten times a second and, since
+        another API server may answer the scrape, as a request ends. With every step, that would be
+        a fifth of the cost of a token.
         """
-        for name in TALLIED:
-            histogram = self.histograms[name]
-            assert isinstance(histogram, TalliedHistogram)
+        for histogram in self._tallied:
             histogram.flush()
-        self.counters["vllm:generation_tokens"].inc(self._num_generated)
-        self._num_generated = 0
+        if self._num_generated:
+            self.counters["vllm:generation_tokens"].inc(self._num_generated)
+            self._num_generated = 0
         stats, self._unwritten = self._unwritten, None
-        if stats is not None:
-            self.gauges["vllm:num_requests_running"].set(stats.num_running)
-            self.gauges["vllm:num_requests_waiting"].set(stats.num_waiting + stats.num_deferred)
-            self.waiting["capacity"].set(stats.num_waiting)
-            self.waiting["deferred"].set(stats.num_deferred)
-            self.gauges["vllm:num_requests_swapped"].set(stats.num_swapped)
-            self.gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
-            self.families.adapters.write(self.rank, stats)
+        if stats is None:
+            return
+        gauges, waiting = self.gauges, self.waiting
+        for gauge, value in (
+            (gauges["vllm:num_requests_running"], stats.num_running),
+            (gauges["vllm:num_requests_waiting"], stats.num_waiting + stats.num_deferred),
+            (waiting["capacity"], stats.num_waiting),
+            (waiting["deferred"], stats.num_deferred),
+            (gauges["vllm:num_requests_swapped"], stats.num_swapped),
+            (gauges["vllm:kv_cache_usage_perc"], stats.kv_cache_usage),
+        ):
+            gauge.report(value, stats.at_ns)
+        self.families.adapters.write(self.rank, stats)
 
     def observe_tokens(self, choice: ChoiceTimes, num_tokens: int, now_ns: int) -> None:
         """`num_tokens` new tokens of a choice came together at `now_ns`."""
-        if not num_tokens:
-            return
-        if choice.num_tokens == 0:
-            seconds = (now_ns - choice.arrival_ns) / SECOND
-            self.histograms["vllm:time_to_first_token_seconds"].observe(seconds, choice.exemplar)
-            self.counters["vllm:prompt_tokens"].inc(choice.num_prompt_tokens)
-            num_cached = choice.num_cached_tokens
-            self.counters["vllm:prompt_tokens_cached"].inc(num_cached)
-            self.labelled["vllm:prompt_tokens_by_source", "local_compute"].inc(
-                choice.num_prompt_tokens - num_cached
-            )
-            for source, count in (
-                ("local_cache_hit", num_cached - choice.num_external_tokens),
-                ("external_kv_transfer", choice.num_external_tokens),
-            ):
-                self.labelled["vllm:prompt_tokens_by_source", source].inc(count)
-                self.labelled["vllm:prompt_tokens_cached_by_source", source].inc(count)
+        if choice.num_tokens and num_tokens:
+            self._note_gap((now_ns - choice.last_ns) / SECOND / num_tokens)
+        elif num_tokens:
+            self._observe_first(choice, now_ns)
         else:
-            seconds = (now_ns - choice.last_ns) / SECOND / num_tokens
-            self.histograms["vllm:inter_token_latency_seconds"].observe(seconds)
+            return
         self._num_generated += num_tokens
         choice.num_tokens += num_tokens
         choice.last_ns = now_ns
+
+    def _observe_first(self, choice: ChoiceTimes, now_ns: int) -> None:
+        """Its first tokens came."""
+        seconds = (now_ns - choice.arrival_ns) / SECOND
+        self._observe("vllm:time_to_first_token_seconds", seconds, choice.exemplar)
+        self.counters["vllm:prompt_tokens"].inc(choice.num_prompt_tokens)
+        num_cached = choice.num_cached_tokens
+        self.counters["vllm:prompt_tokens_cached"].inc(num_cached)
+        self.labelled["vllm:prompt_tokens_by_source", "local_compute"].inc(
+            choice.num_prompt_tokens - num_cached
+        )
+        for source, count in (
+            ("local_cache_hit", num_cached - choice.num_external_tokens),
+            ("external_kv_transfer", choice.num_external_tokens),
+        ):
+            self.labelled["vllm:prompt_tokens_by_source", source].inc(count)
+            self.labelled["vllm:prompt_tokens_cached_by_source", source].inc(count)
 
     def observe_finished(self, choice: ChoiceTimes, reason: FinishReason, now_ns: int) -> None:
         """A choice ended."""
@@ -319,7 +354,14 @@ class Metrics:
             seconds = (marks["finished"] - marks["first_token"]) / SECOND
             values["vllm:request_time_per_output_token_seconds"] = seconds / (choice.num_tokens - 1)
         for name, value in values.items():
-            self.histograms[name].observe(value, choice.exemplar)
+            self._observe(name, value, choice.exemplar)
+
+    def _observe(self, name: str, value: float, leads_to: dict[str, str] | None) -> None:
+        histogram = self.histograms[name]
+        histogram.observe(value, leads_to)
+        if leads_to and self.families.is_shared:
+            exemplar = Exemplar(leads_to, value, time.time())
+            self.families.shared.note(histogram, name, str(self.rank), exemplar)
 
     def observe_request(self, params: SamplingParams, choices: Sequence[ChoiceTimes]) -> None:
         """A request ended with all its choices."""
@@ -328,16 +370,17 @@ class Metrics:
             self.histograms["vllm:request_params_max_tokens"].observe(params.max_tokens)
         longest = max(choice.num_tokens for choice in choices)
         self.histograms["vllm:request_max_num_generation_tokens"].observe(longest)
-        self.write()
+        if self.families.is_shared:
+            self.write()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Body and content type of GET /metrics, in the format that an Accept header asks for."""
         for each in self.engines:
             each.write()
         registry = self.registry
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        if self.families.is_shared:
             registry = CollectorRegistry()
-            MultiProcessCollector(registry)
+            registry.register(self.families.shared)
             registry.register(self.families.restarts)
             registry.register(self.families.adapters)
         encode, content_type = choose_encoder(accept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 import uuid
@@ -27,11 +28,12 @@ from servd.api.protocol.validation import REQUEST_ID
 from servd.api.timeline import Timeline, Tracer
 from servd.bounds import MAX_TIMEOUT
 from servd.errors import Forbidden, InvalidRequest
-from servd.log import current_request
+from servd.log import MODEL, current_request
 from servd.tracing import Mark, now_ns
 
 log = logging.getLogger("servd.access")
 
+SINCE = "x-servd-since"  # header: nanoseconds of the host's clock
 MONITORING = {"/health", "/ping", "/metrics", "/load", "/version"}
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 BLOCKED_NS = 1_000_000  # a write that takes longer waits for the client
@@ -60,8 +62,9 @@ class RequestContext:
     since clients may choose the same; `traced`, the ids under which the tracer knows what this
     request started; `key`, by which it came; `owner`, its name; `client`, who takes turns with
     others: an owner or, where no key is needed, an address; `span`, of OpenTelemetry, or None;
-    `timeout` of the header, in seconds, or None; `deadline`, on the loop's clock, or None;
-    `headers`, of the answer; `lane`, the least that it runs in.
+    `since_ns`, when the front of several models got it, or 0; `timeout` of the header, in seconds,
+    or None; `deadline`, on the loop's clock, or None; `headers`, of the answer; `lane`, the least
+    that it runs in.
 
     Args:
         app: what is surrounded.
@@ -84,6 +87,7 @@ class RequestContext:
         self.metrics = metrics
         self.access_log = access_log
         self.origins = frozenset(origins)
+        self.is_behind_front = MODEL in os.environ  # which alone can reach this server then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -161,6 +165,7 @@ class RequestContext:
         state.update(
             request_id=request_id, unique_id=unique_id, traced=[], key=ANYONE, owner=ANYONE.name,
             client=address, span=span, timeout=None, deadline=None, headers={},
+            since_ns=int(headers.get(SINCE, 0)) if self.is_behind_front else 0,
             lane=int(ON_BEHALF_OF in scope), adapter=None,
         )  # fmt: skip
         return state

@@ -31,15 +31,21 @@ MAX_PROMPTS = 16  # a request's first ones, whose phases are shown
 SECOND = 1e9  # nanoseconds
 # Phase of an account -> name of the span.
 SPANS = {
+    "model_load": "model_load",
     "parse": "prepare",
+    "adapter_load": "prepare",
     "template": "prepare",
     "tokenise": "prepare",
     "grammar_check": "prepare",
+    "wake_up": "wake_up",
     "grammar_compile": "grammar_compile",
     "queued": "queue",
+    "queue_adapters": "queue",
+    "tier_read": "tier_read",
     "prefilling": "prefill",
     "decoding": "decode",
     "preemption": "preempted",
+    "swapped": "preempted",
     "engine_restart": "engine_restart",
     "slow_reader": "slow_reader",
 }

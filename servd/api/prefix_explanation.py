@@ -10,6 +10,12 @@ from servd.api.timeline import Timeline
 from servd.config import CacheConfig
 
 SECOND = 1e9  # nanoseconds
+REASONS = {
+    "salt": "but has another cache_salt",
+    "adapter": "but has another adapter, or other weights of it",
+    "engine": "but was sent to another engine",
+    "emptied": "but the cache was emptied since: the engine slept or was started again",
+}
 
 
 def explain_prefix(
@@ -31,6 +37,7 @@ def explain_prefix(
     num_blocks = max(len(prompt) - 1, 0) // size
     num_matched = timeline.num_cached_tokens // size
     found = PrefixCache(size, num_blocks, num_matched)
+    found.num_external = timeline.choices[0].num_external_tokens // size
     scheduled = next((m.at_ns for m in timeline.marks if m.stage == "scheduled"), 0)
     evicted = timeline.choices[0].evicted_at_ns
     if not config.enable_prefix_caching:
@@ -64,7 +71,7 @@ def _compare(
         # Among prompts that share as much, the one that could have been found says more.
         (
             common_length(prompt, known),
-            (other.salt == timeline.salt) + (other.engine == timeline.engine),
+            sum(_could_be_found(other, timeline)),
             other,
             known,
         )
@@ -76,14 +83,10 @@ def _compare(
     if nearest is None:
         found.text = "no earlier prompt of this API key and API process is known"
     elif most >= (found.num_matched + 1) * found.block_size:
-        if nearest.salt != timeline.salt:
-            found.reason = "salt"
-            found.text = f"{nearest.id} shares {most} tokens, but has another cache_salt or adapter"
-        elif nearest.engine != timeline.engine:
-            found.reason = "engine"
-            found.text = f"{nearest.id} shares {most} tokens, but was sent to another engine"
-        else:
-            found.text = f"{nearest.id} shares {most} tokens, which the cache has lost since"
+        lost = "which the cache has lost since"
+        reasons = zip(REASONS.items(), _could_be_found(nearest, timeline), strict=True)
+        found.reason, why = next((r for r, is_so in reasons if not is_so), (found.reason, lost))
+        found.text = f"{nearest.id} shares {most} tokens, {why}"
     elif most == len(known):
         found.reason = "last_block"
         found.text = f"{nearest.id} ends after {most} tokens, and its last block was not full"
@@ -97,6 +100,14 @@ def _compare(
             f"token {most} is {token_text(token)!r}; in {nearest.id}, which is most like it, "
             f"{token_text(other)!r}"
         )
+
+
+def _could_be_found(earlier: Timeline, later: Timeline) -> tuple[bool, ...]:
+    """What keeps its blocks from a later prompt where it is not so, as in REASONS."""
+    (salt, adapter), (own_salt, own_adapter) = earlier.salt, later.salt
+    same_engine = earlier.engine == later.engine
+    same_cache = not same_engine or earlier.cache_number == later.cache_number
+    return salt == own_salt, adapter == own_adapter, same_engine, same_cache
 
 
 def common_length(a: array[int], b: array[int]) -> int:

@@ -29,7 +29,9 @@ MAX_SLOWEST = 32  # each with its account, up to 300 KB
 MAX_MARKS = 200_000  # recent requests' and those of the slowest ones; 100 bytes each
 MAX_PROMPT_TOKENS = 2_000_000  # finished requests', 4 bytes each
 MAX_STEPS = 8192  # about 700 bytes each
+STEPS_PER_LOOK = 1024  # steps between two looks for requests whose steps will soon be forgotten
 STEPS_BEFORE = 256  # which tell what is normal
+MAX_PAUSE = 100_000  # nanoseconds between two looks at clocks
 BY_TIME = attrgetter("at_ns")
 
 
@@ -51,8 +53,9 @@ class Timeline(msgspec.Struct):
     parsed_to_ns: int = 0
     parsing_ns: int = 0
     engine: int = 0  # the rank of the one that has it, or had it
+    cache_number: int = 0  # how often the engine's cache had been emptied before
     is_finished: bool = False
-    account: Account | None = None  # only of the slowest: the steps of others are still there
+    account: Account | None = None  # of one of the slowest, whose steps were about to be forgotten
     summary: RequestSummary | None = None  # once it is finished and was asked for
 
     @property
@@ -74,6 +77,15 @@ class Timeline(msgspec.Struct):
     def num_output_tokens(self) -> int:
         """Tokens of all its choices so far."""
         return sum(choice.num_tokens for choice in self.choices)
+
+
+def unix_time(at_ns: int) -> float:
+    """When that was. Requests are sorted by it, so who is interrupted looks at the clocks again."""
+    for _ in range(8):
+        before, seconds, after = now_ns(), time.time(), now_ns()
+        if after - before < MAX_PAUSE:
+            break
+    return seconds - (before - at_ns) * 1e-9
 
 
 class Inquiry(msgspec.Struct):
@@ -112,6 +124,7 @@ class Tracer:
         self.running: dict[str, Timeline] = {}
         self.recent: OrderedDict[str, Timeline] = OrderedDict()
         self.slowest: dict[str, Timeline] = {}
+        self._fastest_ns = -1  # of those, once there are MAX_SLOWEST
         # By engine, in order.
         self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
         self._num_marks = 0  # in `recent`
@@ -132,8 +145,7 @@ class Tracer:
         """
         timeline = self.running.get(request_id)
         if timeline is None:
-            age = 0.0 if since_ns is None else (now_ns() - since_ns) * 1e-9
-            timeline = Timeline(request_id, owner, route, model, time.time() - age)
+            timeline = Timeline(request_id, owner, route, model, unix_time(since_ns or now_ns()))
             self.running[request_id] = timeline
         return timeline
 
@@ -145,7 +157,10 @@ class Tracer:
         """Keep steps of an engine."""
         for step in steps if engine else ():
             step.engine = engine
-        self.steps[engine].extend(steps)
+        kept = self.steps[engine]
+        kept.extend(steps)
+        if steps and steps[-1].step % STEPS_PER_LOOK < len(steps) and len(kept) == MAX_STEPS:
+            self._keep_accounts([t for t in self.slowest.values() if t.engine == engine])
 
     def lose_engine(self, timelines: Iterable[Timeline], engine: int) -> None:
         """Note when the engine that had these requests was last known to live."""
@@ -186,16 +201,32 @@ class Tracer:
 
     def _rank(self, timeline: Timeline) -> None:
         """Keep a finished request if it is among the slowest."""
-        if len(self.slowest) >= MAX_SLOWEST:
-            fastest = min(self.slowest.values(), key=lambda other: other.wall_ns)
-            if timeline.wall_ns <= fastest.wall_ns:
-                return
-            del self.slowest[fastest.id]
+        if timeline.wall_ns <= self._fastest_ns:
+            return
         self.slowest[timeline.id] = timeline
-        self._accountant.submit(self._account, *self.inquiries([timeline]))
+        by_length = sorted(self.slowest.values(), key=lambda each: -each.wall_ns)
+        for fastest in by_length[MAX_SLOWEST:]:
+            del self.slowest[fastest.id]
+        if len(by_length) >= MAX_SLOWEST:
+            self._fastest_ns = by_length[MAX_SLOWEST - 1].wall_ns
+        if len(self.steps[timeline.engine]) == MAX_STEPS:
+            self._keep_accounts([timeline])
+
+    def _keep_accounts(self, timelines: Sequence[Timeline]) -> None:
+        """Account for those slow requests whose steps will soon be forgotten. For the others that
+        is done when somebody asks: most are replaced by slower ones before.
+        """
+        due = [
+            each
+            for each in timelines
+            if each.account is None
+            and each.marks[0].at_ns < self.steps[each.engine][MAX_STEPS // 2].started_ns
+        ]
+        for inquiry in self.inquiries(due):
+            self._accountant.submit(self._account, inquiry)
 
     def _account(self, inquiry: Inquiry) -> None:
-        """Account for a request, off the event loop, unless slower ones have replaced it."""
+        """Off the event loop, unless slower ones have replaced the request."""
         timeline = inquiry.timeline
         if self.slowest.get(timeline.id) is timeline:
             timeline.account = inquiry.account()

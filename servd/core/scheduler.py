@@ -159,10 +159,11 @@ class Scheduler:
         self._num_steps += 1
         self._in_flight.append(step)
         freed, self._freed_slots = self._freed_slots, []
-        record.num_tokens = self._stats.num_scheduled_tokens = self.max_num_batched_tokens - budget
+        record.num_tokens = self.max_num_batched_tokens - budget
+        self._stats.step_tokens.append(record.num_tokens)
         record.num_requests = len(step.scheduled)
+        record.num_waiting = len(self.waiting)
         if self.waiting:
-            record.num_waiting = len(self.waiting)
             # Where nothing else held up the first of those that wait, its turn did not come.
             record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
         record.scheduled_ns = now_ns()
@@ -394,9 +395,8 @@ class Scheduler:
                 num_found = len(result.draft_token_ids.get(i, ()))
                 record.num_drafts += scheduled.num_drafts
                 record.num_accepted += request.settle(scheduled, output, len(token_ids), num_found)
-                counts = output.num_drafts, output.num_accepted
-                asked = scheduled.max_new_drafts, num_found
-                self.lookahead.count(request.acceptance, *counts, *asked)
+                counts, asked = (output.num_drafts, output.num_accepted), scheduled.max_new_drafts
+                self.lookahead.count(request.acceptance, *counts, asked, num_found)
                 if output.num_drafts:
                     self._stats.drafts.count(*counts)
             if output.finish_reason is not None:
@@ -406,9 +406,11 @@ class Scheduler:
 
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
         """Outputs since the last call, by client, with the engine's state now; no client without
-        news. `num_deferred` requests are to be added as soon as they can run.
+        news, but at rest all hear of that. `num_deferred` are to be added as soon as they can run.
         """
         outputs, self._outputs = self._outputs, defaultdict(list)
+        if outputs and not self.requests:
+            outputs |= {each: [] for each in self.step_log.clients if each not in outputs}
         return {
             client: EngineCoreOutputs(each, self.report(num_deferred), self.step_log.news(client))
             for client, each in outputs.items()
@@ -418,12 +420,11 @@ class Scheduler:
         """The state now. Counters start again, so that the sum over all reports, to any client, is
         the truth.
         """
-        report = self._stats
-        self._stats = SchedulerStats(num_scheduled_tokens=report.num_scheduled_tokens)
+        report, self._stats = self._stats, SchedulerStats()
         report.num_running = len(self.running)
         report.num_waiting = len(self.waiting)
         report.running_adapters, report.waiting_adapters = self.waiting.adapters.names()
-        report.num_deferred = num_deferred
+        report.num_deferred, report.at_ns = num_deferred, now_ns()
         self.kv_cache.report(report)
         report.step = self._num_steps
         return report
@@ -445,6 +446,7 @@ class Scheduler:
             if each.status is not RequestStatus.FINISHED:
                 self.kv_cache.forget(each)
                 self._finish(each)
+                self._stats.num_failed += 1
                 output = failure(each.request_id, each.marks, error, step.record.step)
                 self._outputs[each.client].append(output)
 

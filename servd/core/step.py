@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
 import msgspec
@@ -71,6 +72,11 @@ class StepLog:
     def pace(self) -> Pace:
         """How long the latest took."""
         return Pace.of(list(islice(reversed(self._records), NEWS_INTERVAL)))
+
+    @property
+    def clients(self) -> Iterable[int]:
+        """Those that have been given any."""
+        return self._num_given.keys()
 
     def news(self, client: int) -> list[StepRecord]:
         """The records since the last call for this client, as far as they are kept."""

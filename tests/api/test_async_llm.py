@@ -372,7 +372,7 @@ async def test_timeline_and_stats(llm):
     llm.engines[0].client.push(
         EngineCoreOutputs(
             [EngineCoreOutput("r", [256], FinishReason.STOP, marks=[Mark("finished", at + 3, 8)])],
-            SchedulerStats(num_running=5, num_scheduled_tokens=3),
+            SchedulerStats(num_running=5, step_tokens=[3]),
         )
     )
     await task
@@ -448,6 +448,8 @@ async def test_metrics_of_requests(llm):
     await settle()
     task.cancel()
     await asyncio.wait([task])
+
+    llm.metrics.render()  # what changes with every token is counted for each scrape
 
     def value(name: str, **labels: str) -> float | None:
         return llm.metrics.registry.get_sample_value(

@@ -17,7 +17,9 @@ import pytest
 from servd.core.executor.fake import FakeExecutor
 from servd.core.structured_output.manager import GrammarManager
 from servd.hf import FAKE_SPEC
+from tests.adapters import write_adapter
 from tests.api.harness import Served, listening, serve, until
+from tests.api.test_lora import serve_adapters
 
 RUNS = int(os.environ.get("RUNS", "1"))
 # The clock is real, and a pause of the machine in mid-test is a cause of its own, rightly named.
@@ -116,6 +118,31 @@ async def test_a_later_request_that_overtook_is_among_those_waited_for(slow_step
         for own, behind in ((urgent, [first]), (background, [urgent, first])):
             timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
             assert timeline["cause"] == "queue_slots" and timeline["behind"] == behind
+
+
+async def test_an_engine_that_sleeps(slow_steps):
+    async with serve() as served:
+        await post(served, "a", 5)
+        await served.http.post("/sleep")
+        served.engine.may_step.clear()
+        own = asyncio.create_task(post(served, "b", 5))
+        await until(lambda: served.async_llm.engines[0].running)
+        await asyncio.sleep(0.5)  # it loads its weights
+        await served.http.post("/wake_up")
+        served.engine.may_step.set()
+        assert (await causes_of(served, await own))[0] == "wake_up"
+
+
+async def test_a_place_for_its_adapter(slow_steps, tmp_path):
+    for seed, name in enumerate("ab"):
+        write_adapter(tmp_path / "adapters" / name, seed=seed)
+    async with serve_adapters(tmp_path, max_loras=1) as (served, _):
+        first = asyncio.create_task(post(served, "x", 60, model="a"))
+        await has_token(served)
+        own = await post(served, "x", 5, model="b")
+        assert (await causes_of(served, own))[0] == "queue_adapters"
+        timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
+        assert timeline["behind"] == [await first] and timeline["model"] == "b"
 
 
 async def test_an_engine_that_dies(slow_steps):

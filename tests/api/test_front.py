@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from servd import log
 from servd.api.auth import Keys
 from servd.api.front import check, create_front
 from servd.api.model_servers import ModelServer, ModelServers
@@ -167,6 +168,33 @@ async def test_an_answer_that_is_not_read_holds_up_no_other_model(tmp_path):
             await anext(lines)
             answer = await http.post(COMPLETIONS, json={**BODY, "model": "two"})
             assert answer.status_code == 200 and servers.servers["one"].num_open == 1
+
+
+async def test_the_wait_for_a_model_is_part_of_the_account(tmp_path, monkeypatch):
+    monkeypatch.setenv(log.MODEL, "one")  # as its processes have it
+    async with front(tmp_path, "one") as (http, servers):
+        servers.slow.add("one")
+        forged = {"x-servd-since": "1"}
+        task = asyncio.create_task(
+            http.post(COMPLETIONS, json={**BODY, "model": "one"}, headers=forged)
+        )
+        await until(lambda: "one" in servers.served)
+        await asyncio.sleep(0.5)
+        engine = servers.served["one"].engine
+        engine.tell(engine.ready)
+        own = (await task).json()["id"]
+        timeline = (await http.get(f"/v1/requests/{own}/timeline")).json()
+        assert timeline["cause"] == "model_load" and 500 < timeline["wall_ms"] < 60_000
+        assert sum(cause["ms"] for cause in timeline["causes"]) == pytest.approx(
+            timeline["wall_ms"], abs=0.1
+        )
+
+
+async def test_a_server_with_one_model_believes_no_client_when_its_request_began(http):
+    forged = {"x-servd-since": "1"}
+    own = (await http.post(COMPLETIONS, json=BODY, headers=forged)).json()["id"]
+    timeline = (await http.get(f"/v1/requests/{own}/timeline")).json()
+    assert timeline["wall_ms"] < 60_000
 
 
 async def test_a_client_that_leaves_ends_its_request(tmp_path):

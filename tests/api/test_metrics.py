@@ -6,9 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from servd.api.metrics import ChoiceTimes, Metrics
+from servd.api.metric_names import ITL_BUCKETS
+from servd.api.metrics import ChoiceTimes, Metrics, TalliedHistogram
 from servd.config import Config
 from servd.messages import EngineCoreOutput, EngineReady, FinishReason, WorkerReady
 from servd.params import SamplingParams
@@ -33,6 +37,7 @@ COUNTERS = [
     "external_prefix_cache_hits",
     "prompt_tokens_cached_by_source",
     "num_preemptions",
+    "corrupted_requests",
     "prompt_tokens",
     "prompt_tokens_cached",
     "generation_tokens",
@@ -94,9 +99,9 @@ def test_names_of_vllm():
 
 def test_state_of_the_engine():
     metrics = Metrics("m")
-    metrics.observe_step(SchedulerStats(3, 4, 0.5, 100, 60, 2, num_scheduled_tokens=9))
+    metrics.observe_step(SchedulerStats(3, 4, 0.5, 100, 60, 2, step_tokens=[9, 2]))
     assert value(metrics, "num_requests_waiting_by_reason", reason="capacity") == 4
-    metrics.observe_step(SchedulerStats(1, 0, 0.25, 10, 5, 1, num_scheduled_tokens=0))
+    metrics.observe_step(SchedulerStats(1, 0, 0.25, 10, 5, 1, step_tokens=[0]))
     assert value(metrics, "num_requests_waiting_by_reason", reason="capacity") == 0
     assert value(metrics, "num_requests_running") == 1
     assert value(metrics, "num_requests_waiting") == 0
@@ -104,9 +109,15 @@ def test_state_of_the_engine():
     assert value(metrics, "prefix_cache_queries_total") == 110
     assert value(metrics, "prefix_cache_hits_total") == 65
     assert value(metrics, "num_preemptions_total") == 3
-    assert (
-        value(metrics, "iteration_tokens_total_count") == 1
-    )  # a step that computed nothing is none
+    assert value(metrics, "iteration_tokens_total_sum") == 11
+    # A step that computed nothing is none.
+    assert value(metrics, "iteration_tokens_total_count") == 2
+
+
+def test_requests_that_fail_in_a_step_count():
+    metrics = Metrics("m")
+    metrics.observe_step(SchedulerStats(num_failed=2))
+    assert value(metrics, "corrupted_requests_total") == 2
 
 
 def test_what_waits_for_its_grammar_is_deferred():
@@ -205,6 +216,8 @@ def test_cache_config():
         "cache_dtype": "auto",
         "enable_prefix_caching": "True",
         "gpu_memory_utilization": "0.9",
+        "kv_cache_size_tokens": "1232",
+        "kv_cache_max_concurrency": "19.25",
     }
     assert value(metrics, "cache_config_info", **told) == 1
 
@@ -228,6 +241,23 @@ def test_two_instances_are_independent():
     assert value(other, "num_requests_running") == 0
 
 
+@given(st.lists(st.lists(st.one_of(st.floats(0, 100), st.sampled_from(ITL_BUCKETS)))))
+def test_values_handed_on_together_are_counted_as_one_by_one(batches: list[list[float]]):
+    registry = CollectorRegistry()
+    tallied = TalliedHistogram("tallied", "", buckets=ITL_BUCKETS, registry=registry)
+    plain = Histogram("plain", "", buckets=ITL_BUCKETS, registry=registry)
+    for batch in batches:
+        tallied.values.extend(batch)
+        for each in batch:
+            plain.observe(each)
+        tallied.flush()
+    counts, expected = (
+        [(s.labels, pytest.approx(s.value)) for s in family.samples if "created" not in s.name]
+        for family in registry.collect()
+    )
+    assert counts == expected
+
+
 def test_token_buckets_end_at_the_context():
     metrics = Metrics("m", max_model_len=64)
     bounds = [s.labels["le"] for f in text_string_to_metric_families(metrics.render()[0].decode())
@@ -236,7 +266,7 @@ def test_token_buckets_end_at_the_context():
 
 
 def test_every_api_server_answers_for_all(tmp_path):
-    """Three real processes, as prometheus-client decides when it is imported; the last one only
+    """Four real processes, as prometheus-client decides when it is imported; the last one only
     reads.
     """
     program = (
@@ -245,16 +275,21 @@ def test_every_api_server_answers_for_all(tmp_path):
         "metrics = Metrics('m')\n"
         "metrics.observe_restarts(3)\n"
         "metrics.families.adapters.max_loras = 2\n"
-        "report = {'num_running': running, 'running_adapters': [f'a{running}']}\n"
+        "at = int(sys.argv[3])\n"
+        "report = {'num_running': running, 'running_adapters': [f'a{running}'], 'at_ns': at}\n"
         "if running: metrics.observe_step(SchedulerStats(num_preemptions=1, **report))\n"
-        "metrics.observe_tokens(ChoiceTimes(0, 10), tokens, 10**9)\n"
+        "trace = {'trace_id': 'ab' * 16}\n"
+        "metrics.observe_tokens(ChoiceTimes(0, 10, exemplar=trace), tokens, 10**9)\n"
         "metrics.observe_answer('/health', 'GET', 200, 0.1)\n"
+        "text = str(metrics.render('application/openmetrics-text')[0])\n"
+        "assert (trace['trace_id'] in text) == (tokens > 0)\n"
         "sys.stdout.buffer.write(metrics.render()[0])\n"
     )
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    for running, tokens in ((4, 5), (2, 6), (0, 0)):
+    # The second one's report is the newest, whoever writes last.
+    for running, tokens, at in ((4, 5, 2), (2, 6, 9), (7, 0, 5), (0, 0, 0)):
         body = subprocess.run(
-            [sys.executable, "-c", program, str(running), str(tokens)],
+            [sys.executable, "-c", program, str(running), str(tokens), str(at)],
             env=environment,
             capture_output=True,
             check=True,
@@ -263,8 +298,8 @@ def test_every_api_server_answers_for_all(tmp_path):
     [series] = re.findall(rb"^vllm:lora_requests_info{(.*)}", body, re.MULTILINE)
     assert b'running_lora_adapters="a2"' in series
     assert values["vllm:num_requests_running"] == 2  # the newest report, not a sum
-    assert values["vllm:num_preemptions_total"] == 2
+    assert values["vllm:num_preemptions_total"] == 3
     assert values["vllm:generation_tokens_total"] == 11
-    assert values["http_requests_total"] == 3
+    assert values["http_requests_total"] == 4
     assert values["servd:engine_restarts_total"] == 3  # each knows the whole number
     assert values["vllm:time_to_first_token_seconds_count"] == 2

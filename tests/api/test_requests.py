@@ -14,7 +14,9 @@ from servd.api.openapi import document
 from servd.api.prefix_explanation import common_length
 from servd.api.routes import load_routers
 from servd.hf import FAKE_SPEC
+from tests.adapters import write_adapter
 from tests.api.harness import ALIAS, Served, events, serve, until, user
+from tests.api.test_lora import serve_adapters
 
 COMPLETIONS = "/v1/completions"
 
@@ -271,6 +273,21 @@ async def test_a_prompt_that_was_evicted():
         assert found["num_matched"] < found["num_blocks"] == 6
         assert found["reason"] == "evicted"
         assert 0 <= found["evicted_seconds_ago"] < 60
+
+
+async def test_what_another_adapter_or_an_emptied_cache_has_not(tmp_path):
+    for seed, name in enumerate("ab"):
+        write_adapter(tmp_path / "adapters" / name, seed=seed)
+    async with serve_adapters(tmp_path) as (served, _):
+        for model, reason in (("a", "unknown"), ("a", "complete"), ("b", "adapter")):
+            found = await prefix_cache_of(served, "a" * 100, model=model)
+            assert found["reason"] == reason, found
+        served.engine.die()
+        await until(lambda: served.async_llm.is_restarting)
+        served.engine.revive()
+        await until(lambda: served.async_llm.is_ready)
+        assert (await prefix_cache_of(served, "a" * 100, model="a"))["reason"] == "emptied"
+        assert (await prefix_cache_of(served, "a" * 100, model="a"))["reason"] == "complete"
 
 
 async def test_a_cache_that_is_off():

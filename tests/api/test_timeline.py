@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servd.api import timeline
-from servd.api.timeline import MAX_SLOWEST, Tracer
+from servd.api.timeline import MAX_SLOWEST, MAX_STEPS, Tracer
 from servd.tracing import STAGES, Mark, StepRecord
 
 
@@ -70,7 +70,13 @@ def test_a_timeline_is_shown_to_its_owner_alone():
     assert [t.id for t in tracer.longest("a", 9)] == ["1"]
 
 
-def test_a_request_ends_before_its_account_is_made(monkeypatch):
+def steps(first: int, count: int) -> list[StepRecord]:
+    return [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(first, first + count)]
+
+
+def test_a_slow_request_is_accounted_for_before_its_steps_are_forgotten_and_off_the_loop(
+    monkeypatch,
+):
     """That of a long one takes a tenth of a second, which is too long for the event loop."""
     may_account, account = Event(), timeline.account
 
@@ -80,15 +86,29 @@ def test_a_request_ends_before_its_account_is_made(monkeypatch):
 
     monkeypatch.setattr(timeline, "account", account_later)
     tracer = Tracer()
-    tracer.mark("r", "received", 1)
-    tracer.mark("r", "done", 5)
+    tracer.add_steps(steps(0, 100), 0)
+    tracer.mark("r", "received", 500)
+    tracer.mark("r", "done", 905)
     finished = tracer.finish("r")
-    assert finished.account is None
+    for first in range(100, MAX_STEPS + 40, 8):  # some of its steps are still kept
+        assert finished.account is None
+        tracer.add_steps(steps(first, 8), 0)
     may_account.set()
     deadline = time.monotonic() + 60
     while finished.account is None and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert finished.account is not None and finished.account.end_ns == 5
+    assert finished.account is not None and finished.account.end_ns == 905
+    assert finished.account.num_steps == 0  # the engine did not have it yet
+
+
+def test_a_request_that_began_long_ago_is_accounted_for_as_it_ends():
+    tracer = Tracer()
+    tracer.add_steps(steps(0, MAX_STEPS), 0)
+    tracer.mark("r", "received", 5)
+    tracer.mark("r", "done", 10 * MAX_STEPS)
+    finished = tracer.finish("r")
+    tracer._accountant.shutdown()
+    assert finished.account is not None
 
 
 def test_inquiries_take_the_steps_of_a_request_and_some_before():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from servd.core import scheduler
 from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
+from servd.stats import SchedulerStats
 from tests.core.engines import Log, check_idle, generate, make_engine, make_request, solo
 
 
@@ -219,3 +220,30 @@ def test_slow_steps_are_reported_at_once_to_waiting_clients(monkeypatch):
     engine.handle(make_request("a", list(range(40)), client=1, max_tokens=1))
     told = [[record.step for record in news[1].steps] for _ in range(5) if (news := engine.step())]
     assert told == [[0], [1], [2], [3], [4]]
+
+
+def test_every_client_hears_that_nothing_is_left():
+    """Its gauges would say for ever what was so when its own last request ended."""
+    engine = make_engine()
+    engine.handle(make_request("short", [1], 2, client=1))
+    engine.handle(make_request("long", [1], 50, client=2))
+    reports: dict[int, list[SchedulerStats]] = {1: [], 2: []}
+
+    def step() -> None:
+        for client, outputs in engine.step().items():
+            assert outputs.stats is not None
+            reports[client].append(outputs.stats)
+
+    while "short" in engine.scheduler.requests:
+        step()
+    assert reports[1][-1].num_running == 1
+    engine.handle(AbortRequests(["long"]))
+    while engine.has_work:
+        step()
+    assert [each[-1].num_running for each in reports.values()] == [0, 0]
+    for told in reports.values():
+        times = [stats.at_ns for stats in told]
+        assert times == sorted(times) and times[0] > 0
+    computed = [n for told in reports.values() for stats in told for n in stats.step_tokens]
+    assert sum(computed) == sum(step.num_tokens for step in engine.executor.steps)
+    assert len(computed) == len(engine.executor.steps)  # each once

@@ -12,7 +12,7 @@ export default function requests(root) {
   const order = h("select", { change: refresh }, h("option", { value: "recent" }, "Most recent"),
     h("option", { value: "slowest" }, "Slowest"));
   const cause = h("select", { change: draw }, h("option", { value: "" }, "Anything"));
-  const text = h("input", { type: "search", placeholder: "id or route", input: draw });
+  const text = h("input", { type: "search", placeholder: "id, route or model", input: draw });
   const filters = h("form.filters", { submit: (event) => event.preventDefault() },
     h("label", {}, "Show", order), h("label", {}, "That waited for", cause),
     h("label", {}, "Containing", text));
@@ -40,11 +40,13 @@ export default function requests(root) {
         ...causes.map((name) => h("option", { value: name }, causeName(name))));
       cause.value = causes.includes(chosen) ? chosen : "";
     }
+    const several = found.some((request) => request.engine); // there is more than number 0
     const wanted = found.filter((request) => (!cause.value || request.cause === cause.value)
-      && `${request.id} ${request.route}`.includes(text.value.trim()));
+      && `${request.id} ${request.route} ${request.model}`.includes(text.value.trim()));
     const focused = document.activeElement?.getAttribute("href"); // keep the place of the keyboard
     const scrolled = place.firstElementChild?.scrollLeft ?? 0;
-    place.replaceChildren(wanted.length ? table("List of requests", HEADS, wanted.map(row))
+    place.replaceChildren(wanted.length ? table("List of requests", HEADS,
+      wanted.map((request) => row(request, several)))
       : h("p.hint", {}, found.length ? "None of them fits." : "No request has come yet: send one "
         + "from the playground."));
     place.firstElementChild.scrollLeft = scrolled;
@@ -72,13 +74,15 @@ export default function requests(root) {
   };
 }
 
-function row(request) {
+function row(request, several) {
+  const engine = several ? `, engine ${request.engine}` : "";
+  const origin = `${request.route}, ${request.model}${engine}`;
   const { num_prompt_tokens: prompt, num_cached_tokens: cached } = request;
   const waited = request.cause && `${causeName(request.cause)}: ${span(request.cause_ms)}, `
     + percent(request.cause_ms / request.wall_ms);
   return [
     new Date(request.created * 1000).toLocaleTimeString("en-GB"),
-    h("div", {}, requestLink(request.id), h("div.hint", {}, request.route)),
+    h("div", {}, requestLink(request.id), h("div.hint", {}, origin)),
     request.status === "running" ? `${span(request.wall_ms)}, running` : span(request.wall_ms),
     span(request.ttft_ms),
     counted(prompt, "token") + (cached ? `, ${cached} cached` : ""),

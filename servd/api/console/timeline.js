@@ -8,10 +8,12 @@ const OWN = {
   decode: "Computing its tokens", detokenise: "Tokens to text", write: "Writing the answer",
 };
 const WAITS = {
+  model_load: "Loading its model", adapter_load: "Loading its adapter", wake_up: "Engine woke up",
   event_loop: "API process busy", ipc: "Between processes", grammar_compile: "Compiling the schema",
   queue_step: "Queue: a step was running", queue_slots: "Queue: all slots taken",
   queue_blocks: "Queue: KV cache full", queue_budget: "Queue: steps were full",
-  neighbour_prefill: "Another request's prompt", preemption: "Preempted",
+  queue_adapters: "Queue: other adapters", neighbour_prefill: "Another request's prompt",
+  preemption: "Preempted", tier_read: "Reading cached blocks", swapped: "Swapped out",
   engine_loop: "Engine between steps", engine_restart: "Engine restarted",
   rejected_drafts: "Rejected drafts", stalled_worker: "Worker stalled", start_up: "Server starting",
   slow_reader: "Client reads slowly", unaccounted: "Unaccounted",
@@ -57,9 +59,11 @@ function waterfall({ wall_ms: wall, causes, spans }) {
   })), rest && h("p.hint", {}, `Too short to draw: ${rest}.`)];
 }
 
-function prefix({ num_blocks: all, num_matched: matched, block_size: size, text }) {
+function prefix({ num_blocks: all, num_matched: matched, num_external: lower, block_size: size,
+  text }) {
+  const where = lower ? `, ${lower} of them in host memory or files` : "";
   return h("p.hint", {}, `Prefix cache: ${matched} of ${counted(all, "block")} of ${size} tokens `
-    + `were there. ${text}`);
+    + `were there${where}. ${text}`);
 }
 
 function neighbours({ neighbours: others, behind }) {

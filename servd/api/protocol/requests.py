@@ -14,6 +14,8 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     id: str
     object: str = "request"
     route: str
+    model: str  # or adapter, as the answer names it
+    engine: int  # its rank
     status: str  # "running" or "finished"
     created: float  # Unix time
     wall_ms: float
@@ -108,8 +110,9 @@ class PrefixCache(msgspec.Struct):
     block_size: int
     num_blocks: int  # full ones of the prompt
     num_matched: int
-    # "complete", "different_token", "salt", "engine", "last_block", "evicted", "disabled",
-    # "prompt_is_read" or "unknown"
+    num_external: int = 0  # of them, from host memory or files
+    # "complete", "different_token", "salt", "adapter", "engine", "emptied", "last_block",
+    # "evicted", "disabled", "prompt_is_read" or "unknown"
     reason: str = "unknown"
     text: str = ""
     difference: PrefixDifference | UnsetType = UNSET

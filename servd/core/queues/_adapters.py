@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from servd.core.request import Request
 from servd.lora import Adapter
+from servd.tracing import Mark, now_ns
 
 PATIENCE = 256  # steps that a request waits for its adapter before others' newcomers wait, too
 REVIEW_INTERVAL = 16  # steps
@@ -41,6 +42,7 @@ class AdapterTurns:
         self.aside[request] = None
         if request.aside_since < 0:
             request.aside_since = step
+            request.marks.append(Mark("aside", now_ns()))
 
     def review(self, step: int) -> list[Request]:
         """Decide about newcomers; they could keep others out for ever, and so could a long request

@@ -12,8 +12,10 @@ export default function panel(place) {
     const lag = "servd:event_loop_lag_seconds";
     const option = (flag) => info.options.find((option) => option.flag === flag)?.value;
     const last = steps.at(-1);
+    const sleeping = metrics.all("vllm:engine_sleep_state")
+      .some(({ labels, value }) => labels.sleep_state === "discard_all" && value);
     place.replaceChildren(facts({
-      Engine: [health.status, health.activity].filter(Boolean).join(", "),
+      Engine: [health.status, sleeping ? "asleep" : health.activity].filter(Boolean).join(", "),
       Engines: health.engines?.join(", "),
       "Last step": health.seconds_since_step == null ? null
         : `${span(health.seconds_since_step * 1000)} ago`,
