@@ -341,10 +341,13 @@ class AsyncLLM:
                 assert running.routed is not None
                 running.routed.leave(sum(choice.num_tokens for choice in running.choices))
                 running.routed = self.router.route(running.prepared.request, fitting)
-                rank = running.timeline.engine = running.routed.rank
-                free[rank] -= num_choices
-                self.engines[rank].running[request_id] = engine.running.pop(request_id)
-                self.engines[rank].recovery.send([request_id])
+                chosen = self.engines[running.routed.rank]
+                running.timeline.move(chosen.rank, chosen.cache_number)
+                free[chosen.rank] -= num_choices
+                chosen.running[request_id] = engine.running.pop(request_id)
+                if chosen.is_asleep:
+                    running.timeline.marks.append(Mark("asleep", now_ns()))
+                chosen.recovery.send([request_id])
 
     def progress(self) -> Progress:
         """Whether the engines make progress on the requests of this process."""

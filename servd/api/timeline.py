@@ -53,10 +53,16 @@ class Timeline(msgspec.Struct):
     parsed_to_ns: int = 0
     parsing_ns: int = 0
     engine: int = 0  # the rank of the one that has it, or had it
+    earlier: list[tuple[int, int]] = []  # those that had it before, and until when
     cache_number: int = 0  # how often the engine's cache had been emptied before
     is_finished: bool = False
     account: Account | None = None  # of one of the slowest, whose steps were about to be forgotten
     summary: RequestSummary | None = None  # once it is finished and was asked for
+
+    def move(self, engine: int, cache_number: int) -> None:
+        """Another engine goes on with it."""
+        self.earlier = [*self.earlier, (self.engine, now_ns())]
+        self.engine, self.cache_number = engine, cache_number
 
     @property
     def wall_ns(self) -> int:
@@ -266,12 +272,21 @@ class Tracer:
     def inquiries(self, timelines: Sequence[Timeline]) -> list[Inquiry]:
         """Collect what it takes to account for these requests up to now."""
         steps = {engine: list(self.steps[engine]) for engine in {t.engine for t in timelines}}
+
+        def steps_of(timeline: Timeline) -> list[StepRecord]:
+            found, begin = [], 0
+            for engine, end in timeline.earlier:
+                found += [step for step in self.steps[engine] if begin <= step.started_ns < end]
+                begin = end
+            own = steps[timeline.engine]
+            return found + [step for step in own if step.started_ns >= begin] if found else own
+
         now = Mark("now", now_ns())
         return [
             Inquiry(
                 t,
                 t.marks if t.is_finished else [*sorted(t.marks, key=BY_TIME), now],
-                steps[t.engine],
+                steps_of(t),
             )
             for t in timelines
         ]

@@ -120,5 +120,18 @@ def test_inquiries_take_the_steps_of_a_request_and_some_before():
     assert [inquiry.known[0].step, inquiry.known[-1].step] == [500 - timeline.STEPS_BEFORE, 509]
 
 
+def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypatch):
+    tracer = Tracer()
+    for engine in (0, 1):
+        tracer.add_steps(steps(0, 1000), engine)
+    tracer.mark("r", "received", 4000)
+    monkeypatch.setattr(timeline, "now_ns", lambda: 5000)
+    tracer.running["r"].move(1, 0)
+    tracer.mark("r", "done", 6000)
+    (inquiry,) = tracer.inquiries([tracer.finish("r")])
+    own = [(step.engine, step.step) for step in inquiry.known if step.started_ns >= 4000]
+    assert own == [(0, i) for i in range(400, 500)] + [(1, i) for i in range(500, 600)]
+
+
 def test_an_unknown_request_has_no_timeline():
     assert Tracer().get("r") is None
