@@ -65,9 +65,14 @@ class EngineCore:
         self.on_scheduled: Callable[[StepRecord], None] = lambda record: None
         self.on_wait: Callable[[], None] = lambda: None  # where nothing can be computed just now
 
+    def forget_workers(self) -> None:
+        """They are gone, while nothing ran, with all that they computed and were told."""
+        self.scheduler.forget_workers()
+        self.grammars.forget_rows()
+
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
         """Run on this executor from now on: the first one, or one in place of another that is gone
-        (see `Scheduler.forget_workers`).
+        (see `forget_workers`).
         """
         self.executor = executor
         lower = tiers.load(self.config, self.spec, worker, executor)

@@ -263,7 +263,7 @@ class EngineCoreProc:
         gc.unfreeze()
         self.executor.shutdown()
         self.executor = None
-        engine.scheduler.forget_workers()
+        engine.forget_workers()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # glibc would keep most of it
         logger.info("asleep: weights and KV cache are freed")

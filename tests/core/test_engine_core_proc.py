@@ -43,7 +43,7 @@ from servd.messages import (
     WakeUp,
     WorkerFailed,
 )
-from servd.params import MAX_CANDIDATES, PoolingParams
+from servd.params import MAX_CANDIDATES, PoolingParams, StructuredOutput
 from servd.resolve import Machine, resolve
 from tests.core.engines import make_engine, make_request
 
@@ -233,6 +233,20 @@ def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running):
     assert next_of(running, EngineReady).is_asleep
     running.inputs.put(WakeUp())
     assert not next_of(running, EngineReady).is_asleep
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_grammar_from_before_the_sleep_rules_nobody_after_it(running):
+    """The slot is the next request's, which no worker was told to free."""
+    prompt, output = [*range(40)], StructuredOutput("regex", "ab")
+    ruled = make_request("a", prompt, max_tokens=20, structured_output=output)
+    running.inputs.put(ruled)
+    assert bytes(output_of(running)[:2]) == b"ab"
+    running.inputs.put(Sleep())
+    while not next_of(running, EngineReady).is_asleep:
+        pass
+    running.inputs.put(make_request("b", prompt, max_tokens=20, ignore_eos=True))
+    assert output_of(running) == expected_tokens(prompt, 20, FAKE_SPEC.vocab_size)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

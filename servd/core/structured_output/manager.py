@@ -282,6 +282,7 @@ class GrammarManager:
         for slot in scheduled.freed_slots:
             self._rows.pop(slot, None)
         for request in scheduled.new_requests:
+            self._rows.pop(request.slot, None)
             if (output := _structured_output(request.params)) is not None:
                 self._rows[request.slot] = self._row(request, output)
         self._step = []
@@ -291,6 +292,10 @@ class GrammarManager:
                 for index, item in enumerate(scheduled.scheduled)
                 if item.samples and item.slot in self._rows
             ]
+
+    def forget_rows(self) -> None:
+        """Nothing runs, and whoever runs next is new: see `Scheduler.forget_workers`."""
+        self._rows.clear()
 
     def choose_idle(self) -> Set[int]:
         """The slots that sit out the next step: see STEP_BUDGET.
