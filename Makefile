@@ -55,7 +55,7 @@ test: $(VENV)/.dev ## Run the tests in four processes, or with ARGS what it says
 test-unit: $(VENV)/.dev ## Run the tests that start no server
 	$(BIN)/python -m pytest --ignore=tests/integration $(ARGS)
 
-test-slow: $(VENV)/.dev ## Run the tests at full model size, and those of the console
+test-slow: $(VENV)/.clients ## Run the tests at full model size, of large clients, and of the console
 	@tests/console/install.sh
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
@@ -168,6 +168,10 @@ $(VENV)/.serve: pyproject.toml $(KERNELS) $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml $(KERNELS) $(VENV)/.torch
 	$(PIP) install -e '.[dev]'
 	@touch $@ $(VENV)/.serve
+
+$(VENV)/.clients: $(VENV)/.dev
+	$(PIP) install -e '.[dev,clients]'
+	@touch $@
 
 .gpu: $(wildcard .whl/*.whl)
 	@mkdir -p $@

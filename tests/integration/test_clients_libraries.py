@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # their own warnings are not servd's
+# Their own warnings are not servd's.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 MESSAGES = [{"role": "user", "content": "Licensed under what?"}]
 
@@ -42,7 +43,7 @@ class TestLiteLLM:
             "LITELLM_LOCAL_MODEL_COST_MAP", "True"
         )  # else it downloads a list of prices
         return pytest.importorskip(
-            "litellm", reason="litellm is not installed: pip install -e '.[dev]'"
+            "litellm", reason="litellm is not installed: pip install -e '.[clients]'"
         )
 
     def test_chat(self, litellm, options, expected):
@@ -85,7 +86,7 @@ class TestLangChain:
     @pytest.fixture
     def langchain(self):
         return pytest.importorskip(
-            "langchain_openai", reason="langchain-openai is not installed: pip install -e '.[dev]'"
+            "langchain_openai", reason="langchain-openai is not installed: pip install -e '.[clients]'"
         )
 
     @pytest.fixture

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[dev]'")
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own warnings are not servd's
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[clients]'")
+# Its own warnings are not servd's.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PAIRS = [
     ("Licensed under the Apache License", ", Version 2.0"),
