@@ -9,6 +9,7 @@ messages, not here.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import typing
 from collections.abc import Mapping
@@ -410,7 +411,8 @@ class Config(Section, frozen=True):
         return replace(self, **{s: replace(getattr(self, s), **v) for s, v in changed.items()})
 
 
-def options_by_name() -> dict[str, tuple[str, msgspec.structs.FieldInfo]]:
+@functools.cache  # which takes milliseconds, and every configuration asks
+def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
     """Option name -> name of its section in Config, and its field there."""
     return {
         option.name: (section.name, option)

@@ -144,8 +144,10 @@ def start() -> Iterator[Callable[..., Server]]:
 
 
 def shared(*args: str) -> Iterator[Server]:
-    """The body of a fixture of a wider scope."""
-    server = Server(*args)
+    """The body of a fixture of a wider scope. Its engine has no successor: none is prepared, and a
+    death is noticed.
+    """
+    server = Server(*args, "--max-engine-restarts", "0")
     try:
         server.wait_ready()
         yield server
@@ -154,13 +156,13 @@ def shared(*args: str) -> Iterator[Server]:
         server.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fake_server() -> Iterator[Server]:
-    """A server with the fake executor, shared by the tests of a module that leave it as it was."""
+    """A server with the fake executor, shared by tests that leave it as it was."""
     yield from shared("--executor", "fake")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llama_server(tiny_llama: Path) -> Iterator[Server]:
     """A server with a small real model."""
     yield from shared(str(tiny_llama), "--device", "cpu", "--served-model-name", "tiny")
