@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Sequence
 from typing import Any
 
 from servd.errors import ConfigError
 
 
-def names(package: str) -> list[str]:
+@functools.cache  # many ask while an application is made
+def names(package: str) -> Sequence[str]:
     """Option names of the modules in `package` (e.g. "servd.worker.attention"), sorted.
 
     Files that start with an underscore are shared parts, not options. Nothing of the package is
@@ -18,11 +21,8 @@ def names(package: str) -> list[str]:
     """
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations is not None, package
-    return sorted(
-        m.name
-        for m in pkgutil.iter_modules(spec.submodule_search_locations)
-        if not m.name.startswith("_")
-    )
+    found = (module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
+    return tuple(sorted(name for name in found if not name.startswith("_")))
 
 
 def check(option: str, package: str, name: str, *others: str) -> None:

@@ -27,7 +27,7 @@ def package(tmp_path, monkeypatch):
 
 
 def test_names_are_the_files_that_are_no_shared_parts(package):
-    assert plugins.names(package) == ["broken", "plain", "two_words"]
+    assert plugins.names(package) == ("broken", "plain", "two_words")
 
 
 def test_names_imports_no_plugin(package):
