@@ -86,7 +86,8 @@ class TestLangChain:
     @pytest.fixture
     def langchain(self):
         return pytest.importorskip(
-            "langchain_openai", reason="langchain-openai is not installed: pip install -e '.[clients]'"
+            "langchain_openai",
+            reason="langchain-openai is not installed: pip install -e '.[clients]'",
         )
 
     @pytest.fixture
