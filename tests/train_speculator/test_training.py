@@ -62,7 +62,7 @@ OPTIONS = (
 ).split()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_an_interrupted_training_ends_as_if_it_never_stopped(
     tiny_llama: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -19,7 +19,7 @@ from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5] * 17, [8]]
-VARIANTS = [("gpt2", "tied"), ("qwen3", "bias")]
+VARIANTS = [("gpt2", "tied"), pytest.param("qwen3", "bias", marks=pytest.mark.slow)]
 # Before and after attention, of the layer and of its attention; the first layer has no residual
 # yet; 1 token or more.
 MOST_PIECES = 10

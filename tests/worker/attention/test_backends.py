@@ -87,8 +87,17 @@ def test_tokens_of_an_encoder_see_those_after_them(name, shape, window):
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.parametrize(("soft_cap", "has_sinks"), [(0.5, False), (None, True), (3.0, True)])
-@pytest.mark.parametrize("batch", ["mixed", "long"])
+@pytest.mark.parametrize(
+    ("batch", "soft_cap", "has_sinks"),
+    [
+        ("mixed", 0.5, False),
+        ("mixed", None, True),
+        ("mixed", 3.0, True),
+        ("long", 3.0, True),
+        pytest.param("long", 0.5, False, marks=pytest.mark.slow),
+        pytest.param("long", None, True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_soft_caps_and_sinks(name, device, batch, soft_cap, has_sinks):
