@@ -238,8 +238,6 @@ class AsyncLLM:
             InvalidRequest: a request with the same id is running.
             DeadlineExceeded: the deadline came before the last delta.
         """
-        if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
-            raise EngineDead(f"the engine is gone: {self.status.reason}")
         for one in prepared:
             if any(one.request_id in engine.running for engine in self.engines):
                 raise InvalidRequest(
@@ -253,6 +251,8 @@ class AsyncLLM:
             timer = asyncio.get_running_loop().call_at(deadline, stream.fail, error)
         try:
             for one in prepared:
+                if num_open:  # others run between the starts of many
+                    await stream.turn()
                 self._start(one, stream, num_open)
                 num_open += one.params.n
             while num_open:
@@ -269,6 +269,8 @@ class AsyncLLM:
 
     def _start(self, one: Prepared, stream: DeltaStream, first: int) -> None:
         """Send a prompt to an engine; `first` is the index of its first choice in the stream."""
+        if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
+            raise EngineDead(f"the engine is gone: {self.status.reason}")
         if one.part_of:  # the first of parts that run side by side speaks for all
             whole = None if first else self.tracer.running.get(one.part_of)
             timeline = whole or Timeline(one.request_id)

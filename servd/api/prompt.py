@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+OBJECT_SIZE = 64  # what a message takes besides its text, in characters
+
 
 class ToolOptions(msgspec.Struct, frozen=True):
     """The tools of a request, in OpenAI's form, and which of them the model may or must call."""
@@ -79,6 +81,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
                 case str() as text:
                     total += len(text)
                 case dict() as fields:
+                    total += OBJECT_SIZE
                     waiting += fields.values()
                 case list() as items:
                     waiting += items

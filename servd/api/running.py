@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -16,6 +17,8 @@ from servd.api.routing import Routed
 from servd.api.timeline import Timeline
 from servd.errors import ServdError
 from servd.outputs import CompletionOutput
+
+MAX_TAKEN = 16  # deltas between two turns of a consumer: to write one takes some 30 us
 
 
 @dataclass(slots=True)
@@ -37,6 +40,7 @@ class DeltaStream:
     _waiting: dict[int, CompletionOutput] = field(default_factory=dict)  # by choice, merged
     _failure: ServdError | None = None
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
+    _is_rest: bool = False  # it has left some
 
     def put(self, delta: CompletionOutput) -> None:
         """Add a delta; after a failure it is dropped."""
@@ -56,14 +60,27 @@ class DeltaStream:
         self._wake()
 
     async def take(self) -> Iterable[CompletionOutput]:
-        """Wait for deltas; a failure is raised once all deltas that came before it are taken."""
-        if not self._waiting and self._failure is None:
+        """Wait for deltas, and take a few; a failure is raised once all deltas that came before it
+        are taken.
+        """
+        if self._is_rest:
+            await self.loop.turn(self.owner)
+        elif not self._waiting and self._failure is None:
             self._woken = asyncio.get_running_loop().create_future()
             await self._woken
         if not self._waiting and self._failure is not None:
             raise self._failure
+        self._is_rest = len(self._waiting) > MAX_TAKEN
+        if self._is_rest:
+            return [self._waiting.pop(index) for index in [*islice(self._waiting, MAX_TAKEN)]]
         deltas, self._waiting = self._waiting, {}
         return deltas.values()
+
+    async def turn(self) -> None:
+        """Wait for a turn of the consumer; raises the failure if there is one."""
+        await self.loop.turn(self.owner)
+        if self._failure is not None:
+            raise self._failure
 
     def _wake(self) -> None:
         woken, self._woken = self._woken, None

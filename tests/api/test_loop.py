@@ -1,4 +1,5 @@
-"""One request does not hold up the others: what takes long is refused, or done off the event loop.
+"""One request does not hold up the others: what takes long is refused, done off the event loop, or
+in pieces.
 
 Measured in the CPU time of the process: what other processes do to the clock does not count, a
 thread that keeps the interpreter to itself does. The engine of these tests runs on the same loop,
@@ -8,12 +9,14 @@ so a little of what is measured is its own.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
+from typing import Any
 
 import pytest
 
-from tests.api.harness import serve, user
+from tests.api.harness import Served, serve, user
 
 MAX_LAG = 1.0  # CPU seconds; each of these requests held up the loop for 1.3 to 22 seconds
 LOOP_SECONDS = 0.03  # that `loop_seconds` takes on the machine where that was measured
@@ -78,3 +81,71 @@ async def test_no_request_holds_up_the_loop(path, body, status):
         await asyncio.wait([ticking])
     assert response.status_code == status, response.text[:300]
     assert max(lags) < MAX_LAG * max(1, loop_seconds() / LOOP_SECONDS)
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": f"f{number}", "description": "what it does"}}
+    for number in range(40)
+]
+# Milliseconds of the longest piece: two or three times what it takes where `loop_seconds` is FAST.
+PIECES = {
+    "a chat": (CHAT, HI, 3),
+    "a chat with forty tools": (CHAT, HI | {"tools": TOOLS}, 3),
+    "a chat of two hundred short messages": (CHAT, HI | {"messages": 200 * user("hi")}, 1.5),
+    "a chat of ten long messages": (CHAT, HI | {"messages": 10 * user("hello " * 60)}, 1.5),
+    "choices in a stream": (
+        CHAT,
+        HI | {"n": 128, "max_tokens": 3, "ignore_eos": True, "stream": True},
+        5,
+    ),
+    "hundreds of prompts": (COMPLETION, {"prompt": ["a"] * 300, "max_tokens": 1}, 25),
+}
+FAST = 0.012
+
+
+async def longest_piece(served: Served, path: str, body: dict[str, Any], monkeypatch: Any) -> float:
+    """CPU seconds that the server keeps the loop for answering, at most, without its engine."""
+    data, pieces = json.dumps(body).encode(), list[float]()
+    messages = [{"type": "http.request", "body": data}]
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "client": ("a", 1)}
+    statuses = list[int]()
+
+    async def receive() -> dict[str, Any]:
+        if not messages:
+            await asyncio.sleep(60)
+        return messages.pop()
+
+    async def send(message: dict[str, Any]) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+
+    async def answer() -> None:
+        await served.app({**scope, "query_string": b"", "raw_path": b""}, receive, send)
+
+    def run(handle: asyncio.Handle, run: Any = asyncio.Handle._run) -> None:
+        before = time.thread_time()
+        run(handle)
+        task = getattr(handle._callback, "__self__", None)
+        if isinstance(task, asyncio.Task) and task.get_coro().__name__ == "answer":
+            pieces.append(time.thread_time() - before)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.Handle, "_run", run)
+        await asyncio.create_task(answer())
+    assert statuses == [200]
+    return max(pieces)
+
+
+@pytest.mark.parametrize(("path", "body", "milliseconds"), PIECES.values(), ids=PIECES.keys())
+async def test_an_answer_is_made_in_short_pieces(path, body, milliseconds, monkeypatch):
+    async with serve(max_waiting_requests=4096, tool_call_parser="hermes") as served:
+        send, loop = served.engine.send, asyncio.get_running_loop()
+        served.engine.send = lambda message: loop.call_soon(send, message)  # type: ignore[method-assign]
+        gc.collect()
+        gc.disable()
+        try:
+            found = [await longest_piece(served, path, body, monkeypatch) for _ in range(3)]
+        finally:
+            gc.enable()
+    assert min(found) * 1000 < milliseconds * max(1, loop_seconds() / FAST), found
