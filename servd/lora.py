@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -82,10 +83,14 @@ class LoRARequest(msgspec.Struct, frozen=True):
 Shape = tuple[int, int]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-REPEATS, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")  # in a pattern
+ALTERNATIVES = re.compile(r"\((?:\?:)?[\w.\\|]*\)")  # a group of plain names in a pattern
+CHOICES = re.compile(r"(?<!\()[*+?{]|\|")  # what may match in several ways
+REPEATED_GROUP = re.compile(r"\)[*+?{]")
 LAYER = re.compile(r"\w+\.\d+\..+")
 MAX_CONFIG, MAX_HEADER = 1 << 20, 1 << 24  # bytes
 MAX_NAME, MAX_PATTERNS = 256, 256  # characters of a tensor's name; patterns of ranks or alphas
+MAX_CHOICES = 2  # in a pattern; a group of alternatives is one
+PATTERN_SECONDS = 2.0  # for all patterns and modules
 FLOATS = ("F32", "BF16", "F16")
 # Keys of adapter_config.json that change what an adapter computes. Where one is set, it is not the
 # plain sum that servd adds.
@@ -130,6 +135,7 @@ class AdapterFiles:
         self.config = self._read_config()
         self.modules: dict[str, tuple[str, str, float]] = {}
         self.shapes: dict[str, Shape] = {}  # by name of the tensor
+        self._pattern_seconds = 0.0
         try:
             self._read_modules()
         except (
@@ -253,21 +259,31 @@ class AdapterFiles:
         patterns: dict[str, float] = self.config.get(pattern) or {}
         if len(patterns) > MAX_PATTERNS:
             raise self._error(f"{pattern} has {len(patterns)} entries, at most {MAX_PATTERNS}")
-        for ending, value in patterns.items():
-            is_short = len(ending) <= MAX_NAME and len(REPEATS.findall(ending)) <= 2
-            if not is_short or REPEATED_GROUP.search(ending):
-                # It could take any time, and hold up all threads meanwhile.
+        began = time.monotonic()
+        for ending in patterns:
+            if not _is_simple(ending):  # it could take any time, and hold up all threads meanwhile
                 raise self._error(
-                    f"{pattern} {ending[:80]!r} repeats more than two parts or groups"
+                    f"{pattern} {ending[:80]!r} repeats more than {MAX_CHOICES} parts or groups, "
+                    "or has as many groups of alternatives"
                 )
-            if re.fullmatch(rf"(.*\.)?({ending})", module):
-                return value
-        value = self.config.get(key)
+        fitting = (e for e in patterns if re.fullmatch(rf"(.*\.)?({e})", module))
+        value = patterns.get(next(fitting, ""))
+        self._pattern_seconds += time.monotonic() - began
+        if self._pattern_seconds > PATTERN_SECONDS:
+            raise self._error(f"{pattern} takes too long to compare: name modules in full")
+        value = self.config.get(key) if value is None else value
         return 8 if value is None else value  # PEFT's default, of r and lora_alpha
 
     def _scale(self, module: str, rank: int) -> float:
         alpha = self._of(module, "alpha_pattern", "lora_alpha")
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+
+def _is_simple(pattern: str) -> bool:
+    """Whether there are few ways in which it could match a text."""
+    num_choices = len(CHOICES.findall(ALTERNATIVES.sub("|", pattern)))
+    is_short = len(pattern) <= MAX_NAME and num_choices <= MAX_CHOICES
+    return is_short and not REPEATED_GROUP.search(pattern)
 
 
 def parse_module(text: str) -> tuple[str, str]:

@@ -25,6 +25,7 @@ LAYER = "layers.0.self_attn.q_proj"
         ({"alpha_pattern": {"k_proj": 3, "q_proj": 12}}, 3.0),
         ({"alpha_pattern": {r"layers\.\d+\..*": 20, "q_proj": 12}}, 5.0),
         ({"r": 99, "rank_pattern": {"self_attn.q_proj": 4}}, 2.0),
+        ({"r": 99, "rank_pattern": {r"layers\.(0|1)\.self_attn\.(?:q|k)_proj": 4}}, 2.0),
         ({"lora_alpha": None}, 2.0),
         ({"target_modules": r".*\.q_proj"}, 2.0),
     ],
@@ -53,6 +54,9 @@ def test_factors_follow_patterns(tmp_path: Path, config, scale: float):
         ({"rank_pattern": [1]}, "nonsense"),
         ({"rank_pattern": {r"(\w+\.?)+X": 4}}, "repeats more than"),
         ({"alpha_pattern": {".*a.*b.*": 4}}, "repeats more than"),
+        ({"rank_pattern": {"(q|q.|.q|..)" * 20 + "Q": 4}}, "groups of alternatives"),
+        ({"rank_pattern": {"(q?.?)?" * 30 + "Q": 4}}, "repeats more than"),
+        ({"rank_pattern": {"q?" * 100 + "Q": 4}}, "repeats more than"),
         ({"alpha_pattern": {str(i): 4 for i in range(1000)}}, "has 1000 entries"),
         ({"more": "x" * (1 << 20)}, "at most 1048576 are read"),
     ],
@@ -214,3 +218,12 @@ def test_modules_are_given_as_text_or_json():
     for wrong in ("sql", "=/a", "sql=", '{"name": "sql"}', "{"):
         with pytest.raises(ConfigError, match="--lora-modules"):
             parse_module(wrong)
+
+
+def test_patterns_have_little_time_for_all_modules(tmp_path: Path, monkeypatch):
+    """Nothing else of the process runs while one is compared."""
+    folder = write_adapter(tmp_path, rank_pattern={f".*q.*Q{i}": 4 for i in range(200)})
+    AdapterFiles(folder)
+    monkeypatch.setattr("servd.lora.PATTERN_SECONDS", 0.0)
+    with pytest.raises(ConfigError, match="rank_pattern takes too long to compare"):
+        AdapterFiles(folder)
