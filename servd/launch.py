@@ -54,12 +54,12 @@ def serve(read_config: Callable[[], Config]) -> int:
     listener = None if config.server.headless else inherited or listen(config)
     try:
         if config.models.models_dir is not None:
-            from servd.api import front  # the others import no HTTP server
+            from servd.api import front_server  # the others import no HTTP server
 
-            front.check(config)
+            front_server.check(config)
             assert listener is not None
             logger.info("listening on %s", url_of(listener, config.access))
-            return front.serve(read_config, listener)
+            return front_server.serve(read_config, listener)
         config, spec, decided = find_and_resolve(config)
         with SocketFolder(config) as ipc_dir:
             if config.server.attach:

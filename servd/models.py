@@ -31,3 +31,10 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="GiB that the weights of all models that are awake may have on disk."),
     ] = None
+    models_start_timeout: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(
+            description="Seconds that a model of --models-dir may take to load. Then its "
+            "server is stopped, requests get 503, and it is not tried again for as long."
+        ),
+    ] = 600.0

@@ -44,7 +44,7 @@ TOP = {
 ONE_DOOR = {
     "aiohttp": ["servd/cli/bench/_load.py"],
     "fastapi": ["servd/api/"],
-    "httpx": ["servd/api/front.py", "servd/api/model_servers.py"],
+    "httpx": ["servd/api/front.py", "servd/api/model_server.py"],
     "huggingface_hub": ["servd/hf.py"],
     "jinja2": ["servd/api/chat_template.py"],
     "llguidance": ["servd/core/structured_output/"],
@@ -62,8 +62,8 @@ ONE_DOOR = {
     "transformers": ["servd/worker/"],
     "triton": ["servd/worker/"],
     "typing_extensions": ["servd/api/"],
-    "uvicorn": ["servd/api/server.py", "servd/api/front.py", "servd/api/http_protocol.py"],
-    "uvloop": ["servd/api/server.py", "servd/api/front.py"],
+    "uvicorn": ["servd/api/server.py", "servd/api/front_server.py", "servd/api/http_protocol.py"],
+    "uvloop": ["servd/api/server.py", "servd/api/front_server.py"],
     "zmq": ["servd/ipc.py"],
 }
 

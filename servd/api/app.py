@@ -78,7 +78,7 @@ def create_app(
         title="servd",
         version=servd.__version__,
         middleware=middleware,
-        exception_handlers={ServdError: _answer_error, HTTPException: _answer_error},
+        exception_handlers={ServdError: answer_error, HTTPException: answer_error},
         openapi_url=None,  # FastAPI knows no bodies here, and its pages load scripts from elsewhere
         redirect_slashes=False,
     )
@@ -138,7 +138,8 @@ def cross_origin(access: AccessConfig) -> Middleware:
     )
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Errors of the router, and those that a route raised, as OpenAI's."""
     method, path = request.method, request.scope["path"][:200]
     if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
         error = NotFound(f"there is no route {method} {path}")

@@ -4,113 +4,161 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import socket
-import ssl
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
-from types import FrameType
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from urllib.parse import quote
 
 import httpx
 import msgspec
-import uvicorn
-import uvloop
+from msgspec import UNSET
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from servd.access import load_certificates, tls_context
-from servd.api.app import cross_origin
+from servd.api.app import answer_error, cross_origin
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.context import json_response
-from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
 from servd.api.middleware import SINCE, RequestContext
-from servd.api.model_servers import ModelServer, ModelServers
+from servd.api.model_request import read, seconds_of
+from servd.api.model_server import ModelServer, Visit
+from servd.api.model_servers import ModelServers
 from servd.api.protocol.models import ModelCard
-from servd.api.routes.sleep import SleepState
+from servd.api.routes import load_routers
+from servd.api.routes.sleep import SleepState, check_level
 from servd.api.timeline import Tracer
 from servd.config import Config
-from servd.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from servd.errors import InvalidRequest, NotFound, ServdError, Unavailable
 from servd.tracing import now_ns
 
 logger = logging.getLogger("servd.api")
 
-# Headers of one connection, and those that the front writes itself.
+# Headers of one connection, and those that the front writes itself, or has checked.
 OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
-OF_REQUESTS = OWN | {b"host", b"content-length", b"expect", SINCE.encode()}
-ASKS_FOR_SLEEP = {("GET", "/is_sleeping"), ("POST", "/sleep")}
+OF_REQUESTS = OWN | {
+    b"host", b"content-length", b"expect", b"sec-fetch-site", b"x-forwarded-for", SINCE.encode(),
+}  # fmt: skip
+OF_ALL_MODELS = {"/openapi.json", "/docs", "/redoc", "/version"}  # each would say the same
+# Beside GET and DELETE, what needs no weights.
+LOOKS = {
+    "/detokenize", "/tokenize", "/v1/chat/completions/render", "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens", "/v1/responses/{response_id}/cancel",
+}  # fmt: skip
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Named(msgspec.Struct):
-    """What the front reads of a body."""
-
-    model: str | None = None
-
-
 class Card(ModelCard, tag_field="object", tag="model", kw_only=True):
-    """A model in the list. `created` is when its config.json was written."""
+    """A model in the list. `created` is when what names it was written."""
 
     state: str
 
 
 class Front:
-    """ASGI application. The list of models, health, metrics and sleep are its own; for the rest it
-    waits until the model's server can take the request, and passes everything on as it comes.
+    """The list of models, health, metrics and sleep are its own. For what else a model's server
+    has it waits until that can take the request, and passes everything on as it comes.
     """
 
     def __init__(self, servers: ModelServers) -> None:
         self.servers = servers
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        request, path = Request(scope, receive), scope["path"]
-        if path in OPEN_PATHS:
-            await json_response({"status": "ready"})(scope, receive, send)
-        elif path == "/v1/models":
-            self.servers.scan()
-            await self.servers.find_sleepers()
-            cards = [_card(each) for each in self.servers.servers.values()]
-            await json_response({"object": "list", "data": cards})(scope, receive, send)
-        elif path.startswith("/v1/models/"):
-            server = self.servers.find(path.removeprefix("/v1/models/"))
-            await self.servers.find_sleepers()
-            await json_response(_card(server))(scope, receive, send)
-        elif path.startswith("/v1/files"):  # which may be large: none is read
-            raise NotFound("files belong to batches, and --batch-dir is for one model")
-        elif path == "/metrics":
-            text = await self.metrics()
-            await Response(text, media_type=METRICS_TYPE)(scope, receive, send)
-        elif (request.method, path) in ASKS_FOR_SLEEP:  # by the server it would be loaded first
-            server = self.servers.find(named(request, await request.body()))
-            if request.method == "POST":
-                await self.servers.sleep(server)
-            await self.servers.find_sleepers()
-            await json_response(SleepState(server.state != "awake"))(scope, receive, send)
+    def routes(self) -> list[Route]:
+        """Those of the server of one model."""
+        own = {
+            "/": self.health, "/health": self.health, "/ping": self.health,
+            "/metrics": self.metrics, "/sleep": self.sleep, "/is_sleeping": self.is_sleeping,
+            "/v1/models": self.list_models, "/v1/models/{name:path}": self.retrieve_model,
+        }  # fmt: skip
+        found = []
+        for route in (cast(Route, each) for router in load_routers() for each in router.routes):
+            needs_weights = "POST" in (route.methods or ()) and route.path not in LOOKS
+            endpoint = own.get(route.path) or partial(self.pass_on, needs_weights=needs_weights)
+            if route.path in OF_ALL_MODELS:
+                endpoint = route.endpoint
+            elif route.path.startswith(("/v1/files", "/v1/batches")):
+                endpoint = no_batches
+            if not route.path.startswith("/console"):
+                found.append(Route(route.path, endpoint, methods=route.methods))
+        return found
+
+    async def health(self, request: Request) -> Response:
+        """That of the front, which is ready without any model."""
+        return json_response({"status": "ready"})
+
+    async def list_models(self, request: Request) -> Response:
+        """All models, as the folder has them now, and their adapters."""
+        self.servers.scan()
+        cards = [*map(_card, self.servers.there), *await self.servers.adapters()]
+        return json_response({"object": "list", "data": cards})
+
+    async def retrieve_model(self, request: Request) -> Response:
+        """One of them."""
+        name = request.path_params["name"]
+        server = await self.servers.find(name)
+        adapters = [] if server.name == name else await self.servers.adapters()
+        return json_response(next((a for a in adapters if a.id == name), _card(server)))
+
+    async def sleep(self, request: Request) -> Response:
+        """Put a model to sleep; by its server it would be loaded first."""
+        check_level(request)
+        server = await self.servers.find(read(request, await request.body()).model)
+        await self.servers.sleep(server)
+        return json_response(SleepState(not server.has_weights))
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether a model holds no weights."""
+        server = await self.servers.find(read(request, b"").model)
+        return json_response(SleepState(not server.has_weights))
+
+    async def pass_on(self, request: Request, needs_weights: bool) -> ASGIApp:
+        """What has the model's server answer. Only what is asked for wakes a model up: who looks
+        finds it as it is.
+        """
+        body = await request.body()
+        named = read(request, body)
+        server = await self.servers.find(named.model)
+        if not needs_weights and server.runs:
+            visit = self.servers.visiting(server)
+        elif not needs_weights and request.method != "POST":
+            raise Unavailable(
+                f"the model {server.name} is stopped, and {request.method} starts none: what needs "
+                f"it does, and POST /wake_up?model={quote(server.name)}"
+            )
+        elif named.keep_alive is UNSET:
+            visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
         else:
-            body = await request.body()
-            server = self.servers.find(named(request, body))
-            await until_client_leaves(receive, self._pass_on(request, body, server, send))
+            visit = self.servers.serving(server, seconds_of(named.keep_alive))
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            del fields["keep_alive"]  # its server knows no such field
+            body = msgspec.json.encode(fields)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await until_client_leaves(receive, self._pass_on(request, body, visit, send))
+
+        return answer
 
     async def _pass_on(
-        self, request: Request, body: bytes, server: ModelServer, send: Send
-    ) -> None:
+        self, request: Request, body: bytes, visiting: AbstractAsyncContextManager[Visit],
+        send: Send,
+    ) -> None:  # fmt: skip
         scope, state = request.scope, request.scope["state"]
         # As it came: httpx would resolve `..`, and a decoded path may have any character.
         target = scope["raw_path"] + (b"?" + query if (query := scope["query_string"]) else b"")
         headers = [(k, v) for k, v in scope["headers"] if k not in OF_REQUESTS]
         headers.append((b"x-request-id", state["request_id"].encode()))
         headers.append((SINCE.encode(), str(now_ns()).encode()))
-        async with self.servers.serving(server) as visit:
+        if request.client is not None:  # else a Unix socket's, which has no address
+            headers.append((b"x-forwarded-for", request.client.host.encode()))
+        async with visiting as visit:
             try:
                 asked = visit.http.build_request(
                     request.method, "/", headers=headers, content=body,
@@ -118,11 +166,13 @@ class Front:
                 )  # fmt: skip
                 answer = await visit.http.send(asked, stream=True)
                 visit.answered()
+                state["is_logged"] = True
             except httpx.LocalProtocolError as error:
                 raise InvalidRequest(f"the request cannot be passed on: {error}") from None
             except httpx.TransportError as error:
-                logger.error("%s: its server does not answer: %s", server.name, error)
-                raise Unavailable(f"the server of {server.name} does not answer") from None
+                name = visit.server.name
+                logger.error("%s: its server does not answer: %s", name, error)
+                raise Unavailable(f"the server of {name} does not answer") from None
             try:
                 passed = [(k.lower(), v) for k, v in answer.headers.raw]
                 await send({
@@ -135,11 +185,19 @@ class Front:
             finally:
                 await answer.aclose()
 
-    async def metrics(self) -> bytes:
+    async def metrics(self, request: Request) -> Response:
         """Those of all servers that run, which tell themselves apart by `model_name`."""
         started = [each for each in self.servers.servers.values() if each.runs and each.has_started]
-        answers = await asyncio.gather(*(self.servers.ask(each, "/metrics") for each in started))
-        return await asyncio.to_thread(_merged, [each.text for each in answers if each])
+        answers = await asyncio.gather(*(each.ask("/metrics") for each in started))
+        text = await asyncio.to_thread(_merged, [each.text for each in answers if each])
+        return Response(text, media_type=METRICS_TYPE)
+
+
+async def no_batches(request: Request) -> Response:
+    """Answers for routes of files and batches: no file is read, which may be large."""
+    raise NotFound(
+        "there are no files and batches beside --models-dir: --batch-dir is for one model"
+    )
 
 
 def _merged(texts: Iterable[str]) -> bytes:
@@ -167,22 +225,8 @@ class _Collected:
 
 
 def _card(server: ModelServer) -> Card:
-    return Card(
-        id=server.name,
-        created=server.created,
-        root=str(server.folder),
-        max_model_len=server.max_model_len,
-        state=server.state,
-    )
-
-
-def named(request: Request, body: bytes) -> str | None:
-    """The model that a request names: in its JSON, its query, or X-Servd-Model."""
-    try:
-        found = msgspec.json.decode(body, type=Named).model if body[:1] in b"{ \n\r\t" else None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        found = None  # the model's server says what is wrong
-    return found or request.query_params.get("model") or request.headers.get("x-servd-model")
+    model = server.model
+    return Card(model.name, model.created, str(model.path), model.max_model_len, state=server.state)
 
 
 async def until_client_leaves(receive: Receive, work: Any) -> None:
@@ -204,97 +248,21 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
-    """Serve the models of a folder until a signal.
-
-    Raises:
-        ConfigError: a folder that cannot be read.
-    """
-    config = read_config()
-    with tempfile.TemporaryDirectory(prefix="servd-") as folder:
-        try:
-            uvloop.run(_serve(config, read_config, listener, folder))
-        finally:
-            listener.close()
-    return 0
-
-
-def check(config: Config) -> None:
-    """Raises ConfigError for options that are for one model."""
-    server = config.server
-    for flag, value in (
-        ("MODEL", config.model.model), ("--served-model-name", config.model.served_model_name),
-        ("--attach", server.attach), ("--headless", server.headless), ("--ipc-dir", server.ipc_dir),
-        ("--batch-dir", config.batches.batch_dir),
-    ):  # fmt: skip
-        if value:
-            raise ConfigError(f"{flag} is for one model: leave it out, or --models-dir")
-
-
 def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette:
     """The application, with what every request needs around it: ids, limits, keys, errors."""
-    origins = config.access.allowed_origins
-    middleware = [Middleware(RequestContext, Tracer(), Metrics("front"), origins=origins)]
+    access_log, origins = config.observability.access_log, config.access.allowed_origins
+    context = Middleware(RequestContext, Tracer(), Metrics("front"), access_log, origins)
+    middleware = [context]
     if keys.are_needed:
         middleware.append(Middleware(ApiKeyAuth, keys, OPEN_PATHS))
     if config.access.allowed_origins:
         middleware.insert(0, cross_origin(config.access))
-    app = Starlette(routes=[Mount("/", Front(servers))], middleware=middleware)
-    app.state.routes = []  # see `handler_of`
-    return app
-
-
-class Server(uvicorn.Server):
-    """uvicorn that returns after a signal, so that the servers of the models are stopped, too."""
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: finish open requests. Second: exit now."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
-
-async def _serve(
-    config: Config, read_config: Callable[[], Config], listener: socket.socket, folder: str
-) -> None:
-    try:
-        servers = ModelServers(config, folder)
-    except OSError as error:
-        where = config.models.models_dir
-        raise ConfigError(f"--models-dir {where}: {error.strerror or error}") from None
-    keys = Keys(config.access)
-    options = settings(
-        create_front(config, servers, keys),
-        Connections(config.server),
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=round(config.server.shutdown_timeout),
+    routes, handlers = (
+        Front(servers).routes(),
+        {ServdError: answer_error, HTTPException: answer_error},
     )
-    options.load()
-    options.ssl = tls_context(config.access)
-    reload = partial(_reload, read_config, keys, options.ssl, servers)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-    logger.info(
-        "ready to serve %d models of %s, at most %d awake: %s",
-        len(servers.servers), servers.models_dir, servers.most, ", ".join(servers.servers),
-    )  # fmt: skip
-    try:
-        await Server(options).serve(sockets=[listener])
-    finally:
-        await servers.close()
-
-
-def _reload(
-    read_config: Callable[[], Config],
-    keys: Keys,
-    tls: ssl.SSLContext | None,
-    servers: ModelServers,
-) -> None:
-    try:
-        config = read_config()
-        keys.load(config.access)
-        if tls is not None:
-            load_certificates(tls, config.access)
-    except ConfigError as error:
-        logger.error("SIGHUP: %s: what was read before stays", error)
-        return
-    servers.reload(config)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    app.state.routes = routes
+    app.state.context = SimpleNamespace(keys=keys)  # of which OF_ALL_MODELS know
+    return app

@@ -64,7 +64,7 @@ class RequestContext:
     others: an owner or, where no key is needed, an address; `span`, of OpenTelemetry, or None;
     `since_ns`, when the front of several models got it, or 0; `timeout` of the header, in seconds,
     or None; `deadline`, on the loop's clock, or None; `headers`, of the answer; `lane`, the least
-    that it runs in.
+    that it runs in; `is_logged`, where another process has written the line of the access log.
 
     Args:
         app: what is surrounded.
@@ -185,7 +185,10 @@ class RequestContext:
     def _observe(self, scope: Scope, status: int, seconds: float) -> None:
         """Count and log the answer."""
         path = scope["path"]
-        if self.access_log == "all" or (self.access_log == "requests" and path not in MONITORING):
+        is_wanted = self.access_log == "all" or (
+            self.access_log == "requests" and path not in MONITORING
+        )
+        if is_wanted and not scope["state"].get("is_logged"):
             running = self.tracer.running
             traced = [running[n] for n in scope["state"]["traced"] if n in running]
             _log_answer(scope, status, seconds, traced)
@@ -229,9 +232,10 @@ def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timel
         "num_prompt_tokens": num_prompt,
         "num_output_tokens": sum(choice.num_tokens for choice in choices),
         "key": scope["state"]["owner"],
+        "client": scope["client"][0] if scope.get("client") else "",  # not a Unix socket's
         "request_id": scope["state"]["request_id"],  # the body may have named it
     }
-    text = "%s %s %d in %.3f s, %d + %d tokens, key %s, %s"
+    text = "%s %s %d in %.3f s, %d + %d tokens, key %s, client %s, %s"
     log.info(text, *fields.values(), extra={"fields": fields})
 
 

@@ -12,87 +12,27 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import msgspec
 
-from servd import hf, log
+from servd import log
+from servd.api.model_folder import ModelFolder, adapters_in
+from servd.api.model_server import ModelServer, Visit
+from servd.api.protocol.models import ModelCard, ModelList
 from servd.api.start import StartModel
 from servd.child import Child
 from servd.config import Config
-from servd.errors import ConfigError, Unavailable, UnknownModel
+from servd.errors import UnknownModel
+from servd.lora import parse_module
 
 logger = logging.getLogger("servd.api")
 
 GIB = 2**30
 MODULE = "servd.model_tree"
-WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 LOOK_INTERVAL = 0.02  # seconds between two looks at a server that starts
 STOP_TIMEOUT = 5.0  # seconds from SIGTERM to SIGKILL, beyond --shutdown-timeout
-RETRY_AFTER = 10  # seconds in which a model that could not be started is not tried again
-ASK_TIMEOUT = 2.0  # seconds for an answer about the server itself
-NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the server of the model has its own
-
-
-class ModelServer:
-    """One model, and its server if that runs.
-
-    Attributes:
-        is_awake: whether it may hold weights.
-        has_started: whether it has been ready since it was started.
-        is_leaving: whether it is to sleep as soon as its requests have ended.
-        num_open: requests that it has.
-        num_unanswered: those of which it has not said anything yet.
-    """
-
-    def __init__(self, name: str, folder: Path, max_model_len: int) -> None:
-        self.name = name
-        self.folder = folder
-        self.max_model_len = max_model_len
-        self.created = int((folder / "config.json").stat().st_mtime)
-        self.num_bytes = sum(
-            file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES
-        )
-        self.child: Child | None = None
-        self.http: httpx.AsyncClient | None = None
-        self.is_awake = self.has_started = self.is_leaving = False
-        self.num_open = self.num_unanswered = 0
-        self.has_answered = asyncio.Event()  # a request
-        self.used_at = self.failed_at = float("-inf")
-
-    @property
-    def runs(self) -> bool:
-        """Whether its processes are there."""
-        return self.child is not None and self.child.exit_code is None
-
-    @property
-    def may_serve(self) -> bool:
-        """Whether a request may go to it as it is."""
-        return self.runs and self.is_awake and self.has_started and not self.is_leaving
-
-    @property
-    def state(self) -> str:
-        """For people: what the next request finds."""
-        if not self.runs:
-            return "stopped"
-        return "awake" if self.is_awake else "asleep"
-
-
-class Visit:
-    """A request on its way to a server and back."""
-
-    def __init__(self, server: ModelServer) -> None:
-        assert server.http is not None
-        self.server, self.http = server, server.http
-        self.is_answered = False
-        server.num_open += 1
-        server.num_unanswered += 1
-        server.used_at = time.monotonic()
-
-    def answered(self) -> None:
-        """The answer has begun: all of the request is in the server's hands."""
-        if not self.is_answered:
-            self.is_answered = True
-            self.server.num_unanswered -= 1
-            self.server.has_answered.set()
+RETRY_AFTER = 10.0  # seconds in which a model that could not be started is not tried again
+LOAD_INTERVAL = 1.0  # seconds between two looks at what a model still does in the background
+MOST_NAMED = 32  # models in an error
 
 
 class ModelServers:
@@ -107,7 +47,7 @@ class ModelServers:
         assert config.models.models_dir is not None
         self.config = config
         self.folder = Path(folder)
-        self.models_dir = Path(config.models.models_dir)
+        self.models = ModelFolder(Path(config.models.models_dir))
         self.most = config.models.models_max
         budget = config.models.models_memory
         self.budget = float("inf") if budget is None else budget * GIB
@@ -116,53 +56,104 @@ class ModelServers:
         self._numbers = 0
         self._switch = asyncio.Lock()  # first come, first served
         self._stopping: set[asyncio.Task[None]] = set()  # they still have memory
+        self._resting: set[asyncio.Task[None]] = set()
         self.scan()
+        names = [*self.servers]
+        for adapter in adapters_in(config.lora).values():
+            if adapter.owner(names) is None:
+                logger.warning(
+                    "the adapter %s is not served: it was trained for %s, which is none of the "
+                    "models; JSON in --lora-modules may name another as base_model_name",
+                    adapter.name, adapter.base or "a model that its files do not name",
+                )  # fmt: skip
 
     def scan(self) -> None:
-        """Take in the models that the folder has now."""
-        for folder in sorted(self.models_dir.iterdir()):
-            if folder.name in self.servers:
-                continue
-            try:
-                folder.name.encode()
-                if not (folder / "config.json").is_file():
-                    continue
-                length = hf.read_spec(folder).max_position_embeddings
-                self.servers[folder.name] = ModelServer(folder.name, folder, length)
-            except (ConfigError, OSError, UnicodeEncodeError) as error:
-                logger.warning("%r is not served: %s", folder.name, error)
+        """Take in the models that the folder has now. Of one that is gone, the server remains until
+        its turn to stop comes, and gets no requests.
+        """
+        servers = {name: server for name, server in self.servers.items() if server.runs}
+        for name, model in self.models.read().items():
+            server = servers[name] = self.servers.get(name) or ModelServer(model, self.secret)
+            if not server.runs:
+                server.model = model
+        self.servers = servers
 
-    def find(self, name: str | None) -> ModelServer:
-        """The model of this name; without one, that which was used last.
+    @property
+    def there(self) -> list[ModelServer]:
+        """Those whose models are still in the folder."""
+        return [server for server in self.servers.values() if server.model.is_there]
+
+    async def find(self, name: str | None) -> ModelServer:
+        """The server of the model or adapter of this name; without one, that which was used last.
 
         Raises:
-            UnknownModel: the folder has it not.
+            UnknownModel: there is none.
         """
-        if name is None and self.servers:
-            return max(self.servers.values(), key=lambda server: server.used_at)
-        if name not in self.servers:
+        if name is None and (known := self.there):
+            return max(known, key=lambda server: server.used_at)
+        if (server := self._known(name)) is None:
             self.scan()
-        if name is None or name not in self.servers:
-            raise UnknownModel(
-                f"the model {(name or '')[:200]!r} is not served here: {self.models_dir.name} has "
-                f"{', '.join(self.servers) or 'none'}",
-                param="model",
-            )
-        return self.servers[name]
+            server = self._known(name)
+        if server is None:
+            owner = next((each.parent for each in await self.adapters() if each.id == name), None)
+            server = self._known(owner)
+        if server is not None:
+            return server
+        raise UnknownModel(
+            f"the model {(name or '')[:200]!r} is not served here: {self.models.path.name} has "
+            f"{', '.join(server.name for server in self.there[:MOST_NAMED]) or 'none'}",
+            param="model",
+        )
+
+    def _known(self, name: str | None) -> ModelServer | None:
+        server = self.servers.get(name or "")
+        return server if server and server.model.is_there else None
+
+    async def adapters(self) -> list[ModelCard]:
+        """Those of all models: what servers that run have, and what others will have."""
+        if not self.config.lora.enable_lora:
+            return []
+        there = self.there
+        running = [server for server in there if server.has_started and server.runs]
+        answers = await asyncio.gather(*(server.ask("/v1/models") for server in running))
+        lists = [msgspec.json.decode(each.content, type=ModelList) for each in answers if each]
+        found = [card for each in lists for card in each.data if card.parent]
+        others = {server.name: server for server in there if server not in running}
+        for adapter in adapters_in(self.config.lora).values():
+            if (server := others.get(adapter.owner([s.name for s in there]) or "")) is not None:
+                length, root = server.model.max_model_len, str(adapter.folder)
+                card = ModelCard(adapter.name, adapter.created, root, length, parent=server.name)
+                found.append(card)
+        return found
 
     @contextlib.asynccontextmanager
-    async def serving(self, server: ModelServer) -> AsyncIterator[Visit]:
+    async def serving(self, server: ModelServer, keep_alive: float | None) -> AsyncIterator[Visit]:
         """The model's server stays awake until the visit is answered. Others are put to sleep for
         it once their requests have ended; their later ones wait for their own turn.
+
+        Args:
+            server: of the model.
+            keep_alive: seconds after which it may sleep, if nobody else comes; None: for ever.
 
         Raises:
             Unavailable: it cannot be started.
         """
-        while not server.may_serve:
-            async with self._switch:
-                if not server.may_serve:
-                    await self._make_room(server)
-                    await self._wake_up(server)
+        try:
+            while not server.may_serve:
+                async with self._switch:
+                    if not server.may_serve:
+                        server.check()
+                        await self._make_room(server)
+                        await self._wake_up(server)
+            async with self.visiting(server) as visit:
+                server.used_at = time.monotonic()
+                yield visit
+        finally:
+            self._rest_later(server, keep_alive)
+
+    @contextlib.asynccontextmanager
+    async def visiting(self, server: ModelServer) -> AsyncIterator[Visit]:
+        """A request goes to the server as it is."""
         visit = Visit(server)
         try:
             yield visit
@@ -173,37 +164,40 @@ class ModelServers:
     async def sleep(self, server: ModelServer) -> None:
         """Put it to sleep once its requests have ended, if it is awake."""
         async with self._switch:
-            if server.runs and server.is_awake:
+            if server.has_weights:
                 await self._put_to_sleep(server)
 
-    async def find_sleepers(self) -> None:
-        """See which of them sleep by themselves: --sleep-idle-seconds."""
-        for server in list(self.servers.values()):
-            used_at = server.used_at
-            if not server.may_serve or server.num_open:
-                continue
-            answer = await self.ask(server, "/is_sleeping")
-            is_idle = not server.num_open and server.used_at == used_at
-            if answer is not None and answer.json()["is_sleeping"] and is_idle:
-                server.is_awake = False
+    def _rest_later(self, server: ModelServer, seconds: float | None) -> None:
+        """Put it to sleep after so many seconds, unless it is used again."""
+        if server.rest is not None:
+            server.rest.cancel()
+            server.rest = None
+        if seconds is not None:
+            loop = asyncio.get_running_loop()
+            server.rest = loop.call_later(seconds, self._begin_rest, server)
 
-    async def ask(self, server: ModelServer, path: str) -> httpx.Response | None:
-        """What its server says of itself; None while it cannot, as it starts or ends."""
-        assert server.http is not None
-        headers = {"authorization": f"Bearer {self.secret}"}
-        try:
-            answer = await server.http.get(path, headers=headers, timeout=ASK_TIMEOUT)
-        except httpx.HTTPError:
-            return None
-        return answer if answer.status_code == 200 else None
+    def _begin_rest(self, server: ModelServer) -> None:
+        resting = asyncio.ensure_future(self._rest(server, server.used_at))
+        self._resting.add(resting)
+        resting.add_done_callback(self._resting.discard)
+
+    async def _rest(self, server: ModelServer, used_at: float) -> None:
+        """Put it to sleep, unless it has something to do."""
+        load = await server.ask("/load") if server.may_serve else None
+        if load is not None and load.json()["server_load"]:  # in the background
+            return self._rest_later(server, LOAD_INTERVAL)
+        async with self._switch:
+            is_idle = not server.num_open and server.used_at == used_at
+            if is_idle and server.has_weights:
+                await self._put_to_sleep(server)
 
     async def _make_room(self, server: ModelServer) -> None:
         """Have others sleep, and those that have slept for longest stop, up to the limits."""
         if self._stopping:
             await asyncio.wait(self._stopping)
         while True:
-            awake = [s for s in self.servers.values() if s.runs and s.is_awake and s is not server]
-            num_bytes = sum(other.num_bytes for other in awake) + server.num_bytes
+            awake = [s for s in self.servers.values() if s.has_weights and s is not server]
+            num_bytes = sum(other.model.num_bytes for other in awake) + server.model.num_bytes
             if not awake or (len(awake) < self.most and num_bytes <= self.budget):
                 break
             await self._put_to_sleep(min(awake, key=lambda s: (s.num_open > 0, s.used_at)))
@@ -217,18 +211,16 @@ class ModelServers:
         """
         server.is_leaving = True
         try:
-            is_asleep = False
-            while server.runs and not is_asleep:
+            while server.runs:
                 while server.num_unanswered:
                     server.has_answered.clear()
                     await server.has_answered.wait()
-                with contextlib.suppress(httpx.HTTPError):
-                    answer = await self._post(server, "/sleep")
-                    is_asleep = answer.status_code == 200 and answer.json()["is_sleeping"]
-                if not is_asleep:  # a long answer, or its engine starts again
-                    await asyncio.sleep(LOOK_INTERVAL)
-            server.is_awake = False
-            logger.info("%s sleeps", server.name)
+                if await server.is_asleep("/sleep"):
+                    break
+                await self._give_up_if_late(server)
+                await asyncio.sleep(LOOK_INTERVAL)  # a long answer, or its engine starts again
+            server.is_awake, server.loading_since = False, None
+            logger.info("%s %s", server.name, "sleeps" if server.runs else "has ended")
         finally:
             server.is_leaving = False
 
@@ -237,54 +229,47 @@ class ModelServers:
         it goes on for the next one.
 
         Raises:
-            Unavailable: it ended before it was ready, now or a short while ago.
+            Unavailable: it ended before it was ready, or takes too long.
         """
         if not server.runs:
-            if time.monotonic() - server.failed_at < RETRY_AFTER:
-                raise _not_started(server)
             logger.info("starting %s", server.name)
-            server.has_started = False
+            server.is_awake = server.has_started = False
             await self._launch(server)
-        server.is_awake = True
-        if server.has_started:
-            with contextlib.suppress(httpx.HTTPError):
-                await self._post(server, "/wake_up")
-            return
-        began = time.monotonic()
-        while not await self._is_ready(server):
+        if not server.is_awake:
+            server.is_awake, server.loading_since = True, time.monotonic()
+        began = server.loading_since or time.monotonic()
+        while not await server.ask("/health") or await server.is_asleep("/wake_up") is not False:
             if not server.runs:
-                server.failed_at = time.monotonic()
-                raise _not_started(server)
+                server.fail("could not be started: the log says why", RETRY_AFTER)
+            await self._give_up_if_late(server)
+            server.check()
             await asyncio.sleep(LOOK_INTERVAL)
-        server.has_started = True
+        server.has_started, server.loading_since = True, None
         logger.info("%s is ready after %.2f s", server.name, time.monotonic() - began)
+
+    async def _give_up_if_late(self, server: ModelServer) -> None:
+        """Stop what takes too long to load. It is not tried again for as long as that took, so that
+        others get as much time.
+        """
+        since, most = server.loading_since, self.config.models.models_start_timeout
+        if since is not None and time.monotonic() - since > most:
+            why = f"was not ready within {most:g} s (--models-start-timeout)"
+            logger.error("%s %s: it is stopped", server.name, why)
+            server.fail(why, most)
+            await self._stop(server)
 
     async def _launch(self, server: ModelServer) -> None:
         """Start its processes, and open a channel to them."""
-        if server.http is not None:
-            await server.http.aclose()
         self._numbers += 1
         path = str(self.folder / f"model-{self._numbers}")
-        transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_connections=None))
-        server.http = httpx.AsyncClient(
-            base_url="http://model", transport=transport, timeout=NO_TIMEOUT
-        )
+        await server.connect(path)
         start = StartModel(self._config_of(server, path))
-        server.child = Child(server.name, MODULE, start, env={log.MODEL: server.name})
-
-    async def _is_ready(self, server: ModelServer) -> bool:
-        assert server.http is not None
-        try:
-            return (await server.http.get("/health")).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    async def _post(self, server: ModelServer, path: str) -> httpx.Response:
-        assert server.http is not None
-        return await server.http.post(path, headers={"authorization": f"Bearer {self.secret}"})
+        # Nobody but the front reaches that socket: it says who the client is.
+        env = {log.MODEL: server.name, "FORWARDED_ALLOW_IPS": "*"}
+        server.child = Child(server.name, MODULE, start, env=env)
 
     async def _stop(self, server: ModelServer) -> None:
-        server.is_awake = False
+        server.is_awake, server.loading_since = False, None
         child, server.child = server.child, None
         if child is not None:
             timeout = self.config.server.shutdown_timeout + STOP_TIMEOUT
@@ -305,13 +290,22 @@ class ModelServers:
                 server.child.post(self._config_of(server, ""))
 
     def _config_of(self, server: ModelServer, path: str) -> Config:
-        """The options of its server: the front has the port, TLS and what browsers may do."""
-        config, access = self.config, self.config.access
+        """The options of its server: the front has the port, TLS, what browsers may do, and knows
+        when nobody uses it.
+        """
+        config, access, lora = self.config, self.config.access, self.config.lora
+        names, known = list(self.servers), adapters_in(lora)
+        own = [
+            entry for entry in lora.lora_modules
+            if known[parse_module(entry)[0]].owner(names) == server.name
+        ]  # fmt: skip
         return config.replace(
-            model=str(server.folder),
+            model=str(server.model.path),
             served_model_name=[server.name],
             uds=path,
             models_dir=None,
+            lora_modules=own,
+            sleep_idle_seconds=None,
             api_key=[*access.api_key, self.secret] if access.needs_keys else [],
             ssl_certfile=None,
             ssl_keyfile=None,
@@ -319,8 +313,3 @@ class ModelServers:
             ssl_cert_reqs=0,
             allowed_origins=[],
         )
-
-
-def _not_started(server: ModelServer) -> Unavailable:
-    message = f"the model {server.name} could not be started: the log says why"
-    return Unavailable(message, retry_after=RETRY_AFTER)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import struct
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,10 +19,13 @@ import pytest
 
 from servd import log
 from servd.api.auth import Keys
-from servd.api.front import check, create_front
-from servd.api.model_servers import ModelServer, ModelServers
+from servd.api.front import create_front
+from servd.api.front_server import check
+from servd.api.model_request import seconds_of
+from servd.api.model_server import ModelServer
+from servd.api.model_servers import ModelServers
 from servd.config import Config
-from servd.errors import ConfigError
+from servd.errors import ConfigError, InvalidRequest
 from tests.api.harness import Served, events, listening, serve, until
 
 CONFIG = {
@@ -37,13 +42,16 @@ class Servers(ModelServers):
     are ready when the test says so.
     """
 
+    stopped: list[str]
+
     def __init__(self, config: Config, stack: AsyncExitStack) -> None:
         super().__init__(config, "")
-        self.stack = stack
+        self.stack, self.options = stack, {}
         self.served: dict[str, Served] = {}
         self.broken: set[str] = set()
         self.slow: set[str] = set()
         self.launched: list[str] = []
+        self.stopped = []
         self.most_awake = 0
 
     async def _launch(self, server: ModelServer) -> None:
@@ -57,17 +65,41 @@ class Servers(ModelServers):
                 is_ready=server.name not in self.broken | self.slow,
                 served_model_name=[server.name],
                 api_key=keys,
+                **self.options,
             )
         )
         self.served[server.name], server.http = served, served.http
 
     async def _wake_up(self, server: ModelServer) -> None:
         await super()._wake_up(server)
-        awake = [each for each in self.servers.values() if each.runs and each.is_awake]
+        awake = [each for each in self.servers.values() if each.has_weights]
         self.most_awake = max(self.most_awake, len(awake))
 
     async def _stop(self, server: ModelServer) -> None:
-        server.is_awake, server.child = False, None
+        server.is_awake, server.loading_since, server.child = False, None, None
+        self.stopped.append(server.name)
+
+
+def make(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+def make_gguf(path: Path) -> bytes:
+    """What says of itself that it is a Llama of one layer."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    sizes = {"block_count": 1, "context_length": 4096, "embedding_length": 8}
+    sizes |= {"feed_forward_length": 8, "attention.head_count": 1}
+    values = [text(f"llama.{key}") + struct.pack("<II", 4, size) for key, size in sizes.items()]
+    values.append(text("general.architecture") + struct.pack("<I", 8) + text("llama"))
+    names = ("token_embd.weight", "blk.0.attn_q.weight")
+    tensors = [text(name) + struct.pack("<IQQIQ", 2, 8, 8, 0, 0) for name in names]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
+    path.write_bytes(head + b"".join(values + tensors) + bytes(512))
+    return path.read_bytes()
 
 
 @asynccontextmanager
@@ -75,8 +107,7 @@ async def front(
     folder: Path, *names: str, **options: object
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Servers]]:
     for name in names:
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(CONFIG))
+        make(folder / name)
     config = Config.load({"models_dir": str(folder), **options})
     async with AsyncExitStack() as stack:
         servers = Servers(config, stack)
@@ -238,11 +269,6 @@ async def test_sleep_is_shown_and_asking_for_it_loads_nothing(tmp_path):
         assert await states() == ["asleep", "stopped"]
         assert (await http.post("/wake_up", params=one)).json() == {"is_sleeping": False}
         assert await states() == ["awake", "stopped"]
-        # By itself, as with --sleep-idle-seconds.
-        assert (await servers.served["one"].http.post("/sleep", headers=key)).status_code == 200
-        assert await states() == ["asleep", "stopped"]
-        assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
-        assert await states() == ["awake", "stopped"]
         # Scrapers may send their key in either header.
         del http.headers["authorization"]
         text = (await http.get("/metrics", headers={"x-api-key": "secret"})).text
@@ -250,13 +276,47 @@ async def test_sleep_is_shown_and_asking_for_it_loads_nothing(tmp_path):
 
 
 async def test_the_folder_is_read_again(tmp_path):
-    async with front(tmp_path, "one") as (http, _):
-        (tmp_path / "later").mkdir()
-        (tmp_path / "later" / "config.json").write_text(json.dumps(CONFIG))
+    async with front(tmp_path, "one", "gone") as (http, servers):
+
+        async def names() -> list[str]:
+            return [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
+
+        assert (await http.post(COMPLETIONS, json={**BODY, "model": "gone"})).status_code == 200
+        assert await names() == ["gone", "one"]
+        shutil.rmtree(tmp_path / "gone")
+        answer = await http.post(COMPLETIONS, json={**BODY, "model": "gone"})
+        assert answer.status_code == 404 and await names() == ["one"]
+        make(tmp_path / "later")
         (tmp_path / "no model").mkdir()
         answer = await http.post(COMPLETIONS, json={**BODY, "model": "later"})
-        assert answer.json()["model"] == "later"
-        assert len((await http.get("/v1/models")).json()["data"]) == 2
+        assert answer.json()["model"] == "later" and await names() == ["later", "one"]
+        assert servers.most_awake == 1  # that of the one that is gone has made room
+
+
+async def test_folders_in_folders_and_single_files(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+    make(tmp_path / "org" / "inner")
+    snapshot = tmp_path / "models--hub--cached" / "snapshots" / "abc"
+    make(snapshot)
+    make(snapshot.parent / "old")
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    make(tmp_path / ".locks" / "hidden")
+    tiny = make_gguf(tmp_path / "tiny.gguf")
+    async with front(tmp_path, "one") as (http, servers):
+        (tmp_path / "torn.gguf").write_bytes(tiny[:100])
+        for _ in range(3):
+            listed = (await http.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["hub/cached", "one", "org/inner", "tiny"]
+        assert [card["root"] for card in listed] == [
+            str(snapshot), *(str(tmp_path / name) for name in ("one", "org/inner", "tiny.gguf"))
+        ]  # fmt: skip
+        answer = await http.post(COMPLETIONS, json={**BODY, "model": "org/inner"})
+        assert answer.json()["model"] == "org/inner"
+        assert (await http.get("/v1/models/org/inner")).json()["state"] == "awake"
+        assert servers.servers["tiny"].model.num_bytes == len(tiny)
+        warned = [each for each in caplog.messages if "is not served" in each]
+        assert len(warned) == 1 and "torn" in warned[0]
 
 
 async def test_a_client_that_leaves_while_its_model_starts(tmp_path):
@@ -315,7 +375,194 @@ async def test_metrics_with_either_header_of_a_key(tmp_path):
         assert "vllm:request_success_total{" in (await http.get("/metrics")).text
 
 
+async def test_a_start_that_hangs_ends_and_others_go_on(tmp_path):
+    async with front(tmp_path, "one", "two", models_start_timeout=0.3) as (http, servers):
+        servers.slow.add("one")
+        hung = [http.post(COMPLETIONS, json={**BODY, "model": "one"}) for _ in range(3)]
+        waiting = [http.post(COMPLETIONS, json={**BODY, "model": "two"}) for _ in range(3)]
+        answers = await asyncio.gather(*hung, *waiting)
+        assert [each.status_code for each in answers] == [503] * 3 + [200] * 3
+        assert "--models-start-timeout" in answers[0].json()["error"]["message"]
+        assert int(answers[0].headers["retry-after"]) == 1
+        assert servers.launched.count("one") == 1 and servers.stopped == ["one"]
+        # Nor if whoever asked has left, and nobody else comes.
+        await asyncio.sleep(0.3)
+        leaving = asyncio.create_task(http.post(COMPLETIONS, json={**BODY, "model": "one"}))
+        await until(lambda: servers.launched.count("one") == 2)
+        leaving.cancel()
+        answer = await http.post(COMPLETIONS, json={**BODY, "model": "two"})
+        assert answer.status_code == 200 and servers.stopped == ["one"] * 2
+
+
+async def test_who_looks_wakes_nothing_up(tmp_path):
+    async with front(tmp_path, "one") as (http, servers):
+        one = {"model": "one"}
+        assert (await http.get("/version", params=one)).status_code == 200
+        assert len((await http.get("/openapi.json")).json()["paths"]) > 20
+        answer = await http.get("/v1/cache", params=one)
+        assert answer.status_code == 503 and "is stopped" in answer.json()["error"]["message"]
+        for path in ("/favicon.ico", "/console/app.js", "/v1/nothing"):
+            answer = await http.post(path, json=one)
+            assert answer.status_code == 404 and "no route" in answer.json()["error"]["message"]
+        answer = await http.delete("/v1/models")
+        assert answer.status_code == 405 and "only" in answer.json()["error"]["message"]
+        answer = await http.post("/sleep", params={**one, "level": "3"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "level"
+        assert servers.served == {}
+        # Who wants tokens gets them, from a server that sleeps, too.
+        text = {"model": "one", "prompt": "abc"}
+        assert (await http.post("/tokenize", json=text)).json()["count"] == 3
+        assert (await http.post("/sleep", params=one)).json() == {"is_sleeping": True}
+        assert (await http.post("/tokenize", json=text)).json()["count"] == 3
+        assert (await http.get("/v1/cache", params=one)).status_code == 200
+        assert (await http.get("/is_sleeping", params=one)).json() == {"is_sleeping": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (5, 5.0), ("5m", 300.0), ("1h30m", 5400.0), ("1.5s", 1.5), ("100ms", 0.1), ("7", 7.0),
+        (0, 0.0), (-1, None), ("-1m", None),
+    ],
+)  # fmt: skip
+def test_keep_alive_is_ollamas(given, seconds):
+    assert seconds_of(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "soon", True, None, [5], "5 m", "1e9", {}])
+def test_keep_alive_that_is_no_duration(given):
+    with pytest.raises(InvalidRequest, match="keep_alive"):
+        seconds_of(given)
+
+
+async def test_a_model_is_kept_as_long_as_its_last_request_says(tmp_path):
+    async with front(tmp_path, "one", sleep_idle_seconds=0.05) as (http, servers):
+        servers.options = {"strict_fields": True}
+        one = servers.servers["one"]
+
+        async def ask(**fields: object) -> None:
+            answer = await http.post(COMPLETIONS, json={**BODY, "model": "one", **fields})
+            assert answer.status_code == 200, answer.text
+            assert "x-servd-ignored" not in answer.headers
+
+        await ask()
+        await until(lambda: one.state == "asleep")
+        await ask(keep_alive=-1)
+        await asyncio.sleep(0.3)
+        assert one.state == "awake"
+        await ask(keep_alive=0)
+        await until(lambda: one.state == "asleep")
+        answer = await http.post(COMPLETIONS, json={**BODY, "model": "one", "keep_alive": "soon"})
+        assert answer.status_code == 400 and one.state == "asleep"
+
+
+async def test_what_a_model_does_in_the_background_is_no_idleness(tmp_path):
+    async with front(tmp_path, "one", sleep_idle_seconds=0.05) as (http, servers):
+        assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
+        served, one = servers.served["one"], servers.servers["one"]
+        served.engine.may_step.clear()
+        body = {"model": "one", "input": "a", "background": True, "max_output_tokens": 20}
+        assert (await http.post("/v1/responses", json=body)).status_code == 200
+        await asyncio.sleep(0.3)
+        assert one.state == "awake" and not one.is_leaving
+        served.engine.may_step.set()
+        await until(lambda: one.state == "asleep")
+
+
+async def test_each_client_has_its_own_address_behind_the_front(tmp_path):
+    async with front(tmp_path, "one") as (http, servers):
+        assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
+        seen = []
+        llm = servers.served["one"].async_llm
+        tokenize = llm.tokenize
+
+        async def noted(prompt: object, client: str) -> list[int]:
+            seen.append(client)
+            return await tokenize(prompt, client)  # type: ignore[arg-type]
+
+        llm.tokenize = noted
+        text = {"model": "one", "prompt": "abc"}
+        # As a proxy on this machine says, which uvicorn believes; not what a client adds to it.
+        for header in ("192.0.2.1", "192.0.2.9, 192.0.2.2", None):
+            headers = {"x-forwarded-for": header} if header else {}
+            assert (await http.post("/tokenize", json=text, headers=headers)).status_code == 200
+        assert seen == ["192.0.2.1", "192.0.2.2", "127.0.0.1"]
+
+
+async def test_each_answer_has_one_line_in_the_access_log(tmp_path, caplog):
+    caplog.set_level("INFO", "servd.access")
+    async with front(tmp_path, "one", access_log="requests") as (http, servers):
+        servers.options = {"access_log": "requests"}
+        http.headers["x-forwarded-for"] = "192.0.2.1"
+        await http.post(COMPLETIONS, json={**BODY, "model": "one"})
+        await http.post(COMPLETIONS, json={**BODY, "model": "no"})
+        await http.get("/v1/models")
+        lines = [line for line in caplog.messages if " client " in line and "wake_up" not in line]
+        assert [(line.split()[:3], "client 192.0.2.1" in line) for line in lines] == [
+            (["POST", COMPLETIONS, "200"], True), (["POST", COMPLETIONS, "404"], True),
+            (["GET", "/v1/models", "200"], True),
+        ]  # fmt: skip
+
+
+def adapter(folder: Path, base: str) -> Path:
+    folder.mkdir(parents=True)
+    config = {"base_model_name_or_path": base, "peft_type": "LORA", "r": 1}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+async def test_adapters_are_asked_for_by_name(tmp_path, caplog):
+    lora = tmp_path / "adapters"
+    given = [
+        f"first={adapter(tmp_path / 'first', '/home/me/two')}",
+        json.dumps(
+            {
+                "name": "second",
+                "path": str(adapter(tmp_path / "second", "x")),
+                "base_model_name": "one",
+            }
+        ),
+        f"nobodys={adapter(tmp_path / 'nobodys', 'three')}",
+    ]
+    adapter(lora / "third", "org/two")
+    models = tmp_path / "models"
+    models.mkdir()
+    options = {"enable_lora": True, "lora_modules": given, "lora_dir": str(lora)}
+    async with front(models, "one", "two", **options) as (http, servers):
+        assert [each for each in caplog.messages if "nobodys" in each and "three" in each]
+        listed = (await http.get("/v1/models")).json()["data"]
+        parents = {card["id"]: card["parent"] for card in listed if card["parent"]}
+        assert parents == {"first": "two", "second": "one", "third": "two"}
+        assert (await http.get("/v1/models/first")).json()["parent"] == "two"
+        for name, owner in (("first", "two"), ("third", "two"), ("second", "one")):
+            await http.post(COMPLETIONS, json={**BODY, "model": name})
+            assert servers.launched[-1] == owner
+        unknown = await http.post(COMPLETIONS, json={**BODY, "model": "nobodys"})
+        assert unknown.status_code == 404
+        assert [
+            servers._config_of(servers.servers[name], "").lora.lora_modules
+            for name in ("one", "two")
+        ] == [given[1:2], given[:1]]
+
+
+async def test_adapters_that_a_server_was_told_of_are_found_there(tmp_path):
+    async with front(tmp_path, "one", "two", enable_lora=True) as (http, servers):
+        for name in ("one", "two"):
+            assert (await http.post(COMPLETIONS, json={**BODY, "model": name})).status_code == 200
+        card = {"id": "told", "object": "model", "created": 1, "root": "x", "max_model_len": 1}
+        models = json.dumps({"object": "list", "data": [{**card, "parent": "one"}]})
+
+        async def ask(path: str) -> httpx.Response:
+            return httpx.Response(200, text=models)
+
+        servers.servers["one"].ask = ask
+        assert (await http.get("/v1/models/told")).json()["parent"] == "one"
+        assert await servers.find("told") is servers.servers["one"]
+
+
 def test_options_for_one_model_are_refused():
-    for option in ({"model": "gpt2"}, {"headless": True}, {"batch_dir": "b"}):
-        with pytest.raises(ConfigError, match="is for one model"):
+    for option in ({"headless": True}, {"batch_dir": "b"}):
+        with pytest.raises(ConfigError, match="is for a server of one model"):
             check(Config.load({"models_dir": ".", **option}))
+    with pytest.raises(ConfigError, match=r"MODEL \(gpt2\) and --models-dir: give one"):
+        check(Config.load({"models_dir": ".", "model": "gpt2"}))

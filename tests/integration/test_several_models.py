@@ -12,7 +12,10 @@ import psutil
 def test_models_start_sleep_and_end_with_their_server(start, tiny_llama: Path, tmp_path: Path):
     for name in ("first", "second"):
         (tmp_path / name).symlink_to(tiny_llama)
-    server = start("--models-dir", str(tmp_path), "--executor", "fake", "--api-key", "k")
+    server = start(
+        "--models-dir", str(tmp_path), "--executor", "fake", "--api-key", "k",
+        "--access-log", "requests",
+    )  # fmt: skip
 
     def ask(model: str) -> dict:
         body = {"model": model, "prompt": "once", "max_tokens": 4, "ignore_eos": True}
@@ -27,6 +30,7 @@ def test_models_start_sleep_and_end_with_their_server(start, tiny_llama: Path, t
     for name in ("first", "second"):
         server.wait_for_line(f"{name} sleeps")
         server.wait_for_line(f"{name}/engine")
+        server.wait_for_line(f"{name}/api-0 .*POST /v1/completions 200 .*client 127.0.0.1")
     trees = psutil.Process(server.process.pid).children()
     assert len(trees) == 2
     everything = psutil.Process(server.process.pid).children(recursive=True)

@@ -34,10 +34,14 @@ async def sleep(request: Request) -> Response:
     """Free weights and KV cache once nothing runs or waits, and answer then, or after a minute. The
     next request loads the model again. Levels 1 and 2 do the same.
     """
-    level = request.query_params.get("level", "1")
-    if level not in ("1", "2"):
-        raise InvalidRequest("level must be 1 or 2: both free the weights", param="level")
+    check_level(request)
     return await _ask(context_of(request).async_llm, Sleep())
+
+
+def check_level(request: Request) -> None:
+    """Raises InvalidRequest for a level that frees less than all."""
+    if request.query_params.get("level", "1") not in ("1", "2"):
+        raise InvalidRequest("level must be 1 or 2: both free the weights", param="level")
 
 
 @router.post("/wake_up")

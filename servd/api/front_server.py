@@ -1,0 +1,119 @@
+"""The process of the front of several models: its port, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from servd.access import load_certificates, tls_context
+from servd.api.auth import Keys
+from servd.api.front import create_front
+from servd.api.http_protocol import Connections, settings
+from servd.api.model_servers import ModelServers
+from servd.config import Config
+from servd.errors import ConfigError
+
+logger = logging.getLogger("servd.api")
+
+
+def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
+    """Serve the models of a folder until a signal.
+
+    Raises:
+        ConfigError: a folder that cannot be read.
+    """
+    config = read_config()
+    with tempfile.TemporaryDirectory(prefix="servd-") as folder:
+        try:
+            uvloop.run(_serve(config, read_config, listener, folder))
+        finally:
+            listener.close()
+    return 0
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for options that are for one model."""
+    server = config.server
+    if (model := config.model.model) is not None:
+        raise ConfigError(
+            f"MODEL ({model}) and --models-dir: give one of them; with --models-dir each request "
+            "names its model"
+        )
+    for flag, value in (
+        ("--served-model-name", config.model.served_model_name), ("--attach", server.attach),
+        ("--headless", server.headless), ("--ipc-dir", server.ipc_dir),
+        ("--batch-dir", config.batches.batch_dir),
+    ):  # fmt: skip
+        if value:
+            raise ConfigError(f"{flag} is for a server of one model: leave out it or --models-dir")
+
+
+class Server(uvicorn.Server):
+    """uvicorn that returns after a signal, so that the servers of the models are stopped, too."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: finish open requests. Second: exit now."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+async def _serve(
+    config: Config, read_config: Callable[[], Config], listener: socket.socket, folder: str
+) -> None:
+    try:
+        servers = ModelServers(config, folder)
+    except OSError as error:
+        where = config.models.models_dir
+        raise ConfigError(f"--models-dir {where}: {error.strerror or error}") from None
+    keys = Keys(config.access)
+    options = settings(
+        create_front(config, servers, keys),
+        Connections(config.server),
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(config.server.shutdown_timeout),
+    )
+    options.load()
+    options.ssl = tls_context(config.access)
+    reload = partial(_reload, read_config, keys, options.ssl, servers)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    where, names = servers.models.path, ", ".join(servers.servers)
+    if names:
+        most, count = servers.most, len(servers.servers)
+        logger.info("ready to serve %d models, at most %d awake: %s", count, most, names)
+    else:
+        logger.warning(
+            "%s has no model yet: looked for NAME/config.json, ORG/NAME/config.json and NAME.gguf; "
+            "what comes is found when a request names it", where,
+        )  # fmt: skip
+    try:
+        await Server(options).serve(sockets=[listener])
+    finally:
+        await servers.close()
+
+
+def _reload(
+    read_config: Callable[[], Config],
+    keys: Keys,
+    tls: ssl.SSLContext | None,
+    servers: ModelServers,
+) -> None:
+    try:
+        config = read_config()
+        keys.load(config.access)
+        if tls is not None:
+            load_certificates(tls, config.access)
+    except ConfigError as error:
+        logger.error("SIGHUP: %s: what was read before stays", error)
+        return
+    servers.reload(config)

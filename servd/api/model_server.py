@@ -1,0 +1,122 @@
+"""ModelServer: the server of one model among several, as its front sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import httpx
+
+from servd.api.model_folder import Model
+from servd.child import Child
+from servd.errors import Unavailable
+
+PATIENCE = 90.0  # seconds for an answer to /sleep and /wake_up, which wait for the engine for 60
+ASK_TIMEOUT = 2.0  # seconds for an answer about the server itself
+NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the server of the model has its own
+
+
+class ModelServer:
+    """One model, and its server if that runs.
+
+    Attributes:
+        is_awake: whether it is to hold weights; see `has_weights`.
+        loading_since: when it began to start or to wake up; None once it can serve.
+        has_started: whether it has been ready since it was started.
+        is_leaving: whether it is to sleep as soon as its requests have ended.
+        num_open: requests that it has.
+        num_unanswered: those of which it has not said anything yet.
+    """
+
+    def __init__(self, model: Model, secret: str) -> None:
+        self.model, self.name = model, model.name
+        self.headers = {"authorization": f"Bearer {secret}"}  # with which the front asks it
+        self.child: Child | None = None
+        self.http: httpx.AsyncClient | None = None
+        self.is_awake = self.has_started = self.is_leaving = False
+        self.loading_since: float | None = None
+        self.num_open = self.num_unanswered = 0
+        self.has_answered = asyncio.Event()  # a request
+        self.used_at = self.retry_at = float("-inf")
+        self.failure = ""  # why it could not be started
+        self.rest: asyncio.TimerHandle | None = None  # until it is put to sleep as nobody uses it
+
+    @property
+    def runs(self) -> bool:
+        """Whether its processes are there."""
+        return self.child is not None and self.child.exit_code is None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it may have memory."""
+        return self.runs and self.is_awake
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether a request may go to it as it is."""
+        return self.state == "awake" and not self.is_leaving
+
+    @property
+    def state(self) -> str:
+        """For people: what the next request finds."""
+        if not self.runs:
+            return "stopped"
+        if not self.is_awake:
+            return "asleep"
+        return "awake" if self.loading_since is None else "loading"
+
+    async def connect(self, path: str) -> None:
+        """Open a channel to the Unix socket of its server."""
+        if self.http is not None:
+            await self.http.aclose()
+        transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_connections=None))
+        self.http = httpx.AsyncClient(
+            base_url="http://model", transport=transport, timeout=NO_TIMEOUT
+        )
+
+    async def ask(self, path: str) -> httpx.Response | None:
+        """What its server says of itself; None while it cannot, as it starts or ends."""
+        assert self.http is not None
+        try:
+            answer = await self.http.get(path, headers=self.headers, timeout=ASK_TIMEOUT)
+        except httpx.HTTPError:
+            return None
+        return answer if answer.status_code == 200 else None
+
+    async def is_asleep(self, path: str) -> bool | None:
+        """What it answers to /sleep or /wake_up, in a minute as a rule; None while it cannot."""
+        assert self.http is not None
+        try:
+            answer = await self.http.post(path, headers=self.headers, timeout=PATIENCE)
+        except httpx.HTTPError:
+            return None
+        return answer.json()["is_sleeping"] if answer.status_code == 200 else None
+
+    def fail(self, why: str, seconds: float) -> None:
+        """It is not tried again for so many seconds."""
+        self.failure, self.retry_at = why, time.monotonic() + seconds
+
+    def check(self) -> None:
+        """Raises Unavailable where it could not be started a short while ago."""
+        if (seconds := self.retry_at - time.monotonic()) > 0:
+            message = f"the model {self.name} {self.failure}"
+            raise Unavailable(message, retry_after=math.ceil(seconds))
+
+
+class Visit:
+    """A request on its way to a server and back."""
+
+    def __init__(self, server: ModelServer) -> None:
+        assert server.http is not None
+        self.server, self.http = server, server.http
+        self.is_answered = False
+        server.num_open += 1
+        server.num_unanswered += 1
+
+    def answered(self) -> None:
+        """The answer has begun: all of the request is in the server's hands."""
+        if not self.is_answered:
+            self.is_answered = True
+            self.server.num_unanswered -= 1
+            self.server.has_answered.set()
