@@ -388,7 +388,7 @@ async def test_a_start_that_hangs_ends_and_others_go_on(tmp_path):
         # Nor if whoever asked has left, and nobody else comes.
         await asyncio.sleep(0.3)
         leaving = asyncio.create_task(http.post(COMPLETIONS, json={**BODY, "model": "one"}))
-        await until(lambda: servers.launched.count("one") == 2)
+        await until(lambda: servers.servers["one"].state == "loading")
         leaving.cancel()
         answer = await http.post(COMPLETIONS, json={**BODY, "model": "two"})
         assert answer.status_code == 200 and servers.stopped == ["one"] * 2
@@ -487,6 +487,15 @@ async def test_each_client_has_its_own_address_behind_the_front(tmp_path):
             headers = {"x-forwarded-for": header} if header else {}
             assert (await http.post("/tokenize", json=text, headers=headers)).status_code == 200
         assert seen == ["192.0.2.1", "192.0.2.2", "127.0.0.1"]
+
+
+async def test_pages_of_allowed_origins_reach_the_models(tmp_path):
+    async with front(tmp_path, "one", allowed_origins=["https://a.example"]) as (http, _):
+        for origin, status in (("https://b.example", 403), ("https://a.example", 200)):
+            headers = {"origin": origin, "sec-fetch-site": "cross-site"}
+            body = {**BODY, "model": "one"}
+            answer = await http.post(COMPLETIONS, json=body, headers=headers)
+            assert answer.status_code == status, answer.text
 
 
 async def test_each_answer_has_one_line_in_the_access_log(tmp_path, caplog):
