@@ -18,9 +18,9 @@ from servd.api.protocol.validation import parse
 from tests.api.harness import MODEL, Served, serve, user
 
 ROOT = str(Path(servd.__file__).parent)
-# Twelve of them are admission, the turns of clients and the limits of templates, with the escaping
-# of special tokens.
-MOST = 52
+# A third of them turn away what must not go on: origins, bodies, clients out of turn, keys and
+# queues over their limits, parameters out of bounds, slow templates, prompts that do not fit.
+MOST = 55
 TOOL = {
     "type": "function",
     "function": {
