@@ -50,6 +50,9 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     default_prompt: str | None = None  # name of one
     has_token_types: bool = False  # two texts are told apart by more than what is between them
     labels: list[str] = []
+    # A score is the logit of the first of these tokens after the last one of a chat of a query and
+    # a document, less that of the second if there is one. Empty: it is a head's.
+    score_tokens: list[int] = []
     # What makes probabilities of the head's numbers, and a score of its only one.
     activation: Literal["softmax", "sigmoid", "identity"] = "softmax"
     score_activation: Literal["sigmoid", "identity"] = "sigmoid"
@@ -177,9 +180,30 @@ def read(spec: ModelSpec) -> PoolingSpec:
             found["size"] = _load(place / "config.json")["out_features"]
         elif kind == "Normalize":
             found["normalize"] = True
+        elif kind == "LogitScore" and not sees_all:
+            return _of_logits(spec, folder, place)
         elif kind != "Transformer":
             raise UnsupportedModel(f"{folder}/modules.json: a module of type {kind} is unknown")
     return PoolingSpec(task="embed", **found, **_texts(spec, folder))
+
+
+def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
+    """A decoder whose next token says how well a document fits, such as Qwen3-Reranker."""
+    stated, texts = _load(place / "config.json"), _texts(spec, folder)
+    chosen = _load(folder / "config_sentence_transformers.json", {}).get("activation_fn")
+    labels = {"num_labels": 1} | (
+        {"sentence_transformers": {"activation_fn": chosen}} if chosen else {}
+    )
+    ids = [stated.get("true_token_id"), stated.get("false_token_id")]
+    ids = ids if ids[1] is not None else ids[:1]
+    if not all(isinstance(each, int) and 0 <= each < spec.vocab_size for each in ids):
+        raise UnsupportedModel(
+            f"{place}/config.json: tokens {ids} are not in the vocabulary of {spec.vocab_size}"
+        )
+    return PoolingSpec(
+        task="classify", size=spec.hidden_size, normalize=False, score_tokens=ids,
+        **_labels(spec.config | labels), **texts,
+    )  # fmt: skip
 
 
 def num_labels(config: dict[str, Any]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from servd import hf, pooling
+from servd.api import score_template
 from servd.api.chat_template import SPLIT_HERE, ChatTemplate
 from servd.api.fill_in_middle import FillInMiddle
 from servd.api.grammar_checker import GrammarChecker
@@ -92,6 +93,8 @@ class Processor:
                 "the model has no chat template: using the plain `User: ... Assistant:` one (see "
                 "--chat-template)"
             )
+        if self.pooling.score_tokens:
+            score_template.check(self.chat_template)
         self.fill_in_middle = FillInMiddle.choose(tokenizer, config.server.fim_template)
         self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer)
         # Sampling defaults of the model for fields that a request leaves out. max_tokens is not
@@ -257,6 +260,8 @@ class Processor:
     ) -> tuple[Prompt, PoolingParams]:
         """With what the model's files say. Two texts become token ids."""
         params, pair = self.pooling.complete(params), prompt.content
+        if self.pooling.score_tokens and not isinstance(pair, list):
+            return score_template.chat_of(prompt, self.pooling, self.tokenizer, options), params
         if not isinstance(pair, Pair):
             return prompt, params
         if prompt.num_chars > MAX_CHARS:

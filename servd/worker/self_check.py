@@ -42,6 +42,7 @@ TIMEOUT = 600.0  # seconds
 # Distance to the reference over its length: sums in another order, and rounded weights.
 MARGINS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 QUANTIZED_MARGIN = 0.3
+LEAST_LOGIT = 5.0  # about what large ones are
 
 
 def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
@@ -112,8 +113,10 @@ class SelfCheck:
     def _compare(self, found: list[np.ndarray], reference: list[list[float]]) -> None:
         runner = self.worker.runner
         margin = QUANTIZED_MARGIN if runner.config.model.quantization else MARGINS[runner.dtype]
+        # A difference of two logits may be near zero, and theirs is what is rounded.
+        least = LEAST_LOGIT if self.files.score_tokens else 1e-6
         distances = [
-            float(np.linalg.norm(one - np.array(other)) / max(np.linalg.norm(other), 1e-6))
+            float(np.linalg.norm(one - np.array(other)) / max(np.linalg.norm(other), least))
             for one, other in zip(found, reference, strict=True)
         ]
         numbers = ", ".join(f"{distance:.2g}" for distance in distances)
@@ -180,14 +183,16 @@ def reference(folder: str, limit: int) -> list[list[float]]:
     """The prompts' vectors by transformers and plain torch, in float32."""
     import transformers
 
-    from servd.worker.readers.pooler import Dense
+    from servd.worker.readers.pooler import Dense, score_of
 
     spec = read_spec(folder)
     files = pooling.read(spec)
     is_head = files.task == "classify"
-    kind: Any = (
-        transformers.AutoModelForSequenceClassification if is_head else transformers.AutoModel
-    )
+    kind: Any = transformers.AutoModel
+    if is_head:
+        kind = transformers.AutoModelForSequenceClassification
+    if files.score_tokens:
+        kind = transformers.AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
     _compute_in_float32(model)
     dense = [Dense.read(each, torch.device("cpu")) for each in files.dense]
@@ -197,7 +202,9 @@ def reference(folder: str, limit: int) -> list[list[float]]:
         if is_head and files.has_token_types:
             options["token_type_ids"] = (torch.arange(len(ids)) >= len(ids) // 2).long()[None]
         output = model(torch.tensor([ids]), **options)
-        if is_head:
+        if files.score_tokens:
+            vector = score_of(output.logits[0, -1:].float(), files.score_tokens)[0]
+        elif is_head:
             vector = output.logits[0].float()
         else:
             hidden = output.last_hidden_state[0].float()  # [num_tokens, hidden]

@@ -32,6 +32,7 @@ class Reader(readers.Reader):
         device = self.states.token_ids.device
         files = pooling.read(self.spec)
         self.size = files.size
+        self.score_tokens = files.score_tokens
         self.dense = [Dense.read(folder, device) for folder in files.dense]
         self.params: dict[int, PoolingParams] = {}  # by slot
         self.sums: dict[int, Tensor] = {}  # by slot: [hidden] float32
@@ -106,10 +107,17 @@ class Reader(readers.Reader):
         classifies.
         """
         if any(params.task == "classify" for params in pooled.params.values()):
-            return self.compute_logits(vectors.to(dtype)).float()
+            logits = self.compute_logits(vectors.to(dtype)).float()
+            return score_of(logits, self.score_tokens) if self.score_tokens else logits
         for layer in self.dense:
             vectors = layer(vectors)
         return vectors
+
+
+def score_of(logits: Tensor, tokens: list[int]) -> Tensor:
+    """See `PoolingSpec.score_tokens`; [n, vocab] -> [n, 1]."""
+    score, *others = logits[:, tokens].split(1, dim=1)
+    return score - others[0] if others else score
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,9 @@ def test_tokens_are_those_of_what_the_codes_stand_for(tmp_path: Path):
     slot = driver.add(PROMPT)
     driver.generate([slot], 12, chunk=5)
     assert driver.tokens[slot] == greedy(tmp_path / "plain", PROMPT, 12)
-    expert = driver.worker.runner.model.model.layers[0].mlp.experts[0]
-    assert isinstance(expert.down_proj.weight.form, GroupedMatrix | QuantizedMatrix)
+    weights = dict(driver.worker.runner.model.named_parameters())
+    form = weights["model.layers.0.mlp.experts.0.down_proj.weight"].form
+    assert isinstance(form, GroupedMatrix | QuantizedMatrix)
 
 
 @pytest.mark.parametrize(
