@@ -27,6 +27,13 @@ X86 = {
         "-mamx-bf16",
         "-mamx-int8",
     ],  # fmt: skip
+    "bf16": [
+        "-march=x86-64-v4",
+        "-mprefer-vector-width=512",
+        "-mavx512bf16",
+        "-mavx512vnni",
+    ],  # fmt: skip
+    "vnni": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512vnni"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     "avx2": ["-march=x86-64-v3", "-mtune=haswell"],
     "generic": [],

@@ -85,7 +85,8 @@ class ModelConfig(Section, frozen=True):
         about(
             "Type of weights and activations. auto: the checkpoint's on CUDA, float32 on a CPU. A "
             "CPU computes in float32 whatever it is: 16 bits are how it stores weights and KV "
-            "cache. But with bfloat16, matrix products by AMX round the activations to it."
+            "cache. But with bfloat16, matrix products by AMX or AVX512_BF16 round the activations "
+            "to it."
         ),
     ] = "auto"
     quantization: Annotated[
@@ -100,9 +101,9 @@ class ModelConfig(Section, frozen=True):
     cpu_activation_dtype: Annotated[
         Literal["auto", "int8"],
         about(
-            "What a CPU with AMX may round activations to where the weights are of --quantization "
-            "int8. auto: nothing that float32 would not. int8: a scale per token, or per 1024 "
-            "numbers of it; prompts are faster."
+            "What a CPU with AMX or AVX-512 VNNI may round activations to where the weights have 4 "
+            "or 8 bits. auto: nothing that float32 would not. int8: a scale per token, or per 1024 "
+            "numbers of it; prompts and batches are faster."
         ),
     ] = "auto"
     max_model_len: Annotated[

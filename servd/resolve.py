@@ -15,7 +15,7 @@ import msgspec
 from servd import plugins, pooling
 from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError, UnsupportedModel
-from servd.hf import DEMO_MODEL, ModelSpec
+from servd.hf import DEMO_MODEL, ModelSpec, quantization_of
 from servd.lora import LoRAConfig, parse_module
 from servd.pooling import is_encoder_as_decoder
 
@@ -130,6 +130,13 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
             "add --speculative-config"
         )
     _check_adapters(config)
+    if config.model.cpu_activation_dtype == "int8" and (
+        config.model.quantization not in ("int8", "int4") and quantization_of(spec.folder) is None
+    ):
+        raise ConfigError(
+            "--cpu-activation-dtype int8 needs weights of 4 or 8 bits: --quantization int8 or int4, "
+            "or a checkpoint that has them"
+        )
     if observability.otlp_traces_endpoint is not None:
         _check_otlp(observability.otlp_traces_endpoint)
     for name, decision in decided.items():
@@ -145,8 +152,6 @@ def _check_plugins(config: Config) -> None:
             if value.replace("-", "_") not in known:
                 there_are = ", ".join(known)
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
-    if config.model.cpu_activation_dtype == "int8" and config.model.quantization != "int8":
-        raise ConfigError("--cpu-activation-dtype int8 needs weights of --quantization int8")
     if speculative := config.model.speculative_config:
         flag, size = "--speculative-config:", speculative.draft_tensor_parallel_size
         plugins.check(f"{flag} method", "servd.worker.spec_decode", speculative.method)

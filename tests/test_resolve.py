@@ -149,7 +149,11 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
         ),
         (CPU, {"headless": True}, ["--headless", "--ipc-dir"]),
         (CPU, {"max_loras": 4, "lora_dir": "/"}, ["--max-loras, --lora-dir", "--enable-lora"]),
-        (CPU, {"cpu_activation_dtype": "int8"}, ["--cpu-activation-dtype", "--quantization int8"]),
+        (
+            CPU,
+            {"cpu_activation_dtype": "int8"},
+            ["--cpu-activation-dtype", "--quantization int8 or int4"],
+        ),
         (
             CPU,
             {"attention_backend": "fast"},

@@ -22,7 +22,7 @@ from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.hf import ModelSpec, quantization_of, weight_files
 from servd.pooling import is_encoder, is_encoder_as_decoder
 from servd.worker.layers import packed
-from servd.worker.layers._matrix import Form, Matrix
+from servd.worker.layers._matrix import Form, MakeForm, Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Weight
@@ -35,7 +35,6 @@ log = logging.getLogger("servd.worker")
 MODELS = "servd.worker.models"
 QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
-MakeForm = Callable[[Tensor], Form | None]
 IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
 MAX_NAMED = 8  # parameters
 MAX_PICKLE = 1 << 26  # bytes of what a .bin file says of its tensors
@@ -357,7 +356,7 @@ def init_dummy_weights(model: Loadable, seed: int, make: MakeForm) -> None:
 def form_maker(
     dtype: torch.dtype, quantization: str | None, folder: str, activations: str = "auto"
 ) -> MakeForm:
-    """What brings a matrix into the form in which the device multiplies fastest.
+    """See `MakeForm`.
 
     Args:
         dtype: the type of matrices that are not quantized; narrower ones stay as they are.
@@ -370,8 +369,9 @@ def form_maker(
     """
     stated = quantization_of(folder) if folder else None
     method = stated and str(stated.get("quant_method")).replace("-", "_")
+    x_dtype = torch.int8 if activations == "int8" else torch.float32
     if not quantization or quantization.replace("-", "_") == method:
-        return partial(_pack, dtype)
+        return MakeForm(partial(_pack, dtype), x_dtype)
     if method:
         raise ConfigError(
             f"--quantization {quantization}: the checkpoint is quantized already, by {method}: "
@@ -384,7 +384,7 @@ def form_maker(
             f"--quantization {quantization}: that is read from checkpoints that have it, which "
             "this one has not; docs/quantization.md has those that are made while loading"
         ) from None
-    return partial(quantize, x_dtype=torch.int8) if activations == "int8" else quantize
+    return MakeForm(partial(quantize, x_dtype=x_dtype) if activations == "int8" else quantize)
 
 
 def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:

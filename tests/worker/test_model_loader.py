@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from servd import hf
 from servd.errors import ModelNotFound, UnsupportedModel
 from servd.worker import dry_run, model_loader
-from servd.worker.layers._matrix import Form
+from servd.worker.layers._matrix import Form, MakeForm
 from servd.worker.model_loader import read_tensors
 from servd.worker.parallel import Parallel
 from servd.worker.worker import Worker
@@ -33,7 +33,7 @@ def test_whole_matrices_are_packed_from_the_mapped_file(tiny_gpt2: Path):
     cpu = torch.device("cpu")
     parallel = Parallel.connect(0, 1, cpu, None)
     model = model_loader.build_model(hf.read_spec(tiny_gpt2), torch.float32, cpu, parallel)
-    pack = model_loader.form_maker(torch.float32, None, str(tiny_gpt2))
+    pack = model_loader.form_maker(torch.float32, None, str(tiny_gpt2)).dense
     file, num_mapped = tiny_gpt2 / "model.safetensors", 0
 
     def make(weight: torch.Tensor) -> Form | None:
@@ -44,7 +44,7 @@ def test_whole_matrices_are_packed_from_the_mapped_file(tiny_gpt2: Path):
         assert torch.equal(form.multiply(torch.eye(weight.shape[1]), None), weight.t())
         return form
 
-    model_loader.load_weights(model, str(tiny_gpt2), lambda fraction: None, make)
+    model_loader.load_weights(model, str(tiny_gpt2), lambda fraction: None, MakeForm(make))
     whole = [name for name, _ in model.named_parameters() if name.endswith("c_proj.weight")]
     assert 0 < len(whole) <= num_mapped
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,18 @@ class Form(Protocol):
     def rows(self, index: Tensor) -> Tensor:
         """int64 [n] -> the matrix's rows, [n, in], in the type that the model computes in."""
         ...
+
+
+class MakeForm(NamedTuple):
+    """What brings a matrix into the form in which the device multiplies fastest.
+
+    Args:
+        dense: for what is not quantized; None leaves it.
+        x_dtype: what x may be rounded to, see `packed.GroupedMatrix`.
+    """
+
+    dense: Callable[[Tensor], Form | None]
+    x_dtype: torch.dtype = torch.float32
 
 
 class Dense:
@@ -112,18 +124,16 @@ class Matrix(Weight):
         self.quantized[part] = share.padded(rows.stop - rows.start)
         self.missing.discard(part)
 
-    def reform(self, make: Callable[[Tensor], Form | None]) -> None:
-        """Keep the matrix in the form that `make` gives to what is not quantized; None leaves
-        it.
-        """
-        form = self._stack(make) if self.quantized else make(self.data)
+    def reform(self, make: MakeForm) -> None:
+        """Keep the matrix in the form that `make` gives to it."""
+        form = self._stack(make) if self.quantized else make.dense(self.data)
         if form is not None:
             self.form, self.data = form, torch.empty(0)
             self.quantized = {}
         elif self.device.type == "cpu":
             self.data = self.data.clone()  # no longer the file's
 
-    def _stack(self, make: Callable[[Tensor], Form | None]) -> Form:
+    def _stack(self, make: MakeForm) -> Form:
         def kind(part: int) -> tuple[object, ...]:
             return self.quantized[part].kind if part in self.quantized else ()
 
@@ -136,10 +146,10 @@ class Matrix(Weight):
             if parts[0] in self.quantized:
                 # What is stacked is not needed twice.
                 quantized = stack([self.quantized.pop(part) for part in parts])
-                forms.append(form_of(quantized, self.data.dtype))
+                forms.append(form_of(quantized, self.data.dtype, make.x_dtype))
             else:
                 dense = self.data[first.start : last.stop]
-                forms.append(make(dense) or Dense(dense.clone()))
+                forms.append(make.dense(dense) or Dense(dense.clone()))
         if len(forms) == 1:
             return forms[0]
         parts = [form for form in forms if isinstance(form, packed.Packed)]
@@ -154,10 +164,10 @@ class Matrix(Weight):
         return F.embedding(index, self) if self.form is None else self.form.rows(index)
 
 
-def form_of(quantized: Quantized, dtype: torch.dtype) -> Form:
+def form_of(quantized: Quantized, dtype: torch.dtype, x_dtype: torch.dtype = torch.float32) -> Form:
     """The fastest form on the device where the weights are; `dtype` is what the model computes
-    in.
+    in, `x_dtype` what `MakeForm` has.
     """
     if quantized.codes.device.type == "cpu" and native.library() is not None:
-        return packed.GroupedMatrix(quantized)
+        return packed.GroupedMatrix(quantized, x_dtype)
     return QuantizedMatrix(quantized, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Protocol
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from servd.worker.layers import packed
-from servd.worker.layers._matrix import Form, Matrix
+from servd.worker.layers._matrix import MakeForm, Matrix
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.weight import Weight
@@ -74,10 +74,10 @@ class WithBiases:
 class RouterMatrix(Matrix):
     """Is never quantized: a little less exact, it chooses other experts."""
 
-    def reform(self, make: Callable[[Tensor], Form | None]) -> None:
+    def reform(self, make: MakeForm) -> None:
         """See `Matrix`."""
         is_native = self.device.type == "cpu" and native.library() is not None
-        super().reform(packed.PackedMatrix if is_native else lambda _: None)
+        super().reform(MakeForm(packed.PackedMatrix if is_native else lambda _: None))
 
 
 class Router(nn.Module):

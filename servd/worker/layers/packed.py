@@ -11,7 +11,8 @@ from torch import Tensor
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops.native import TYPES, call, loaded_library
 
-EXACT_TERMS = 3  # so many of bfloat16 or int8 are as exact as float32: see ops/cpu/tiles.h
+EXACT_TERMS = 3  # so many of bfloat16 or int8 are as exact as float32: see ops/cpu/terms.h
+RUN = 32  # numbers that are added up before a group's scale: see ops/cpu/dots.h
 
 
 class Packed:
@@ -49,8 +50,8 @@ class PackedMatrix(Packed):
     Args:
         weight: [out, in] of any strides, float32, bfloat16, float16 or int8.
         scale: float32 [out]: factor on each row, for int8.
-        x_dtype: what the rows of x may be rounded to where that is faster: by AMX, if the weight is
-            of this type. int8 has a scale for each row, or 1024 numbers of it.
+        x_dtype: what the rows of x may be rounded to where that is faster: by AMX or VNNI, if the
+            weight is of this type. int8 has a scale for each row, or 1024 numbers of it.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PackedMatrix(Packed):
         self.type = TYPES[weight.dtype]
         self.num_terms = 1 if weight.dtype == x_dtype else EXACT_TERMS
         self.scale = scale
-        self.packed = _pack(weight)
+        self.packed = _pack(weight, self.num_terms)
         self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
@@ -71,21 +72,28 @@ class PackedMatrix(Packed):
         """See `Packed`."""
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])
-        call("gather_rows", self.type, self.packed, self.scale, *self.shape, index, len(index), out)
+        given = self.type, self.num_terms, self.packed, self.scale
+        call("gather_rows", *given, *self.shape, index, len(index), out)
         return out
 
 
 class GroupedMatrix(Packed):
-    """With a scale, and perhaps an offset, for each group of a row's numbers."""
+    """With a scale, and perhaps an offset, for each group of a row's numbers.
 
-    def __init__(self, quantized: Quantized) -> None:
+    Args:
+        quantized: the weights.
+        x_dtype: see `PackedMatrix`; int8 is for all that is of whole numbers.
+    """
+
+    def __init__(self, quantized: Quantized, x_dtype: torch.dtype = torch.float32) -> None:
         super().__init__(quantized.shape)
+        self.num_terms = _num_terms(quantized, x_dtype)
         table, scale, offset = quantized.table, quantized.scale, quantized.offset
         self.type, self.scale_type = TYPES[quantized.codes.dtype], TYPES[scale.dtype]
         self.group_size = quantized.group_size
         self.table = None if table is None else torch.tensor(table)
-        self.packed, self.scale = _pack(quantized.codes, grouped=True), _pack(scale, grouped=True)
-        self.offset = None if offset is None else _pack(offset, grouped=True)
+        self.packed, self.scale = _pack(quantized.codes, self.num_terms), _pack(scale)
+        self.offset = None if offset is None else _pack(offset)
         self.columns = quantized.columns
         kept = (self.packed, self.scale, self.offset, self.table, self.columns)
         self.nbytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
@@ -94,8 +102,9 @@ class GroupedMatrix(Packed):
         if self.columns is not None:
             x = _take_columns(x, self.columns)
         call(
-            "matmul_grouped", self.type, x, *x.shape, self.packed, self.table, self.scale_type,
-            self.scale, self.offset, self.group_size, bias, out, out.stride(0), out.shape[1],
+            "matmul_grouped", self.type, self.num_terms, x, *x.shape, self.packed, self.table,
+            self.scale_type, self.scale, self.offset, self.group_size, bias, out, out.stride(0),
+            out.shape[1],
         )  # fmt: skip
 
     def rows(self, index: Tensor) -> Tensor:
@@ -103,8 +112,8 @@ class GroupedMatrix(Packed):
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])
         call(
-            "gather_grouped", self.type, self.packed, self.table, self.scale_type, self.scale,
-            self.offset, self.group_size, *self.shape, index, len(index), out,
+            "gather_grouped", self.type, self.num_terms, self.packed, self.table, self.scale_type,
+            self.scale, self.offset, self.group_size, *self.shape, index, len(index), out,
         )  # fmt: skip
         return out if self.columns is None else out[:, self.columns.argsort()]
 
@@ -152,7 +161,8 @@ class ExpertMatrices:
             return matrix.type, matrix.num_terms, matrix.scale is None
         if isinstance(matrix, GroupedMatrix) and matrix.columns is None:
             table = None if matrix.table is None else tuple(matrix.table.tolist())
-            return matrix.type, matrix.scale_type, matrix.offset is None, matrix.group_size, table
+            of_scales = matrix.scale_type, matrix.offset is None, matrix.group_size
+            return matrix.type, matrix.num_terms, *of_scales, table
         return None
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
@@ -163,8 +173,8 @@ class ExpertMatrices:
         given = (x, *x.shape, index, starts, len(self.matrices), self.packed)
         if isinstance(first, GroupedMatrix):
             call(
-                "matmul_experts_grouped", self.type, *given, first.table, first.scale_type,
-                self.scales, self.offsets, first.group_size, out, *out.shape,
+                "matmul_experts_grouped", self.type, first.num_terms, *given, first.table,
+                first.scale_type, self.scales, self.offsets, first.group_size, out, *out.shape,
             )  # fmt: skip
         else:
             terms = first.num_terms
@@ -179,17 +189,26 @@ def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return torch.from_numpy(np.array(addresses, dtype=np.int64)) if addresses else None
 
 
-def _pack(weight: Tensor, *, grouped: bool = False) -> Tensor:
+def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
+    """Of int8, for weights that are whole numbers in groups of so many that sums pay; or none."""
+    codes, size = quantized.codes, quantized.group_size
+    are_whole = all(value in range(-128, 128) for value in quantized.table or ())
+    if codes.is_floating_point() or not are_whole or (size % RUN and size < codes.shape[1]):
+        return 0
+    return 1 if x_dtype == torch.int8 else EXACT_TERMS
+
+
+def _pack(weight: Tensor, num_terms: int = 0) -> Tensor:
     """[out, in] in panels of rows; two codes of 4 bits in a byte.
 
     Args:
         weight: [out, in].
-        grouped: in groups, or the scales of such weights.
+        num_terms: of x; 0: x is float32, or these are scales.
     """
     num_rows, size = weight.shape
     if weight.dtype == torch.uint8:
         weight = weight.contiguous()
-    num_values = loaded_library().packed_size(weight.dtype, grouped, num_rows, size)
+    num_values = loaded_library().packed_size(weight.dtype, num_terms, num_rows, size)
     packed = torch.empty(num_values, dtype=weight.dtype)
-    call("pack", TYPES[weight.dtype], grouped, weight, *weight.stride(), num_rows, size, packed)
+    call("pack", TYPES[weight.dtype], num_terms, weight, *weight.stride(), num_rows, size, packed)
     return packed

@@ -32,6 +32,8 @@ SWITCH = "SERVD_CPU_KERNELS"  # one of these, or off; default: the best that thi
 # The capabilities of torch.backends.cpu that run a library.
 CAPABILITIES = {
     "amx": ("AVX512",),
+    "bf16": ("AVX512",),
+    "vnni": ("AVX512",),
     "avx512": ("AVX512",),
     "avx2": ("AVX2", "AVX512"),
     "generic": (),
@@ -83,9 +85,9 @@ class Library:
         self._parameters = [kernel.parameters.decode() for kernel in table]
         self._layouts = [Struct("=q" + "".join(WORDS[p] for p in ps)) for ps in self._parameters]
 
-    def packed_size(self, dtype: torch.dtype, grouped: bool, num_rows: int, size: int) -> int:
+    def packed_size(self, dtype: torch.dtype, terms: int, num_rows: int, size: int) -> int:
         """Numbers of a matrix [num_rows, size] when it is packed, with what fills it up."""
-        return self._packed_size(TYPES[dtype], grouped, num_rows, size)
+        return self._packed_size(TYPES[dtype], terms, num_rows, size)
 
     def encode(self, kernel: str, *arguments: Any) -> bytes:
         """A program of one call. It holds addresses, so the tensors must live until it has run.

@@ -13,8 +13,8 @@ TABLE = tuple(map(float, range(16)))
 ROWS = 1024  # at once: what is computed in float32 on the way is several times as large
 
 
-def quantize(weight: Tensor) -> Form:
-    """[out, in] of any float type."""
+def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> Form:
+    """[out, in] of any float type; x_dtype: see `GroupedMatrix`."""
     num_rows, size = weight.shape
     num_groups = -(-size // GROUP_SIZE)
     codes = torch.empty(num_rows, size, dtype=torch.uint8, device=weight.device)
@@ -25,7 +25,7 @@ def quantize(weight: Tensor) -> Form:
     for start in range(0, num_rows, ROWS):
         part = slice(start, start + ROWS)
         codes[part], scale[part], offset[part] = _round(weight[part].float())
-    return form_of(Quantized(codes, scale, offset, GROUP_SIZE, TABLE), weight.dtype)
+    return form_of(Quantized(codes, scale, offset, GROUP_SIZE, TABLE), weight.dtype, x_dtype)
 
 
 def _round(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

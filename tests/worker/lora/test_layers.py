@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from servd import plugins
+from servd.worker.layers._matrix import MakeForm
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.lora.layers import AdaptedMatrix, AdapterRows
 from servd.worker.ops import native
@@ -71,7 +72,8 @@ def test_the_same_is_added_to_a_quantized_matrix(
         monkeypatch.setattr(native, "library", lambda: None)
     layer = RowParallelLinear(64, 48, Parallel(), bias=False)
     layer.weight.data.normal_()
-    layer.weight.reform(plugins.load("servd.worker.quantization", quantization, "quantize"))
+    quantize = plugins.load("servd.worker.quantization", quantization, "quantize")
+    layer.weight.reform(MakeForm(quantize))
     tokens, a, b = torch.randn(NUM_TOKENS, 64), torch.randn(RANK, 64), torch.randn(48, RANK)
     plain = layer.weight.product(tokens)
     rows = AdapterRows(torch.tensor([-1, 1, 1, 0, 1]), is_active=True)

@@ -25,6 +25,7 @@ FORMS = {
     "bfloat16": lambda weight: PackedMatrix(weight.bfloat16()),
     "int8": int8.quantize,
     "int4": int4.quantize,
+    "int4, int8": lambda weight: int4.quantize(weight, torch.int8),
 }
 
 

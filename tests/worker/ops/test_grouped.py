@@ -4,6 +4,8 @@ the batch, by every instruction set that this CPU has.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +19,8 @@ from tests.worker.cpu_kernels import forced
 
 UNEVEN = (-8.0, 0.5, 1.5, 7.0, -127.0, 3.25, 1e-3, 40.0, 2, 4, 6, 8, 10, 12, 14, 113)
 INTEGERS = tuple(map(float, range(16)))
+SIGNED = tuple(float(i - 8) for i in range(16))
+ROUNDING = ("amx", "bf16", "vnni")  # kernels that multiply integers
 # shape, group size, type of codes, of scales, whether there is an offset, values of 4 bits
 CASES = [
     ((33, 64), 32, torch.uint8, torch.float16, True, INTEGERS),
@@ -25,7 +29,18 @@ CASES = [
     ((64, 96), 16, torch.int8, torch.float32, False, None),
     ((40, 1000), 1000, torch.int8, torch.bfloat16, True, None),  # a group is a row
     ((48, 256), 128, torch.float8_e4m3fn, torch.float32, False, None),
+    (
+        (31, 2100),
+        32,
+        torch.uint8,
+        torch.float16,
+        False,
+        SIGNED,
+    ),  # blocks of k, the last group short
+    ((95, 1152), 64, torch.uint8, torch.bfloat16, False, SIGNED),
+    ((65, 2176), 128, torch.int8, torch.float16, True, None),
 ]
+WHOLE = [case for case in CASES if case[2] != torch.float8_e4m3fn and case[5] != UNEVEN]
 
 
 @pytest.fixture(params=native.CAPABILITIES)
@@ -52,6 +67,21 @@ def example(
     if has_offset:
         scale = scale.half().to(scale_dtype)  # products with the values are exact
     return Quantized(codes.view(dtype), scale, -offset if has_offset else None, group_size, table)
+
+
+def before_a_guard(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose last byte is the last of its page; the next page can be neither read nor
+    written.
+    """
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    end = -(-tensor.nbytes // page) * page
+    memory = mmap.mmap(-1, end + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert libc.mprotect(ctypes.c_void_p(address + end), page, 0) == 0
+    flat = torch.frombuffer(
+        memory, dtype=tensor.dtype, count=tensor.numel(), offset=end - tensor.nbytes
+    )
+    return flat.view(tensor.shape).copy_(tensor)
 
 
 def inputs(num_rows: int, size: int) -> torch.Tensor:
@@ -81,6 +111,46 @@ def test_a_row_has_the_same_bits_alone_and_among_others(case):
     together = packed.multiply(x, None)
     for count in (1, 2, 3, 13, 14, 15, 29, 40):
         assert torch.equal(packed.multiply(x[60 : 60 + count], None), together[60 : 60 + count])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_activations_are_rounded_at_most_to_what_they_may(case):
+    """By products of integers, exactly those of the rounded numbers; a row keeps its bits."""
+    quantized = example(*case)
+    packed, x = GroupedMatrix(quantized, torch.int8), inputs(131, quantized.shape[1])
+    exact = quantized.dequantize().double()
+    together, expected = packed.multiply(x, None), x.double() @ exact.T
+    assert (together.double() - expected).norm() <= 2**-6 * expected.norm()
+    is_rounded = not torch.equal(together, GroupedMatrix(quantized).multiply(x, None))
+    can_round = native.loaded_library().name in ROUNDING
+    assert is_rounded == (can_round and quantized.group_size != 16)
+    for count in (1, 2, 3, 4, 5, 11, 12, 13, 29):
+        assert torch.equal(packed.multiply(x[60 : 60 + count], None), together[60 : 60 + count])
+    x = (x * 30).round().clamp(-127, 127)
+    x[:, ::32] = 127  # which int8 holds with a scale of 1
+    error, terms = (
+        packed.multiply(x, None).double() - x.double() @ exact.T,
+        x.abs() @ exact.abs().T.float(),
+    )
+    assert bool((error.abs() <= 1e-6 * (terms + 1) * max(1, exact.shape[1] ** 0.5 / 8)).all())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_beyond_the_end_is_touched(case, x_dtype: torch.dtype):
+    """Each tensor ends where a page begins that may not be read."""
+    quantized = example(*case)
+    packed, size = GroupedMatrix(quantized, x_dtype), quantized.shape[1]
+    expected = packed.multiply(inputs(15, size), None)
+    for name in ("packed", "scale", "offset", "table"):
+        if (tensor := getattr(packed, name)) is not None:
+            setattr(packed, name, before_a_guard(tensor))
+    for count in (1, 2, 5, 13, 15):
+        out = before_a_guard(torch.zeros(count, quantized.shape[0]))
+        packed.multiply_into(out, before_a_guard(inputs(15, size)[:count]), None)
+        assert torch.equal(out, expected[:count])
 
 
 @pytest.mark.usefixtures("kernels")

@@ -30,6 +30,7 @@ SHAPES = [(33, 20), (1, 1), (64, 768), (100, 1024), (50, 2500), (5, 0)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 ROOT = Path(__file__).parents[3]
 MANY = 131  # rows: several tiles, the last ones lower
+ROUNDING = {torch.bfloat16: ("amx", "bf16"), torch.int8: ("amx", "bf16", "vnni")}
 
 
 @pytest.fixture(params=native.CAPABILITIES)
@@ -98,7 +99,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(shape: tuple[int, int], 
 def test_products_round_activations_at_most_to_what_they_may(
     shape: tuple[int, int], dtype: torch.dtype, error: float
 ):
-    """By AMX; the other kernels have no use for it. A row keeps its bits among others."""
+    """By some kernels; the others have no use for it. A row keeps its bits among others."""
     exact = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     exact = exact.bfloat16() if dtype == torch.bfloat16 else (exact * 30).clamp(-127, 127).int()
     packed = PackedMatrix(exact.to(dtype), x_dtype=dtype)
@@ -106,10 +107,27 @@ def test_products_round_activations_at_most_to_what_they_may(
     together = packed.multiply(x, None)
     expected = x.double() @ exact.double().T
     assert (together.double() - expected).norm() <= error * expected.norm()
-    if native.loaded_library().name != "amx":
+    if native.loaded_library().name not in ROUNDING[dtype]:
         assert torch.equal(together, PackedMatrix(exact.to(dtype)).multiply(x, None))
     for num_rows in (1, 2, 15, 16, 17, 32, 33):
         assert torch.equal(packed.multiply(x[9 : 9 + num_rows], None), together[9 : 9 + num_rows])
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [(33, 20), (100, 1024), (50, 2500)], ids=str)
+def test_libraries_with_integer_sums_give_the_same_bits(
+    shape: tuple[int, int], x_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    codes = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0))
+    x, results = inputs(MANY, shape[1]), []
+    for switch in ROUNDING[torch.int8]:
+        monkeypatch.setenv(native.SWITCH, switch)
+        native.library.cache_clear()
+        if native.library() is not None:
+            packed = PackedMatrix(codes.to(torch.int8), torch.ones(shape[0]), x_dtype)
+            results.append(packed.multiply(x, None))
+    native.library.cache_clear()
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -378,7 +396,8 @@ def test_an_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(native.SWITCH, "sse")
     native.library.cache_clear()
     with pytest.raises(
-        ConfigError, match="SERVD_CPU_KERNELS=sse: there are amx, avx512, avx2, generic and off"
+        ConfigError,
+        match="SERVD_CPU_KERNELS=sse: there are amx, bf16, vnni, avx512, avx2, generic and off",
     ):
         native.library()
     native.library.cache_clear()

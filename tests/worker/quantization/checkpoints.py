@@ -18,7 +18,7 @@ from servd import plugins
 from servd.hf import quantization_of, read_spec, weight_files
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.dry_run import load as load_dry
-from servd.worker.layers._matrix import Matrix
+from servd.worker.layers._matrix import MakeForm, Matrix
 from servd.worker.layers.quantized import Quantized
 from servd.worker.parallel import Parallel
 from tests.worker.driver import Driver, config_for
@@ -129,7 +129,7 @@ def check_slices(folder: Path, shard_dim: int) -> None:
     for rank in range(2):
         matrix = Matrix(whole.shape, Parallel(rank, 2), shard_dim=shard_dim)
         matrix.load(whole)
-        matrix.reform(lambda _: None)
+        matrix.reform(MakeForm(lambda _: None))
         parts.append(matrix.product(x.chunk(2, dim=1)[rank].contiguous() if shard_dim else x))
     got = parts[0] + parts[1] if shard_dim else torch.cat(parts, dim=1)
     torch.testing.assert_close(got, x @ whole.dequantize().t())

@@ -37,6 +37,7 @@ inline Vec load_as(int type, const void* p, int64_t index) {
 inline Float16 halve(Float8 x) {
     return {uint16_t((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)};
 }
+inline float widen(Float8 x) { return widen(halve(x)) * UNIT<Float8>; }
 inline Vec load(const Float8* p) {
 #if defined(__AVX512F__)
     const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));

@@ -12,25 +12,26 @@ namespace kernels {
 void set_threads(int number);
 
 // Matrices: matrix.cpp
-void pack(int type, int grouped, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
+void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
           int64_t k, void* packed);
 void matmul(int type, int terms, const float* x, int64_t rows, int64_t k, const void* packed,
             const float* scale, const float* bias, float* y, int64_t y_stride, int64_t n);
-void matmul_grouped(int type, const float* x, int64_t rows, int64_t k, const void* packed,
-                    const float* table, int scale_type, const void* scale, const void* offset,
-                    int64_t group_size, const float* bias, float* y, int64_t y_stride, int64_t n);
+void matmul_grouped(int type, int terms, const float* x, int64_t rows, int64_t k,
+                    const void* packed, const float* table, int scale_type, const void* scale,
+                    const void* offset, int64_t group_size, const float* bias, float* y,
+                    int64_t y_stride, int64_t n);
 void matmul_experts(int type, int terms, const float* x, int64_t x_rows, int64_t k,
                     const int32_t* index, const int32_t* starts, int64_t num_experts,
                     const void* const* packed, const float* const* scales, float* y, int64_t rows,
                     int64_t n);
-void matmul_experts_grouped(int type, const float* x, int64_t x_rows, int64_t k,
+void matmul_experts_grouped(int type, int terms, const float* x, int64_t x_rows, int64_t k,
                             const int32_t* index, const int32_t* starts, int64_t num_experts,
                             const void* const* packed, const float* table, int scale_type,
                             const void* const* scales, const void* const* offsets,
                             int64_t group_size, float* y, int64_t rows, int64_t n);
-void gather_rows(int type, const void* packed, const float* scale, int64_t n, int64_t k,
+void gather_rows(int type, int terms, const void* packed, const float* scale, int64_t n, int64_t k,
                  const int64_t* index, int64_t count, float* out);
-void gather_grouped(int type, const void* packed, const float* table, int scale_type,
+void gather_grouped(int type, int terms, const void* packed, const float* table, int scale_type,
                     const void* scale, const void* offset, int64_t group_size, int64_t n,
                     int64_t k, const int64_t* index, int64_t count, float* out);
 

@@ -1,8 +1,8 @@
 // Matrix products over packed weights, in the manner of BLIS.
 //
 // y [rows, n] = x [rows, k] @ w.T + bias. The weights w [n, k] are packed in panels of NR outputs;
-// panels.h has the micro-kernel that multiplies a panel with a tile of x in float32, and tiles.h
-// those of AMX.
+// panels.h has the micro-kernel that multiplies a panel with a tile of x in float32; terms.h says
+// what those of fewer bits have in common.
 //
 // Weights of 4 and 8 bits may be in groups along k, with a scale and an offset for each group of an
 // output: those are packed as weights are, [n / NR][k / group][NR], and the weights that products
@@ -148,63 +148,84 @@ void multiply_experts(const float* x, const int32_t* index, int64_t x_rows, cons
 
 template <typename W>
 void pack_panels(const W* weight, int64_t row_stride, int64_t column_stride, int64_t n, int64_t k,
-                 int neighbours, W* packed) {
-    const int64_t size = NR * padded(k, neighbours);
+                 int terms, W* packed) {
+    const int next = neighbours<W>(terms);
+    const int64_t size = NR * padded(k, next);
     parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
         std::fill_n(packed + panel * size, size, W{});
         const int64_t end = std::min(n, (panel + 1) * NR);
         for (int64_t i = 0; i < k; i++)
             for (int64_t row = panel * NR; row < end; row++)
-                packed[place_of(row, i, k, neighbours)] = weight[row * row_stride + i * column_stride];
+                packed[place_of(row, i, k, next)] = weight[row * row_stride + i * column_stride];
     });
 }
 
 // Codes [n, k] of a byte each to pairs: a byte has those of columns i and i + WIDTH of a panel.
-void pack_pairs(const uint8_t* codes, int64_t n, int64_t k, uint8_t* packed) {
+void pack_pairs(const uint8_t* codes, int64_t n, int64_t k, int terms, uint8_t* packed) {
+    const int next = neighbours<Int4>(terms);
+    const int64_t size = WIDTH * padded(k, next);
     parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
-        uint8_t* to = packed + panel * k * WIDTH;
+        std::fill_n(packed + panel * size, size, 0);
         const auto code = [&](int64_t row, int64_t i) { return row < n ? codes[row * k + i] : 0; };
         for (int64_t i = 0; i < k; i++)
-            for (int64_t row = panel * NR; row < panel * NR + WIDTH; row++)
-                *to++ = uint8_t(code(row, i) | code(row + WIDTH, i) << 4);
+            for (int64_t row = panel * NR, pair = panel * WIDTH; row < panel * NR + WIDTH; row++)
+                packed[place_of(pair++, i, k, next, WIDTH)] =
+                    uint8_t(code(row, i) | code(row + WIDTH, i) << 4);
     });
 }
 
 template <typename W>
-void gather(const Grouped<W>& matrix, const int64_t* index, int64_t count, float* out) {
-    const int64_t k = matrix.k;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t panel = index[i] / NR, column = index[i] % NR;
-        auto weights = matrix.at(panel, 0);
-        for (int64_t j = 0; j < k;)
-            for (const int64_t end = weights.enter_group(j, k); j < end; j++) {
-                Vec w[2];
-                weights.read(w[0], w[1]);
-                out[i * k + j] = w[column / WIDTH][column % WIDTH];
-            }
+float value_at(const void* packed, const float*, int64_t row, int64_t i, int64_t k, int next) {
+    return widen(((const W*)packed)[place_of(row, i, k, next)]);
+}
+template <>
+float value_at<Int4>(const void* packed, const float* table, int64_t row, int64_t i, int64_t k,
+                     int next) {
+    const int64_t column = row % NR, pair = row / NR * WIDTH + column % WIDTH;
+    const uint8_t codes = ((const uint8_t*)packed)[place_of(pair, i, k, next, WIDTH)];
+    return table[codes >> (column < WIDTH ? 0 : 4) & 15];
+}
+
+float as_float(int type, const void* p, int64_t index) {
+    switch (type) {
+    case FLOAT32: return ((const float*)p)[index];
+    case BFLOAT16: return widen(((const BFloat16*)p)[index]);
+    default: return widen(((const Float16*)p)[index]);
     }
 }
 
 template <typename W>
-void gather(const W* packed, const float* scale, int64_t k, const int64_t* index, int64_t count,
-            float* out) {
-    for (int64_t i = 0; i < count; i++) {
-        const float s = scale ? scale[index[i]] : 1.0f;
-        for (int64_t j = 0; j < k; j++)
-            out[i * k + j] = widen(packed[place_of(index[i], j, k, NEIGHBOURS<W>)]) * s;
-    }
+void gather(const void* packed, int terms, const Groups& groups, int64_t k, const int64_t* index,
+            int64_t count, float* out) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < k; i++) {
+            const int64_t group = place_of(index[row], i / groups.size, groups.number(k), 1);
+            const float value =
+                value_at<W>(packed, groups.table, index[row], i, k, neighbours<W>(terms));
+            const float offset = groups.offset ? as_float(groups.type, groups.offset, group) : 0;
+            out[row * k + i] = value * as_float(groups.type, groups.scale, group) + offset;
+        }
+}
+
+template <typename W>
+void gather(const void* packed, int terms, const float* scale, int64_t k, const int64_t* index,
+            int64_t count, float* out) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < k; i++)
+            out[row * k + i] = (scale ? scale[index[row]] : 1.0f) *
+                               value_at<W>(packed, nullptr, index[row], i, k, neighbours<W>(terms));
 }
 
 }  // namespace
 
 extern "C" {
 // Numbers of a matrix [n, k] when it is packed; see `pack`.
-int64_t servd_packed_size(int type, int grouped, int64_t n, int64_t k) {
-    int64_t size = (n + NR - 1) / NR * NR * k;
-    if (type == INT4) return size / 2;
+int64_t servd_packed_size(int type, int terms, int64_t n, int64_t k) {
+    const int64_t rows = (n + NR - 1) / NR * NR;
+    if (type == INT4) return rows * padded(k, neighbours<Int4>(terms)) / 2;
+    int64_t size = 0;
     with_type(type, [&](auto* p) {
-        using W = std::remove_pointer_t<decltype(p)>;
-        size = (n + NR - 1) / NR * NR * padded(k, grouped ? 1 : NEIGHBOURS<W>);
+        size = rows * padded(k, neighbours<std::remove_pointer_t<decltype(p)>>(terms));
     });
     return size;
 }
@@ -212,38 +233,40 @@ int64_t servd_packed_size(int type, int grouped, int64_t n, int64_t k) {
 
 namespace kernels {
 
-// weight [n, k] of any strides to packed panels of NR rows. Codes of 4 bits have a byte each, and no
-// strides. `grouped`: weights in groups, or their scales, which float32 is made of.
-void pack(int type, int grouped, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
+// weight [n, k] of any strides to packed panels of NR rows. Codes of 4 bits have a byte each, and
+// no strides. `terms`: those of x that it will be multiplied with; 0: x is float32, or these are
+// scales.
+void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
           int64_t k, void* packed) {
-    if (type == INT4) return pack_pairs((const uint8_t*)weight, n, k, (uint8_t*)packed);
+    if (type == INT4) return pack_pairs((const uint8_t*)weight, n, k, terms, (uint8_t*)packed);
     with_type(type, [&](auto* p) {
         using W = std::remove_pointer_t<decltype(p)>;
-        pack_panels((const W*)weight, row_stride, column_stride, n, k,
-                    grouped ? 1 : NEIGHBOURS<W>, (W*)packed);
+        pack_panels((const W*)weight, row_stride, column_stride, n, k, terms, (W*)packed);
     });
 }
 
 // y [rows, n] = x [rows, k] @ weight.T * scale + bias; scale and bias [n] may be null.
-// `terms`: see tiles.h.
+// `terms`: as it was packed, see terms.h.
 void matmul(int type, int terms, const float* x, int64_t rows, int64_t k, const void* packed,
             const float* scale, const float* bias, float* y, int64_t y_stride, int64_t n) {
     with_type(type, [&](auto* p) {
-        using W = std::remove_pointer_t<decltype(p)>;
-        multiply(x, rows, matrix_of((const W*)packed, k, terms), scale, bias, y, y_stride, n);
+        with_matrix<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
+            multiply(x, rows, matrix_of(packed, k), scale, bias, y, y_stride, n);
+        });
     });
 }
 
 // The same of weights in groups: value * scale + offset. Scales, and offsets if not null, are of
 // `scale_type` and packed; `table` [16] has the values of 4 bits.
-void matmul_grouped(int type, const float* x, int64_t rows, int64_t k, const void* packed,
-                    const float* table, int scale_type, const void* scale, const void* offset,
-                    int64_t group_size, const float* bias, float* y, int64_t y_stride, int64_t n) {
+void matmul_grouped(int type, int terms, const float* x, int64_t rows, int64_t k,
+                    const void* packed, const float* table, int scale_type, const void* scale,
+                    const void* offset, int64_t group_size, const float* bias, float* y,
+                    int64_t y_stride, int64_t n) {
     with_group_type(type, [&](auto* p) {
-        using W = std::remove_pointer_t<decltype(p)>;
-        const Groups groups{table, scale_type, scale, offset, group_size};
-        multiply(x, rows, Grouped<W>{{}, (const uint8_t*)packed, k, groups}, nullptr, bias, y,
-                 y_stride, n);
+        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
+            const Groups groups{table, scale_type, scale, offset, group_size};
+            multiply(x, rows, matrix_of(packed, k, groups), nullptr, bias, y, y_stride, n);
+        });
     });
 }
 
@@ -255,45 +278,48 @@ void matmul_experts(int type, int terms, const float* x, int64_t x_rows, int64_t
                     const void* const* packed, const float* const* scales, float* y, int64_t rows,
                     int64_t n) {
     with_type(type, [&](auto* p) {
-        using W = std::remove_pointer_t<decltype(p)>;
-        multiply_experts(x, index, x_rows, starts, num_experts, scales, y, rows, k, n,
-                         [=](int64_t i) { return matrix_of((const W*)packed[i], k, terms); });
+        with_matrix<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
+            multiply_experts(x, index, x_rows, starts, num_experts, scales, y, rows, k, n,
+                             [&](int64_t i) { return matrix_of(packed[i], k); });
+        });
     });
 }
 
 // The same of weights in groups; the table of offsets may be null.
-void matmul_experts_grouped(int type, const float* x, int64_t x_rows, int64_t k,
+void matmul_experts_grouped(int type, int terms, const float* x, int64_t x_rows, int64_t k,
                             const int32_t* index, const int32_t* starts, int64_t num_experts,
                             const void* const* packed, const float* table, int scale_type,
                             const void* const* scales, const void* const* offsets,
                             int64_t group_size, float* y, int64_t rows, int64_t n) {
     with_group_type(type, [&](auto* p) {
-        using W = std::remove_pointer_t<decltype(p)>;
-        multiply_experts(x, index, x_rows, starts, num_experts, nullptr, y, rows, k, n,
-                         [=](int64_t i) {
-                             const Groups groups{table, scale_type, scales[i],
-                                                 offsets ? offsets[i] : nullptr, group_size};
-                             return Grouped<W>{{}, (const uint8_t*)packed[i], k, groups};
-                         });
+        with_grouped<std::remove_pointer_t<decltype(p)>>(terms, [&](auto matrix_of) {
+            multiply_experts(x, index, x_rows, starts, num_experts, nullptr, y, rows, k, n,
+                             [&](int64_t i) {
+                                 const Groups groups{table, scale_type, scales[i],
+                                                     offsets ? offsets[i] : nullptr, group_size};
+                                 return matrix_of(packed[i], k, groups);
+                             });
+        });
     });
 }
 
 // Rows `index` [count] of weight [n, k] * scale.
-void gather_rows(int type, const void* packed, const float* scale, int64_t n, int64_t k,
+void gather_rows(int type, int terms, const void* packed, const float* scale, int64_t n, int64_t k,
                  const int64_t* index, int64_t count, float* out) {
     check_ids("index", index, 0, count, n);
-    with_type(type, [&](auto* p) { gather((decltype(p))packed, scale, k, index, count, out); });
+    with_type(type, [&](auto* p) {
+        gather<std::remove_pointer_t<decltype(p)>>(packed, terms, scale, k, index, count, out);
+    });
 }
 
 // The same of weights in groups.
-void gather_grouped(int type, const void* packed, const float* table, int scale_type,
+void gather_grouped(int type, int terms, const void* packed, const float* table, int scale_type,
                     const void* scale, const void* offset, int64_t group_size, int64_t n,
                     int64_t k, const int64_t* index, int64_t count, float* out) {
     check_ids("index", index, 0, count, n);
+    const Groups groups{table, scale_type, scale, offset, group_size};
     with_group_type(type, [&](auto* p) {
-        using W = std::remove_pointer_t<decltype(p)>;
-        const Groups groups{table, scale_type, scale, offset, group_size};
-        gather(Grouped<W>{{}, (const uint8_t*)packed, k, groups}, index, count, out);
+        gather<std::remove_pointer_t<decltype(p)>>(packed, terms, groups, k, index, count, out);
     });
 }
 

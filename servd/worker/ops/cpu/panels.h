@@ -97,13 +97,12 @@ void microkernel(const float* x, Cursor weights, int64_t kc, const OutputTile& o
     if (out.is_last_k && (out.scale || out.bias)) epilogue(out, ROWS);
 }
 
-// The microkernel for a number of rows up to ROWS.
-template <int ROWS, typename Cursor>
-void microkernel_for(int rows, const float* x, const Cursor& weights, int64_t kc,
-                     const OutputTile& out, Prefetch ahead) {
-    if constexpr (ROWS > 0) {
-        if (rows == ROWS) microkernel<ROWS>(x, weights, kc, out, ahead);
-        else microkernel_for<ROWS - 1>(rows, x, weights, kc, out, ahead);
+// Calls `call` with a number of up to MOST as a constant.
+template <int MOST, typename Call>
+void with_constant(int number, const Call& call) {
+    if constexpr (MOST > 0) {
+        if (number == MOST) call(std::integral_constant<int, MOST>{});
+        else with_constant<MOST - 1>(number, call);
     }
 }
 
@@ -124,7 +123,9 @@ struct Plain : Float {
     };
     void multiply(Task&, const float* x, int rows, Cursor weights, int64_t kc,
                   const OutputTile& out, Prefetch ahead) const {
-        microkernel_for<MR>(rows, x, weights, kc, out, ahead);
+        with_constant<MR>(rows, [&](auto number) {
+            microkernel<number.value>(x, weights, kc, out, ahead);
+        });
     }
     Cursor at(int64_t panel, int64_t start) const { return {packed + (panel * k + start) * NR}; }
 };
@@ -163,7 +164,9 @@ struct Grouped : Float {
     };
     void multiply(Task&, const float* x, int rows, Cursor weights, int64_t kc,
                   const OutputTile& out, Prefetch ahead) const {
-        microkernel_for<MR>(rows, x, weights, kc, out, ahead);
+        with_constant<MR>(rows, [&](auto number) {
+            microkernel<number.value>(x, weights, kc, out, ahead);
+        });
     }
     Cursor at(int64_t panel, int64_t start) const {
         return {packed + (panel * k + start) * ROW_BYTES, groups, panel * groups.number(k), start,

@@ -89,6 +89,11 @@ int servd_is_usable() {
     return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#elif defined(__AVX512BF16__)  // Intel's are slower at it than at float32
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_is("amd");
+#elif defined(__AVX512VNNI__)
+    return __builtin_cpu_supports("avx512vnni");
 #else
     return true;
 #endif

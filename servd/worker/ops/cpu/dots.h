@@ -1,0 +1,247 @@
+// Dot products by AVX-512: four products of int8 (VNNI), or two of bfloat16, are added in each 32
+// bits of a vector: four or two times as many as in float32.
+//
+// The first factor of VNNI has no sign. Weights are it, and so much more that none is negative:
+// sums begin with what that will add too much.
+
+#pragma once
+
+#if defined(__AVX512VNNI__)
+
+#include <numeric>
+
+#include "terms.h"
+
+namespace {
+
+// Weights of a panel's halves for K neighbours of k, in SIZE bytes.
+struct Vnni {
+    static constexpr int K = 4;
+    static IntVec add(IntVec sum, __m512i w, __m512i x) {
+        return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, w, x);
+    }
+};
+
+struct Bytes : Vnni {
+    static constexpr int64_t SIZE = K * NR;
+    static constexpr int more = 128;
+    const __m512i sign = _mm512_set1_epi8(-128);
+
+    explicit Bytes(const float* = nullptr) {}
+    void read(const char* from, __m512i& w0, __m512i& w1) const {
+        w0 = _mm512_xor_si512(_mm512_loadu_si512(from), sign);
+        w1 = _mm512_xor_si512(_mm512_loadu_si512(from + SIZE / 2), sign);
+    }
+};
+
+// 4 bits choose from whole numbers.
+struct Nibbles : Vnni {
+    static constexpr int64_t SIZE = K * NR / 2;
+    int more;
+    __m512i values, mask = _mm512_set1_epi8(15);
+
+    explicit Nibbles(const float* table) {
+        const __m512i numbers = _mm512_cvtps_epi32(_mm512_loadu_ps(table));
+        more = -_mm512_reduce_min_epi32(numbers);
+        values = _mm512_broadcast_i32x4(
+            _mm512_cvtepi32_epi8(_mm512_add_epi32(numbers, _mm512_set1_epi32(more))));
+    }
+    void read(const char* from, __m512i& w0, __m512i& w1) const {
+        const __m512i pairs = _mm512_loadu_si512(from);
+        w0 = _mm512_shuffle_epi8(values, _mm512_and_si512(pairs, mask));
+        w1 = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(pairs, 4), mask));
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+    static constexpr int K = 2;
+    static constexpr int64_t SIZE = 2 * K * NR;
+    static IntVec add(IntVec sum, __m512i w, __m512i x) {
+        return (IntVec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+    }
+    void read(const char* from, __m512i& w0, __m512i& w1) const {
+        w0 = _mm512_loadu_si512(from), w1 = _mm512_loadu_si512(from + SIZE / 2);
+    }
+};
+#endif
+
+// Adds the products of ROWS rows of x, STRIDE bytes apart, with weights to sums of both halves.
+template <int ROWS, int64_t STRIDE, typename Weights>
+inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, const Weights& weights,
+                     const char*& from, Prefetch& ahead) {
+    const int64_t to_prefetch = Weights::K * ahead.step;
+    IntVec own[ROWS][2];  // GCC may leave in memory what it is given
+    for (int row = 0; row < ROWS; row++) own[row][0] = sums[row][0], own[row][1] = sums[row][1];
+    for (int64_t i = 0; i < bytes; i += 4, from += Weights::SIZE) {
+        __builtin_prefetch(ahead.line, 0, 2);
+        if (Weights::SIZE > LINE) __builtin_prefetch(ahead.line + LINE, 0, 2);
+        ahead.line += to_prefetch;
+        __m512i w0, w1;
+        weights.read(from, w0, w1);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) {
+            int32_t neighbours;
+            memcpy(&neighbours, (const char*)x + row * STRIDE + i, 4);
+            const __m512i a = _mm512_set1_epi32(neighbours);
+            own[row][0] = Weights::add(own[row][0], w0, a);
+            own[row][1] = Weights::add(own[row][1], w1, a);
+        }
+    }
+    for (int row = 0; row < ROWS; row++) sums[row][0] = own[row][0], sums[row][1] = own[row][1];
+}
+
+// What products of weights without groups are made of: see `Tiled`.
+struct Dots {
+    struct Task {};
+    static constexpr int MR = 12;  // with two sums each, they fill the registers but a few
+    static constexpr bool IS_UNSIGNED = true;
+
+    static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
+        return rows * tile / tiles;
+    }
+    static Pass pass_of(int rows, int terms) { return {std::min(rows, MR / terms), terms}; }
+
+    template <typename W>
+    static void add(Task&, int rows, const Terms& terms, const W* w, int64_t kc, void* y,
+                    int64_t y_stride, bool is_first, Prefetch ahead) {
+        const int64_t bytes = kc * sizeof(W);
+        with_constant<MR>(rows, [&](auto number) {
+            add_rows<number.value>(terms.x, w, bytes, (int32_t*)y, y_stride, is_first, ahead);
+        });
+    }
+
+  private:
+    template <int ROWS, typename W>
+    static void add_rows(const char* x, const W* w, int64_t bytes, int32_t* y, int64_t y_stride,
+                         bool is_first, Prefetch ahead) {
+        IntVec sums[ROWS][2];
+        const auto at = [&](int row, int half) { return y + row * y_stride + half * WIDTH; };
+        const char* from = (const char*)w;
+        for (int row = 0; row < ROWS; row++)
+            for (int half = 0; half < 2; half++)
+                sums[row][half] = is_first ? IntVec{} : *(const IntVec*)at(row, half);
+#if defined(__AVX512BF16__)
+        if constexpr (std::is_same_v<W, BFloat16>)
+            add_dots<ROWS, TERM_STRIDE>(sums, x, bytes, Pairs(), from, ahead);
+#endif
+        if constexpr (std::is_same_v<W, int8_t>) {
+            for (int row = 0; row < ROWS; row++)
+                sums[row][0] = sums[row][1] = begin_of(x + row * TERM_STRIDE) - IntVec{};
+            add_dots<ROWS, TERM_STRIDE>(sums, x, bytes, Bytes(), from, ahead);
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int half = 0; half < 2; half++) *(IntVec*)at(row, half) = sums[row][half];
+    }
+};
+
+// Weights in groups. The sums of a run of k, which is within a group, are multiplied with its
+// scale.
+template <typename W, int TERMS>
+struct GroupedDots {
+    using X = int8_t;
+    using Weights = std::conditional_t<std::is_same_v<W, Int4>, Nibbles, Bytes>;
+    struct Task {};
+    static constexpr int MR = 6 / TERMS;  // sums in float32 need registers, too
+    static constexpr int64_t MAX_KC = TERM_BYTES, SHORT = 32, LONG = 128, KC_UNIT = LONG;
+    static constexpr int64_t ROW_BYTES = NR * BITS<W> / 8;
+    // After the numbers of a term, what the sums of its runs begin with; then those of the row: the
+    // sums of x in its runs, for offsets, and its scale.
+    static constexpr int64_t RUNS = MAX_KC / SHORT;
+    struct Term {
+        int8_t x[MAX_KC];
+        int32_t begin[RUNS];
+        float total[RUNS];
+        float scale, fill[LINE / 4 - 1];  // terms are not on the same lines of the cache
+    };
+
+    const uint8_t* packed;
+    int64_t k;
+    Groups groups;
+
+    struct Cursor {
+        const char* row;
+        int64_t panel, start;
+    };
+    Cursor at(int64_t panel, int64_t start) const {
+        const int64_t before = panel * padded(k, 4) + start;
+        return {(const char*)packed + before * ROW_BYTES, panel, start};
+    }
+    int64_t x_stride() const { return TERMS * sizeof(Term); }
+    int64_t run() const { return groups.size % LONG && groups.size < k ? SHORT : LONG; }
+    static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
+        return rows * tile / tiles;
+    }
+
+    void copy(const float* from, int64_t kc, int8_t* to) const {
+        Term* const terms = (Term*)to;
+        const int more = Weights(groups.table).more;
+        terms->scale = to_terms(from, kc, TERMS, to, sizeof(Term));
+        for (int64_t i = 0, number = 0; i < kc; i += run(), number++) {
+            float total = 0, unit = 1;
+            for (int term = 0; term < TERMS; term++, unit /= FINER) {
+                const int8_t* x = terms[term].x;
+                const int sum = std::accumulate(x + i, x + std::min(i + run(), kc), 0);
+                terms[term].begin[number] = -more * sum;
+                total += unit * sum;
+            }
+            terms->total[number] = total;
+        }
+    }
+
+    void multiply(Task&, const int8_t* x, int rows, Cursor weights, int64_t kc,
+                  const OutputTile& out, Prefetch ahead) const {
+        with_constant<MR>(rows, [&](auto number) {
+            multiply_rows<number.value>((const Term*)x, weights, kc, out, ahead);
+        });
+    }
+
+  private:
+    template <int ROWS>
+    void multiply_rows(const Term* x, Cursor weights, int64_t kc, const OutputTile& out,
+                       Prefetch ahead) const {
+        const Weights values(groups.table);
+        const int64_t run = this->run(), panel_groups = weights.panel * groups.number(k);
+        const uint32_t size = uint32_t(std::min(groups.size, k));  // is divided by in each run
+        const char* from = weights.row;
+        __m512 acc[ROWS][2] = {};
+        for (int64_t i = 0, number = 0; i < kc; i += run, number++) {
+            const int64_t group = panel_groups + uint32_t(weights.start + i) / size;
+            Vec scale[2], offset[2];
+            for (int half = 0; half < 2; half++) {
+                const int64_t column = group * NR + half * WIDTH;
+                scale[half] = load_as(groups.type, groups.scale, column);
+                offset[half] = groups.offset ? load_as(groups.type, groups.offset, column) : Vec{};
+            }
+            IntVec sums[ROWS * TERMS][2];
+            for (int row = 0; row < ROWS * TERMS; row++)
+                sums[row][0] = sums[row][1] = x[row].begin[number] - IntVec{};
+            const int64_t bytes = std::min(run, kc - i);
+            add_dots<ROWS * TERMS, sizeof(Term)>(sums, x->x + i, bytes, values, from, ahead);
+            for (int half = 0; half < 2; half++)
+                for (int row = 0; row < ROWS; row++) {
+                    __m512 sum = _mm512_cvtepi32_ps((__m512i)sums[row * TERMS + TERMS - 1][half]);
+                    for (int term = TERMS - 2; term >= 0; term--)
+                        sum = _mm512_fmadd_ps(
+                            sum, _mm512_set1_ps(1 / FINER),
+                            _mm512_cvtepi32_ps((__m512i)sums[row * TERMS + term][half]));
+                    acc[row][half] = _mm512_fmadd_ps(sum, (__m512)scale[half], acc[row][half]);
+                    const __m512 total = _mm512_set1_ps(x[row * TERMS].total[number]);
+                    acc[row][half] = _mm512_fmadd_ps(total, (__m512)offset[half], acc[row][half]);
+                }
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int half = 0; half < 2; half++) {
+                const int count = out.columns - half * WIDTH;
+                float* const y = out.y + row * out.stride + half * WIDTH;
+                const Vec before = out.is_first_k ? Vec{} : load_up_to(y, count);
+                const __m512 scale = _mm512_set1_ps(x[row * TERMS].scale);
+                store_up_to(y, (Vec)_mm512_fmadd_ps(acc[row][half], scale, (__m512)before), count);
+            }
+        if (out.is_last_k && out.bias) epilogue(out, ROWS);
+    }
+};
+
+}  // namespace
+
+#endif

@@ -1,0 +1,104 @@
+// x as a sum of terms of few bits, for instructions that multiply and add several of them at once.
+//
+// AMX, VNNI and `vdpbf16ps` want what is in four bytes of x side by side: weights are packed as
+// [k / 2][NR][2] in bfloat16 and [k / 4][NR][4] in int8, those of 4 bits as pairs of such bytes, and
+// k is padded with zeros. x is float32. It is made a sum of terms of bfloat16 or int8, whose products
+// are added: as many as make it exact, or one where that is asked for.
+
+#pragma once
+
+#include <type_traits>
+
+#include "panels.h"
+
+namespace {
+
+// Numbers of neighbouring k that are side by side in packed weights of this type, which multiply x
+// in so many terms; none: they multiply float32.
+template <typename W>
+constexpr int neighbours(int terms) {
+#if defined(__AMX_BF16__)
+    if (std::is_same_v<W, BFloat16>) return terms > 0 ? 2 : 1;
+#elif defined(__AVX512BF16__)  // three terms are slower than float32
+    if (std::is_same_v<W, BFloat16>) return terms == 1 ? 2 : 1;
+#endif
+#if defined(__AVX512VNNI__)
+    if (std::is_same_v<W, int8_t> || std::is_same_v<W, Int4>) return terms > 0 ? 4 : 1;
+#endif
+    return 1;
+}
+
+// k of a packed matrix.
+inline int64_t padded(int64_t k, int neighbours) {
+    const int64_t unit = 16 * neighbours;
+    return neighbours == 1 ? k : (k + unit - 1) / unit * unit;
+}
+
+// Where weight [row, i] of a matrix [n, k] is when it is packed in panels of `width` rows.
+inline int64_t place_of(int64_t row, int64_t i, int64_t k, int neighbours, int64_t width = NR) {
+    const int64_t panel = row / width * width * padded(k, neighbours), column = row % width;
+    return panel + (i / neighbours * width + column) * neighbours + i % neighbours;
+}
+
+#if defined(__AVX512VNNI__)
+// Rows of x in terms: each `stride` bytes after the one before, its terms `term_stride` apart.
+struct Terms {
+    const char* x;
+    int64_t stride, term_stride;
+    int count;
+};
+
+// How many rows are multiplied in one go, and how many terms of each.
+struct Pass {
+    int rows, terms;
+};
+
+constexpr int64_t TERM_BYTES = 1024;  // of a block of k
+// With a line more the rows of a tile are not on the same lines of the cache. There int8 has the
+// scale of a row's block, and what sums of the term begin with.
+constexpr int64_t TERM_STRIDE = TERM_BYTES + LINE;
+inline float scale_of(const void* x) {
+    float scale;
+    memcpy(&scale, (const char*)x + TERM_BYTES, sizeof scale);
+    return scale;
+}
+inline int32_t begin_of(const void* x) {
+    int32_t begin;
+    memcpy(&begin, (const char*)x + TERM_BYTES + sizeof(float), sizeof begin);
+    return begin;
+}
+constexpr float FINER = 254;  // times as large is what a term of int8 leaves for the next one
+
+inline __m512 load_block(const float* from, int64_t i, int64_t kc) {  // 0 beyond its end
+    const int64_t count = std::clamp<int64_t>(kc - i, 0, WIDTH);
+    return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from + i);
+}
+
+// int8: x over the scale, which makes the largest 127 and is returned. Each term is what the ones
+// before leave; three have an error of 2^-24 of the largest.
+inline float to_terms(const float* from, int64_t kc, int terms, int8_t* to, int64_t stride) {
+    const int64_t end = padded(kc, 4);
+    __m512 largest = _mm512_setzero_ps(), zero = largest;
+    for (int64_t i = 0; i < end; i += WIDTH) {
+        const __m512 x = load_block(from, i, kc);
+        largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
+        zero = _mm512_fmadd_ps(x, _mm512_setzero_ps(), zero);  // NaN of NaN and infinity
+    }
+    const float size = _mm512_reduce_max_ps(largest), scale = size / 127 + sum((Vec)zero);
+    // What is smaller counts as 0: the factor would be infinite.
+    const __m512 factor = _mm512_set1_ps(size > 1e-36f ? 127 / size : 0);
+    for (int64_t i = 0; i < end; i += WIDTH) {
+        __m512 rest = _mm512_mul_ps(load_block(from, i, kc), factor);
+        for (int term = 0; term < terms; term++) {
+            const __m512i rounded = _mm512_cvtps_epi32(rest);
+            const __m128i codes = _mm512_cvtsepi32_epi8(rounded);
+            _mm_storeu_si128((__m128i*)(to + term * stride + i), codes);
+            rest = _mm512_sub_ps(rest, _mm512_cvtepi32_ps(rounded));
+            rest = _mm512_mul_ps(rest, _mm512_set1_ps(FINER));
+        }
+    }
+    return scale;
+}
+#endif
+
+}  // namespace
