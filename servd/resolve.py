@@ -130,13 +130,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
             "add --speculative-config"
         )
     _check_adapters(config)
-    if config.model.cpu_activation_dtype == "int8" and (
-        config.model.quantization not in ("int8", "int4") and quantization_of(spec.folder) is None
-    ):
-        raise ConfigError(
-            "--cpu-activation-dtype int8 needs weights of 4 or 8 bits: --quantization int8 or int4, "
-            "or a checkpoint that has them"
-        )
+    _check_activations(config, spec)
     if observability.otlp_traces_endpoint is not None:
         _check_otlp(observability.otlp_traces_endpoint)
     for name, decision in decided.items():
@@ -160,6 +154,15 @@ def _check_plugins(config: Config) -> None:
                 f"{flag} draft_tensor_parallel_size {size}: the draft has the devices of the "
                 f"model, which are {config.parallel.tensor_parallel_size}; leave it out"
             )
+
+
+def _check_activations(config: Config, spec: ModelSpec) -> None:
+    is_fitting = config.model.quantization in ("int8", "int4") or quantization_of(spec.folder)
+    if config.model.cpu_activation_dtype == "int8" and not is_fitting:
+        raise ConfigError(
+            "--cpu-activation-dtype int8 needs weights of 4 or 8 bits: --quantization int8 or "
+            "int4, or a checkpoint that has them"
+        )
 
 
 def _check_adapters(config: Config) -> None:
