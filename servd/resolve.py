@@ -84,7 +84,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
     Raises:
         ConfigError: options that cannot work together, on this machine or with this model.
     """
-    _check_plugins(config)
+    _check_plugins(config, spec)
     decided = _resolve_devices(config, spec, machine)
     device = decided["device"].value if "device" in decided else config.parallel.device
     on_cuda = device == "cuda"
@@ -130,7 +130,6 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
             "add --speculative-config"
         )
     _check_adapters(config)
-    _check_activations(config, spec)
     if observability.otlp_traces_endpoint is not None:
         _check_otlp(observability.otlp_traces_endpoint)
     for name, decision in decided.items():
@@ -138,7 +137,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
     return decided
 
 
-def _check_plugins(config: Config) -> None:
+def _check_plugins(config: Config, spec: ModelSpec) -> None:
     """Before the processes that use them import anything."""
     for name, (section, option) in options_by_name().items():
         value, known = getattr(getattr(config, section), name), choices(option.type)
@@ -146,6 +145,7 @@ def _check_plugins(config: Config) -> None:
             if value.replace("-", "_") not in known:
                 there_are = ", ".join(known)
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
+    _check_activations(config, spec)
     if speculative := config.model.speculative_config:
         flag, size = "--speculative-config:", speculative.draft_tensor_parallel_size
         plugins.check(f"{flag} method", "servd.worker.spec_decode", speculative.method)
@@ -157,8 +157,9 @@ def _check_plugins(config: Config) -> None:
 
 
 def _check_activations(config: Config, spec: ModelSpec) -> None:
-    is_fitting = config.model.quantization in ("int8", "int4") or quantization_of(spec.folder)
-    if config.model.cpu_activation_dtype == "int8" and not is_fitting:
+    if config.model.cpu_activation_dtype != "int8":
+        return
+    if config.model.quantization not in ("int8", "int4") and not quantization_of(spec.folder):
         raise ConfigError(
             "--cpu-activation-dtype int8 needs weights of 4 or 8 bits: --quantization int8 or "
             "int4, or a checkpoint that has them"
