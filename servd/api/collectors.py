@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from prometheus_client import Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -27,10 +26,10 @@ class SharedMetrics(Collector):
     def __init__(self) -> None:
         self.exemplars: dict[tuple[str, str, str], Exemplar] = {}  # by sample, engine and bucket
 
-    def note(self, histogram: Histogram, name: str, engine: str, exemplar: Exemplar) -> None:
-        """This leads to a value that was just observed."""
-        bounds = histogram._upper_bounds  # pyright: ignore[reportAttributeAccessIssue]
-        bound = floatToGoString(bounds[bisect_left(bounds, exemplar.value)])
+    def note(self, name: str, engine: str, bounds: Sequence[float], exemplar: Exemplar) -> None:
+        """This leads to a value that a histogram with these buckets has just got."""
+        bucket = bisect_left(bounds, exemplar.value)
+        bound = floatToGoString(bounds[bucket] if bucket < len(bounds) else float("inf"))
         self.exemplars[f"{name}_bucket", engine, bound] = exemplar
 
     def collect(self) -> Iterator[Metric]:
@@ -93,10 +92,9 @@ class AdapterGauge(Collector):
         """Publish an engine's last report."""
         if not self.max_loras:
             return
-        names = (
-            ",".join(sorted(each)) for each in (stats.running_adapters, stats.waiting_adapters)
-        )
-        state = self._states[str(engine)] = AdapterState(*names, time.time(), stats.at_ns)
+        running, waiting = sorted(stats.running_adapters), sorted(stats.waiting_adapters)
+        state = AdapterState(",".join(running), ",".join(waiting), time.time(), stats.at_ns)
+        self._states[str(engine)] = state
         if self._shared is not None:
             path = self._shared / f"adapters-{engine}.json"
             if path.exists() and self._read(path).at_ns > state.at_ns:

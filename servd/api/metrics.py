@@ -357,11 +357,11 @@ class Metrics:
             self._observe(name, value, choice.exemplar)
 
     def _observe(self, name: str, value: float, leads_to: dict[str, str] | None) -> None:
-        histogram = self.histograms[name]
-        histogram.observe(value, leads_to)
+        self.histograms[name].observe(value, leads_to)
         if leads_to and self.families.is_shared:
+            bounds = HISTOGRAMS[name][1] or self.families.token_buckets
             exemplar = Exemplar(leads_to, value, time.time())
-            self.families.shared.note(histogram, name, str(self.rank), exemplar)
+            self.families.shared.note(name, str(self.rank), bounds, exemplar)
 
     def observe_request(self, params: SamplingParams, choices: Sequence[ChoiceTimes]) -> None:
         """A request ended with all its choices."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,13 +31,13 @@ BODIES = [
 ]
 
 
-def metrics(server: Server, is_open: bool = False) -> Counter[str]:
+def metrics(server: Server, is_open: bool = False) -> dict[str, float]:
     """Sums over labels, in either format."""
     parse = (
         openmetrics.text_string_to_metric_families if is_open else text_string_to_metric_families
     )
     answer = httpx.get(f"{server.url}/metrics", headers=OPEN_METRICS if is_open else {})
-    found = Counter[str]()
+    found = defaultdict[str, float](float)
     for family in parse(answer.raise_for_status().text):
         for sample in family.samples if family.name.startswith("vllm") else ():
             found[sample.name.partition(":")[2]] += sample.value
@@ -55,7 +56,7 @@ def usage_of(server: Server, body: dict[str, Any]) -> dict[str, int]:
     "num_servers",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
 )
-def test_counts_are_exact_and_gauges_end_at_zero(start, num_servers: int):
+def test_counts_are_exact_and_gauges_end_at_zero(start: Callable[..., Server], num_servers: int):
     options = ("--api-server-count", str(num_servers), "--data-parallel-size", "2")
     server = start("--executor", "fake", *options)
     with ThreadPoolExecutor(16) as pool:
