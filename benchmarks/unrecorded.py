@@ -71,10 +71,10 @@ def api_server() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if ipc.PARENT_DIR in os.environ:  # which only engines get
+        engine()
+    elif len(sys.argv) > 1:
         incarnations.ENGINE_MODULE = process_tree.API_MODULE = "benchmarks.unrecorded"
         sys.exit(cli.main())
-    elif ipc.PARENT_DIR in os.environ:  # which only engines get
-        engine()
     else:
         api_server()
