@@ -67,7 +67,7 @@ def test_prompts_of_others_in_the_same_steps():
     steps += [step(15, 54, 114, {"b": 100}), step(16, 114, 174, {"b": 75, "c": 25})]
     steps += decoding(17, 174, 194)
     found = account(marks, steps, "own")
-    assert milliseconds(found)["neighbour_prefill"] == 100  # of 120: they decode, too
+    assert milliseconds(found)["neighbour_prefill"] == 100  # not all 120: they decode, too
     assert milliseconds(found)["decode"] == 80
     assert found.largest_wait == "neighbour_prefill"
     assert {name: (n.num_tokens, n.ns / MS) for name, n in found.neighbours.items()} == {

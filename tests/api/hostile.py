@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from servd.api.openapi import document
 from servd.api.routes import load_routers
 
-MAX_TOKENS = 4  # of those that are answered
+MAX_TOKENS = 4  # for those that are answered
 
 NUMBERS: list[Any] = [
     0, -1, 1, 2, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, -0.0, 1e-320, 1e308, True, False,

@@ -31,7 +31,7 @@ async def test_choices_come_best_first_and_one_beam_is_greedy(served):
     assert answer["choices"][0]["text"] == output_text(prompt, 4)
     assert len({choice["text"] for choice in answer["choices"]}) == 3
     assert answer["usage"]["completion_tokens"] == 12
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 32  # of the search before
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 32  # from the search before
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
 
 

@@ -189,7 +189,7 @@ async def test_logprobs_of_named_tokens(http):
                 list(top) == [token_id, token_id + 1, 10, 256]
                 and len(position["top_logprobs"]) == 4
             )
-            for other, logprob in top.items():  # of the fake model
+            for other, logprob in top.items():  # the fake model's
                 assert math.isclose(logprob, -((other - token_id) % 257 + 1) * math.log(2))
     body |= {"messages": user("hi"), "max_tokens": 6, "stream": True}
     chunks = events((await http.post(CHAT, json=body)).text)

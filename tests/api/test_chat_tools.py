@@ -65,7 +65,7 @@ TEMPLATE = """\
 {%- endif %}"""
 TOOL_TEMPLATE = TEMPLATE.replace("THINKING", "false").replace(
     "</think>", ""
-)  # of a model that does not think
+)  # a model that does not think
 PLAIN = "{{ messages[0].content }}\n"
 THINKING_TEMPLATE = TEMPLATE.replace("THINKING", "true")
 

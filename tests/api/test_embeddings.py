@@ -19,7 +19,7 @@ from tests.api.harness import MODEL, Served, chat_prompt, until, user
 from tests.api.test_errors import check
 
 EMBEDDINGS = "/v1/embeddings"
-SIZE = 16  # of the fake model's vectors
+SIZE = 16  # numbers in a vector of the fake model
 
 
 def expected(text: str, **params) -> list[float]:

@@ -191,7 +191,7 @@ async def test_a_model_that_is_never_idle_makes_room_in_time(tmp_path):
 async def test_an_answer_that_is_not_read_holds_up_no_other_model(tmp_path):
     async with front(tmp_path, "one", "two") as (http, servers):
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
-        served = servers.served["one"]  # of which sleep does not wait for its engine
+        served = servers.served["one"]  # sleep does not wait for its engine
         served.engine.step_seconds = 0.05
         long = {**BODY, "model": "one", "max_tokens": 4000, "stream": True}
         async with http.stream("POST", COMPLETIONS, json=long) as slow:

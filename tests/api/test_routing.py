@@ -156,7 +156,7 @@ def test_equal_prompts_are_shared_out_and_nothing_is_left_when_they_end():
     for i, each in enumerate(sent):
         if i % 3:  # else its client left before
             each.answer(384)
-            each.answer(384)  # of the second choice
+            each.answer(384)  # the second choice's
         each.end([7, 9])
     assert routers[0]._sum(0) == pytest.approx([0, 0, 0, 0])
     assert FIRST_GUESS > routers[0].expected_output > 8

@@ -68,7 +68,7 @@ def test_the_engine_learns_of_a_dead_client_and_others_continue():
             proc.outputs.put((2, outputs))
             assert inboxes[2].recv(30) == outputs
         assert proc.inputs.get() == ClientGone(1)
-        proc.outputs.put((1, outputs))  # of a request that was being compiled
+        proc.outputs.put((1, outputs))  # for a request that was being compiled
         assert proc.inputs.get(timeout=30) == ClientGone(1)
     finally:
         proc.outputs.put(None)
@@ -80,7 +80,7 @@ def test_the_engine_learns_of_a_dead_client_and_others_continue():
 @pytest.mark.parametrize(
     "other",
     [
-        "",  # of a version that has no identity
+        "",  # from a version that has no identity
         identity(Config.load({"tokenizer": "./other"}), FAKE_SPEC),
         identity(Config(), msgspec.structs.replace(FAKE_SPEC, vocab_size=1000)),
         identity(Config(), FAKE_SPEC).replace("servd 0", "servd 99"),

@@ -45,7 +45,7 @@ def metrics(server: Server, is_open: bool = False) -> dict[str, float]:
 
 
 def usage_of(server: Server, body: dict[str, Any]) -> dict[str, int]:
-    """Of an answer on a connection of its own."""
+    """Those of an answer on a connection of its own."""
     answer = httpx.post(f"{server.url}/v1/completions", json=body).raise_for_status()
     if "stream" not in body:
         return answer.json()["usage"]

@@ -90,7 +90,7 @@ def make_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 
 def options_for(folder: Path) -> dict[str, Any]:
-    """Of an LLM."""
+    """Those of an LLM."""
     small = {"kv_cache_memory": 1 << 22, "check_vectors": False}
     return {"model": str(folder), "device": "cpu", **small}
 

@@ -52,7 +52,7 @@ CLASSES = {
     "stablelm": "StableLmForCausalLM",
 }
 NUM_OUTPUTS = 6
-TOLERANCE = 1e-4  # of logits, beside the largest
+TOLERANCE = 1e-4  # between logits, beside the largest
 
 
 def check(folder: Path, **options: object) -> None:
@@ -161,7 +161,7 @@ def test_memory_is_planned_for_a_model_of_transformers(tmp_path: Path):
     folder = make(tmp_path, "gemma4_text", CLASSES["gemma4_text"])
     sizes = plan(config_for(folder), hf.read_spec(folder)).sizes
     weights = sum(weight.nbytes for weight in build(folder).parameters())
-    assert abs(sizes.weights - 2 * weights) < weights / 4  # of float32, packed in whole panels
+    assert abs(sizes.weights - 2 * weights) < weights / 4  # float32, packed in whole panels
 
 
 def test_a_config_that_transformers_refuses_is_a_refusal(tmp_path: Path):

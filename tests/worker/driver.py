@@ -44,7 +44,7 @@ class LogitsSpy:
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        self.rows: list[torch.Tensor] = []  # of the last call
+        self.rows: list[torch.Tensor] = []  # the last call's
 
     def __call__(self, logits: torch.Tensor, *args: Any) -> SamplerOutput:
         self.rows = list(logits.clone())

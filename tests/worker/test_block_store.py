@@ -27,7 +27,7 @@ class Rank(Parallel):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [(4, 2, 6), (1, 3, 1), (2, 32)])  # of a block
+@pytest.mark.parametrize("shape", [(4, 2, 6), (1, 3, 1), (2, 32)])  # a block's
 def test_each_rank_gets_its_own_part_of_a_block_back(dtype, shape):
     def bits(cache: torch.Tensor) -> torch.Tensor:
         return cache.view(torch.uint8)

@@ -64,7 +64,7 @@ def test_a_device_that_reads_late_gets_everything(
     source = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     if transposed and source.dim() == 2:
         source = source.t().contiguous().t()
-    target = torch.full(shape, torch.nan)  # of another type
+    target = torch.full(shape, torch.nan)  # another type
     copy = Staging(chunk_bytes=64)
     for _ in range(2):
         copy(target.as_subclass(LazyTensor), source)

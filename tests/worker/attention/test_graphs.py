@@ -24,7 +24,7 @@ STEPS = [
     ([2, 0], [16, 79]),
     ([1, 3, 0], [94, 1, 31]),
 ]  # slots, positions
-NUM_ROWS = 4  # of the graph
+NUM_ROWS = 4  # the graph's
 
 
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:

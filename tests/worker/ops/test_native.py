@@ -132,7 +132,7 @@ def test_libraries_with_integer_sums_give_the_same_bits(
 
 @pytest.mark.usefixtures("kernels")
 def test_numbers_without_a_second_term_are_multiplied_exactly():
-    """Of infinity and of what bfloat16 holds, nothing is left."""
+    """Nothing is left of infinity and of what bfloat16 holds."""
     x = torch.tensor([[torch.inf, 1.0], [-2.0, 2.0**-126], [torch.nan, 0.0]])
     packed = PackedMatrix(torch.tensor([[1.0, 0.0], [2.0, 4.0]]).bfloat16())
     expected = torch.tensor([[torch.nan, torch.inf], [-2.0, -4.0], [torch.nan, torch.nan]])

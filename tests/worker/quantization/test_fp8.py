@@ -15,7 +15,7 @@ from servd.errors import ConfigError, UnsupportedModel
 from servd.worker.quantization.fp8 import check_device, quantize, round_rows
 from tests.worker.driver import Driver, config_for
 
-ROUNDING = 2.0**-4  # of a number of e4m3, at most
+ROUNDING = 2.0**-4  # the most for a number of e4m3
 
 
 def test_products_are_exact_but_for_the_rounding_of_both_factors(device: torch.device):
@@ -121,7 +121,7 @@ def test_outputs_are_close_to_those_without(
             config_for(tiny_llama, device=device.type, dtype=dtype, block_size=16, **changed)
         )
         slot = driver.add([5, 17, 99, 200, 31, 8, 44, 3])
-        driver.generate([slot], 2)  # of a prompt, and of a step of one token
+        driver.generate([slot], 2)  # a prompt, and a step of one token
         logits.append(driver.logits[slot][0].log_softmax(-1).cpu())
         assert driver.logits[slot][1].isfinite().all()
     divergence = torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="sum")

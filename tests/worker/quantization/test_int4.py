@@ -79,4 +79,4 @@ def test_a_matrix_takes_its_form_before_the_next_is_read(
     )
     monkeypatch.setattr(Matrix, "load", spy)
     Driver(config_for(tiny_llama, quantization="int4"))
-    assert unformed and max(unformed) <= 3  # of one layer: q, k, v and gate, up come in any order
+    assert unformed and max(unformed) <= 3  # one layer's: q, k, v and gate, up come in any order

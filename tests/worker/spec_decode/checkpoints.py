@@ -57,7 +57,7 @@ def medusa(target: Path, folder: Path, num_layers: int = 2) -> dict[str, Any]:
     return {"num_speculative_tokens": NUM_HEADS} | write(folder, config, tensors)
 
 
-HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 16, 72  # of the layers below
+HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 16, 72  # for the layers below
 
 
 def layer(prefix: str, size: int, inputs: int) -> dict[str, Tensor]:

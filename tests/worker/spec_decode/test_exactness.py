@@ -74,7 +74,7 @@ def make_echo(target: Path, folder: Path) -> None:
             weight.copy_(embedding[:: len(embedding) // len(weight)])
         elif name == "d2t":  # a vocabulary of every other token, from the first on
             weight -= 1
-        elif name == "fc.weight":  # of the embedding, or the first of the features
+        elif name == "fc.weight":  # the embedding's, or that of the first features
             weight.zero_()[:, : len(weight)].fill_diagonal_(1.0)
         elif name.startswith("blocks.") or name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.zero_()
