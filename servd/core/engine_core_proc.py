@@ -251,7 +251,9 @@ class EngineCoreProc:
         """See the function of this name; from now on the collector ignores what this made."""
         self.executor, worker = start_executor(config, self.start.spec, progress)
         self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
-        gc.collect()
+        # What is older than a model that wakes up was looked at when it fell asleep: a tenth of a
+        # second, of the third that it takes to wake a small one.
+        gc.collect(2 if self.ready is None else 1)
         gc.freeze()
         return self.executor, worker
 
@@ -265,6 +267,7 @@ class EngineCoreProc:
         self.executor = None
         engine.forget_workers()
         gc.collect()
+        gc.freeze()  # else the end of the process looks at all that is imported, for half a second
         ctypes.CDLL(None).malloc_trim(0)  # glibc would keep most of it
         logger.info("asleep: weights and KV cache are freed")
         self.say_asleep(True)
