@@ -99,9 +99,12 @@ class ModelServers:
             server = self._known(owner)
         if server is not None:
             return server
+        where, known = self.models.path.name, [server.name for server in self.there]
+        if not known:
+            raise UnknownModel(f"no model is served here yet: {where} has none", param="model")
         raise UnknownModel(
-            f"the model {(name or '')[:200]!r} is not served here: {self.models.path.name} has "
-            f"{', '.join(server.name for server in self.there[:MOST_NAMED]) or 'none'}",
+            f"the model {(name or '')[:200]!r} is not served here: {where} has "
+            f"{', '.join(known[:MOST_NAMED])}",
             param="model",
         )
 

@@ -293,6 +293,13 @@ async def test_the_folder_is_read_again(tmp_path):
         assert servers.most_awake == 1  # that of the one that is gone has made room
 
 
+async def test_a_folder_without_models_says_so(tmp_path):
+    async with front(tmp_path) as (http, _):
+        for answer in (await http.post(COMPLETIONS, json=BODY), await http.get("/v1/cache")):
+            assert answer.status_code == 404
+            assert "no model is served here yet" in answer.json()["error"]["message"]
+
+
 async def test_folders_in_folders_and_single_files(tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     make(tmp_path / "org" / "inner")
