@@ -114,7 +114,7 @@ def proc():
     folder.rmdir()
 
 
-def test_nobody_waits_for_a_client_that_dies_while_it_attaches(proc, inbox, outbox):
+def test_nobody_waits_for_a_client_that_dies_while_it_attaches(proc: Any, inbox: Any, outbox: Any):
     gone = ipc.address(proc.start.ipc_dir, "client-3")
     for at in (gone, "not an address"):
         outbox.send(Attach(3, at, identity(Config(), FAKE_SPEC)))
@@ -126,14 +126,14 @@ def test_nobody_waits_for_a_client_that_dies_while_it_attaches(proc, inbox, outb
 
 
 @pytest.fixture
-def inbox(proc):
+def inbox(proc: Any):
     inbox: Inbox[ToEngine] = Inbox(ipc.address(proc.start.ipc_dir, "engine"), ToEngine)
     yield inbox
     inbox.close()
 
 
 @pytest.fixture
-def outbox(inbox):
+def outbox(inbox: Any):
     outbox = Outbox(inbox.at)
     yield outbox
     outbox.close()
@@ -150,7 +150,9 @@ def outbox(inbox):
         (make_request("a", [2**32], client=2), ["a"]),
     ],
 )
-def test_a_request_that_cannot_be_read_ends_with_an_error(proc, inbox, outbox, message, ended):
+def test_a_request_that_cannot_be_read_ends_with_an_error(
+    proc: Any, inbox: Any, outbox: Any, message: Any, ended: Any
+):
     outbox.send(message)
     proc.receive(inbox)
     client, answer = proc.outputs.get(timeout=0)
@@ -165,7 +167,9 @@ def test_a_request_that_cannot_be_read_ends_with_an_error(proc, inbox, outbox, m
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\xa1\xff", b"\x91" * 5000, b"\x92\xa1a\x01"])
-def test_a_message_that_is_no_request_is_logged_and_dropped(proc, inbox, outbox, caplog, data):
+def test_a_message_that_is_no_request_is_logged_and_dropped(
+    proc: Any, inbox: Any, outbox: Any, caplog: pytest.LogCaptureFixture, data: Any
+):
     outbox.socket.send(data)
     proc.receive(inbox)
     assert proc.inputs.empty() and proc.outputs.empty()
@@ -182,7 +186,7 @@ def test_all_requests_of_a_client_are_dropped():
 
 
 @pytest.fixture
-def running(proc):
+def running(proc: Any):
     """A process's busy loop in a thread, over the fake executor."""
     options = {"executor": "fake", "max_num_seqs": 4, "max_num_batched_tokens": 64}
     options |= {"max_model_len": 256, "sleep_idle_seconds": 600.0}
@@ -197,7 +201,9 @@ def running(proc):
 def next_of(proc: EngineCoreProc, kind: type) -> Any:
     """The next message of this kind that a client would get."""
     while True:
-        _, message = proc.outputs.get(timeout=30)
+        item = proc.outputs.get(timeout=30)
+        assert item is not None
+        _, message = item
         if isinstance(message, kind):
             return message
 
@@ -214,7 +220,7 @@ def output_of(proc: EngineCoreProc) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running):
+def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running: Any):
     prompt = [*range(40)]
     ask = partial(make_request, "a", prompt, max_tokens=20, ignore_eos=True)
     assert not next_of(running, EngineReady).is_asleep
@@ -238,7 +244,7 @@ def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_grammar_from_before_the_sleep_rules_nobody_after_it(running):
+def test_a_grammar_from_before_the_sleep_rules_nobody_after_it(running: Any):
     """The slot is the next request's, which no worker was told to free."""
     prompt, output = [*range(40)], StructuredOutput("regex", "ab")
     ruled = make_request("a", prompt, max_tokens=20, structured_output=output)
@@ -252,7 +258,9 @@ def test_a_grammar_from_before_the_sleep_rules_nobody_after_it(running):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_wakes_with_as_many_blocks_as_it_had(running, monkeypatch):
+def test_an_engine_wakes_with_as_many_blocks_as_it_had(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+):
     num_blocks = next_of(running, EngineReady).worker.num_blocks
     for now_free in (num_blocks // 2, 2 * num_blocks):
         running.inputs.put(Sleep())
@@ -264,7 +272,9 @@ def test_an_engine_wakes_with_as_many_blocks_as_it_had(running, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_comes_after_one_that_slept_sleeps_when_idle(proc, monkeypatch):
+def test_an_engine_that_comes_after_one_that_slept_sleeps_when_idle(
+    proc: Any, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(engine_core_proc, "IDLE", 0.05)
     proc.was_asleep = True
     proc.start.config = resolve(Config.load({"executor": "fake"}), FAKE_SPEC, Machine())
