@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
-from msgspec import UNSET
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -133,7 +132,7 @@ class Front:
                 f"the model {server.name} is stopped, and {request.method} starts none: what needs "
                 f"it does, and POST /wake_up?model={quote(server.name)}"
             )
-        elif named.keep_alive is UNSET:
+        elif not named.keep_alive:
             visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
         else:
             visit = self.servers.serving(server, seconds_of(named.keep_alive))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import Any
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 
 from servd.errors import InvalidRequest
@@ -15,7 +13,8 @@ from servd.errors import InvalidRequest
 BEGINS_JSON = (b"{", b" ", b"\n", b"\r", b"\t")
 SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s|m|h|)")
-DURATION = re.compile(rf"(?P<sign>-?)(?P<duration>(?:{PART.pattern})+)", re.ASCII)
+# Possessive: that digits end at any of them would be tried in every combination.
+DURATION = re.compile(rf"(?P<sign>-?)(?P<duration>(?:{PART.pattern})++)", re.ASCII)
 MAX_KEEP_ALIVE = 1e8  # seconds, three years
 
 
@@ -23,7 +22,7 @@ class Named(msgspec.Struct):
     """What the front reads of a body."""
 
     model: str | None = None
-    keep_alive: Any = UNSET
+    keep_alive: msgspec.Raw = msgspec.Raw()  # JSON, whatever it is: the model is read; else empty
 
 
 def read(request: Request, body: bytes) -> Named:
@@ -37,18 +36,25 @@ def read(request: Request, body: bytes) -> Named:
     return Named(found.model or asked, found.keep_alive)
 
 
-def seconds_of(keep_alive: Any) -> float | None:
+def seconds_of(keep_alive: msgspec.Raw) -> float | None:
     """Ollama's `keep_alive`: seconds, or text such as "5m"; None, for ever, where it is negative.
 
     Raises:
         InvalidRequest: it is neither.
     """
-    parts = DURATION.fullmatch(str(keep_alive))
-    if parts is None or isinstance(keep_alive, bool):
+    seconds: float | None = None
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        given = msgspec.json.decode(keep_alive, type=float | str)
+        if isinstance(given, float):
+            seconds = given
+        elif parts := DURATION.fullmatch(given):
+            found = PART.findall(parts["duration"])
+            seconds = sum(float(number) * SECONDS[unit] for number, unit in found)
+            seconds = -1.0 if parts["sign"] else seconds
+    if seconds is None:
+        shown = bytes(keep_alive)[:32].decode(errors="replace")
         raise InvalidRequest(
-            f'keep_alive must be seconds or a duration such as "5m" or "1h30m", got '
-            f"{str(keep_alive)[:32]!r}",
+            f'keep_alive must be seconds or a duration such as "5m" or "1h30m", got {shown}',
             param="keep_alive",
         )
-    seconds = sum(float(number) * SECONDS[unit] for number, unit in PART.findall(parts["duration"]))
-    return None if parts["sign"] else min(seconds, MAX_KEEP_ALIVE)
+    return None if seconds < 0 else min(seconds, MAX_KEEP_ALIVE)

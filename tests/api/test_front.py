@@ -16,13 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from servd import log
 from servd.api.auth import Keys
 from servd.api.front import create_front
 from servd.api.front_server import check
-from servd.api.model_request import seconds_of
+from servd.api.model_request import MAX_KEEP_ALIVE, seconds_of
 from servd.api.model_server import ModelServer
 from servd.api.model_servers import ModelServers
 from servd.config import Config
@@ -439,21 +440,39 @@ async def test_who_looks_wakes_nothing_up(tmp_path: Path):
         assert (await http.get("/is_sleeping", params=one)).json() == {"is_sleeping": True}
 
 
+def keep_alive(given: Any) -> float | None:
+    return seconds_of(msgspec.Raw(json.dumps(given).encode()))
+
+
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [
         (5, 5.0), ("5m", 300.0), ("1h30m", 5400.0), ("1.5s", 1.5), ("100ms", 0.1), ("7", 7.0),
-        (0, 0.0), (-1, None), ("-1m", None),
+        (0, 0.0), (-1, None), ("-1m", None), (1e17, MAX_KEEP_ALIVE), (1e-5, 1e-5),
     ],
 )  # fmt: skip
 def test_keep_alive_is_ollamas(given: Any, seconds: Any):
-    assert seconds_of(given) == seconds
+    assert keep_alive(given) == seconds
 
 
-@pytest.mark.parametrize("given", ["", "soon", True, None, [5], "5 m", "1e9", {}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "", "soon", True, None, [5], "5 m", "1e9", {}, float("inf"),
+        "1" * 10_000 + "x",  # once a match for each way to cut it in parts was tried
+    ],
+)  # fmt: skip
 def test_keep_alive_that_is_no_duration(given: Any):
     with pytest.raises(InvalidRequest, match="keep_alive"):
-        seconds_of(given)
+        keep_alive(given)
+
+
+async def test_a_wrong_keep_alive_hides_no_model(tmp_path: Path):
+    async with front(tmp_path, "one", "two") as (http, servers):
+        content = b'{"model": "two", "prompt": "a", "keep_alive": ' + b"9" * 5000 + b"}"
+        answer = await http.post(COMPLETIONS, content=content)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "keep_alive"
+        assert servers.launched == []
 
 
 async def test_a_model_is_kept_as_long_as_its_last_request_says(tmp_path: Path):
