@@ -103,9 +103,12 @@ class AsyncLLM:
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
         self.engines = [
-            EngineClient(rank, config, client, output_processor, tracer, own, self._engine_changed)
+            EngineClient(
+                rank, config, client, output_processor, tracer, own,
+                self._engine_changed, self._move,
+            )
             for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))
-        ]
+        ]  # fmt: skip
         self.loop = FairLoop()
         self.has_changed = asyncio.Event()
         self._threads = FairThreads(NUM_THREADS, "prepare")
@@ -310,7 +313,6 @@ class AsyncLLM:
     def _end(self, request_id: str) -> None:
         for engine in self.engines:  # one of them has it
             engine.end(request_id)
-        self._move()
 
     def _engine_changed(self, engine: EngineClient) -> None:
         """Called when an engine begins to serve, falls asleep, wakes, has died, or is gone."""
@@ -325,15 +327,15 @@ class AsyncLLM:
             if engine.is_asleep or not engine.is_ready:
                 self.router.forget(engine.rank)
             self.router.start_anew()
-            self._move()
 
     def _move(self) -> None:
         """Let requests whose engine restarts go on where they can at once."""
         lost = [engine for engine in self.engines if engine.recovery.is_restarting]
         if self.router is None or not lost:
             return
-        free = {each.rank: each.num_free_slots for each in self.engines if each.is_ready}
-        for engine in lost:
+        ready = [each for each in self.engines if each.is_ready]
+        free = {each.rank: slots for each in ready if (slots := each.num_free_slots) > 0}
+        for engine in lost if free else []:
             for request_id in engine.recovery.movable():
                 running = engine.running[request_id]
                 num_choices = running.prepared.params.n

@@ -66,6 +66,7 @@ class EngineClient:
         metrics: counts, under this rank.
         on_change: called when the engine begins to serve, falls asleep, wakes, has died, or is
             gone for ever.
+        on_report: called whenever the engine has said something.
     """
 
     status: EngineStatus | EngineReady | EngineDeadMessage
@@ -79,6 +80,7 @@ class EngineClient:
         tracer: Tracer,
         metrics: Metrics,
         on_change: Callable[[EngineClient], None],
+        on_report: Callable[[], None],
     ) -> None:
         self.rank = rank
         self.config = config
@@ -86,7 +88,7 @@ class EngineClient:
         self.outputs = outputs
         self.tracer = tracer
         self.metrics = metrics
-        self.on_change = on_change
+        self.on_change, self.on_report = on_change, on_report
         self.status = EngineStatus("starting the engine")
         self.stats = SchedulerStats()
         self.loading_since = time.monotonic()
@@ -122,9 +124,11 @@ class EngineClient:
 
     @property
     def num_free_slots(self) -> int:
-        """Requests that it could begin at once, as far as is known."""
-        most = self.config.scheduler.max_num_seqs or 0
-        return most - self.stats.num_running - self.stats.num_waiting
+        """Requests that it could begin at once, as far as is known: its last report is older than
+        what it was sent since, and knows of other API servers' requests.
+        """
+        reported = self.stats.num_running + self.stats.num_waiting
+        return (self.config.scheduler.max_num_seqs or 0) - max(reported, len(self.open_ids()))
 
     def end(self, request_id: str) -> None:
         """Forget a prompt, if this engine has it, and abort its unfinished choices."""
@@ -201,6 +205,7 @@ class EngineClient:
                 asyncio.get_running_loop().call_soon(self._receive)
                 break
         self._take_outputs(outputs)
+        self.on_report()
 
     def _take_status(self, message: FromEngine) -> None:
         match message:
@@ -229,8 +234,8 @@ class EngineClient:
                 if message.is_asleep:
                     self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
                 self.metrics.observe_ready(message, self.config)
+                self.recovery.engine_ready()  # before others' requests come
                 self.on_change(self)
-                self.recovery.engine_ready()
             case EngineStatus():
                 self.status = message
 

@@ -149,15 +149,8 @@ class InProcessEngine:
 
     def revive(self) -> None:
         """The next one is ready, as an API server hears that followed."""
-        config = self.config
-        self.tell(
-            EngineReady(
-                self.worker,
-                config.model.max_model_len or 0,
-                config.cache.block_size,
-                incarnation=self.incarnation,
-            )
-        )
+        self.ready = msgspec.structs.replace(self.ready, incarnation=self.incarnation)
+        self.tell(self.ready)
 
     def tell(self, message: FromEngine) -> None:
         """Say something to the API room."""

@@ -175,7 +175,7 @@ async def test_requests_move_to_free_slots_alone():
     """Behind a queue they might wait for longer than for the next engine."""
     async with serve(data_parallel_size=2, max_num_seqs=2) as served:
         for engine in served.engines:
-            engine.step_seconds = 0.001
+            engine.step_seconds = 0.002
         lost, kept = served.async_llm.engines
         busy = [asyncio.create_task(post(served, 1, max_tokens=4000)) for _ in range(2)]
         await until(lambda: kept.stats.num_running == 2)
@@ -187,6 +187,7 @@ async def test_requests_move_to_free_slots_alone():
         busy[0].cancel()
         for i, task in enumerate(tasks):  # in the place that became free, one after the other
             assert texts(await task) == [output_text(f"p{i}", 200)]
+        assert not busy[1].done()
         busy[1].cancel()
 
 
@@ -201,6 +202,7 @@ async def test_who_waits_for_all_engines_goes_on_in_the_first_that_is_there():
         for i, task in enumerate(tasks):
             assert texts(await task) == [output_text(f"p{i}", 200)]
         assert not prompts(served.engines[0])
+        assert sorted(prompts(served.engines[1])) == ["p0", "p1", "p2", "p3"], "each is sent once"
 
 
 async def test_an_empty_prefix_cache_attracts_nobody():
@@ -214,7 +216,7 @@ async def test_an_empty_prefix_cache_attracts_nobody():
             size = len(request.prompt_token_ids)
             assert router._cached(sums, size)[rank] > 300
             if rank:
-                assert (await served.http.post("/sleep")).status_code == 200
+                assert (await served.http.post("/sleep")).json() == {"is_sleeping": True}
             else:
                 engine.die()
                 await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
