@@ -19,6 +19,7 @@ from servd.params import PoolingParams
 ENCODERS = frozenset({"bert", "modernbert", "roberta", "xlm-roberta"})
 # Set in the id of each token of the second of two texts, inside a worker.
 SECOND_TEXT = 1 << 30
+PAGE_HEAD = 4096  # bytes of a README.md, which begins with what the hub sorts it under
 MODES = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean",
          "lasttoken": "last"}  # fmt: skip
 Task = Literal["generate", "embed", "classify"]
@@ -53,6 +54,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     # A score is the logit of the first of these tokens after the last one of a chat of a query and
     # a document, less that of the second if there is one. Empty: it is a head's.
     score_tokens: list[int] = []
+    has_scores: bool = True  # else it scores pairs in a way of its own, which its files do not say
     # What makes probabilities of the head's numbers, and a score of its only one.
     activation: Literal["softmax", "sigmoid", "identity"] = "softmax"
     score_activation: Literal["sigmoid", "identity"] = "sigmoid"
@@ -169,7 +171,7 @@ def read(spec: ModelSpec) -> PoolingSpec:
         )
     modules = _load(folder / "modules.json", []) if spec.folder else []
     if not modules and not sees_all:
-        return PoolingSpec(**found)
+        return PoolingSpec(**found, has_scores=not _is_reranker(folder))
     found |= {"pooling": "mean" if sees_all else "last", "normalize": False, "dense": []}
     for module in modules:
         kind, place = str(module["type"]).rpartition(".")[2], folder / module["path"]
@@ -185,6 +187,15 @@ def read(spec: ModelSpec) -> PoolingSpec:
         elif kind != "Transformer":
             raise UnsupportedModel(f"{folder}/modules.json: a module of type {kind} is unknown")
     return PoolingSpec(task="embed", **found, **_texts(spec, folder))
+
+
+def _is_reranker(folder: Path) -> bool:
+    """Whether a model is for pairs of texts by its name, or by what its page is sorted under."""
+    is_of_hub = folder.parent.name == "snapshots"
+    name = folder.parent.parent.name if is_of_hub else folder.name
+    page = folder / "README.md"
+    head = page.read_bytes()[:PAGE_HEAD] if page.is_file() else b""
+    return "rerank" in name.lower() or b"pipeline_tag: text-ranking" in head
 
 
 def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:

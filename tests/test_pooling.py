@@ -54,6 +54,25 @@ def test_a_model_that_writes_text_has_vectors_too(tmp_path):
             files.check("classify")
 
 
+@pytest.mark.parametrize(
+    ("name", "page", "has_scores"),
+    [
+        ("Qwen3-Reranker-0.6B", "", False),
+        ("models--Qwen--Qwen3-Reranker-0.6B/snapshots/1a2b", "", False),
+        ("model", "---\nlicense: mit\npipeline_tag: text-ranking\n---", False),
+        ("rerankers/model", "", True),
+        ("model", "---\npipeline_tag: text-generation\n---", True),
+    ],
+)
+def test_a_reranker_whose_files_do_not_say_how_has_no_scores(tmp_path, name, page, has_scores):
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text(page)
+    assert read(folder, "qwen3", "Qwen3ForCausalLM").has_scores is has_scores
+    write(folder, modules=modules("LogitScore"), LogitScore__config={"true_token_id": 7})
+    assert read(folder, "qwen3", "Qwen3ForCausalLM").has_scores
+
+
 def test_an_encoder_without_further_files_embeds_by_the_mean(tmp_path):
     files = read(tmp_path)
     assert (files.task, files.pooling, files.normalize) == ("embed", "mean", False)

@@ -93,9 +93,17 @@ async def compare(
     one cosines of embeddings; with the arguments of `embed`.
 
     Raises:
-        InvalidRequest: the model's head sorts into classes; and see `embed`.
+        InvalidRequest: the model's head sorts into classes, or its files do not say how it scores;
+            and see `embed`.
     """
     pooling = context_of(request).async_llm.processor.pooling
+    if not pooling.has_scores:
+        raise InvalidRequest(
+            "the model is a reranker by its name or README.md, and its files do not say how it "
+            "scores: cosines would be wrong. Add modules.json with a LogitScore, as "
+            "docs/embeddings.md shows for Qwen3-Reranker",
+            param="model",
+        )
     if pooling.task != "classify":
         params = PoolingParams(pooling=body.pooling, normalize=True)
         vectors = await embed(request, prefix, [*firsts, *seconds], params, body.request_options)

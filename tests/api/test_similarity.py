@@ -110,6 +110,17 @@ async def test_pooling(http):
     assert answer["data"][0]["data"] == pytest.approx(expected(chat_prompt("x")))
 
 
+async def test_cosines_of_a_reranker_are_refused(served: Served):
+    served.async_llm.processor.pooling = PoolingSpec(size=SIZE, has_scores=False)
+    for path, body in [
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ]:
+        assert "LogitScore" in check(await served.http.post(path, json=body), 400, "model")
+    answer = await served.http.post("/v1/embeddings", json={"input": "a"})
+    assert answer.status_code == 200
+
+
 @pytest.mark.parametrize("asked", [{"pooling": "all"}, {"task": "token_embed"}], ids=str)
 async def test_a_vector_for_every_token(http, asked):
     body = {"input": ["abc", "d" * 100], "dimensions": 5, **asked}
