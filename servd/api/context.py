@@ -202,7 +202,8 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest(
-            f"Content-Type must be application/json, got {content_type[:100] or 'none'}"
+            f"Content-Type must be application/json, got {content_type[:100] or 'none'}: send the "
+            "header (with curl, -H 'Content-Type: application/json')"
         )
     request.state.received_ns, request.state.num_bytes = now_ns(), len(data)
     context = context_of(request)

@@ -103,7 +103,7 @@ class ModelServers:
         if not known:
             raise UnknownModel(f"no model is served here yet: {where} has none", param="model")
         raise UnknownModel(
-            f"the model {(name or '')[:200]!r} is not served here: {where} has "
+            f"the model {(name or '')[:200]!r} is not served here; the folder {where} has "
             f"{', '.join(known[:MOST_NAMED])}",
             param="model",
         )
