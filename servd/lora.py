@@ -85,7 +85,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 ALTERNATIVES = re.compile(r"\((?:\?:)?[\w.\\|]*\)")  # a group of plain names in a pattern
 CHOICES = re.compile(r"(?<!\()[*+?{]|\|")  # what may match in several ways
-REPEATED_GROUP = re.compile(r"\)[*+?{]")
+REPEATED_GROUP = re.compile(r"\)[*+?{]|\s")  # white space may stand between (?x: and its end
 LAYER = re.compile(r"\w+\.\d+\..+")
 MAX_CONFIG, MAX_HEADER = 1 << 20, 1 << 24  # bytes
 MAX_NAME, MAX_PATTERNS = 256, 256  # characters of a tensor's name; patterns of ranks or alphas
@@ -259,18 +259,21 @@ class AdapterFiles:
         patterns: dict[str, float] = self.config.get(pattern) or {}
         if len(patterns) > MAX_PATTERNS:
             raise self._error(f"{pattern} has {len(patterns)} entries, at most {MAX_PATTERNS}")
-        began = time.monotonic()
-        for ending in patterns:
+        value = None
+        for ending, found in patterns.items():
             if not _is_simple(ending):  # it could take any time, and hold up all threads meanwhile
                 raise self._error(
                     f"{pattern} {ending[:80]!r} repeats more than {MAX_CHOICES} parts or groups, "
-                    "or has as many groups of alternatives"
+                    "or has as many groups of alternatives, or white space"
                 )
-        fitting = (e for e in patterns if re.fullmatch(rf"(.*\.)?({e})", module))
-        value = patterns.get(next(fitting, ""))
-        self._pattern_seconds += time.monotonic() - began
-        if self._pattern_seconds > PATTERN_SECONDS:
-            raise self._error(f"{pattern} takes too long to compare: name modules in full")
+            began = time.monotonic()
+            fits = re.fullmatch(rf"(.*\.)?({ending})", module)
+            self._pattern_seconds += time.monotonic() - began
+            if self._pattern_seconds > PATTERN_SECONDS:
+                raise self._error(f"{pattern} takes too long to compare: name modules in full")
+            if fits:
+                value = found
+                break
         value = self.config.get(key) if value is None else value
         return 8 if value is None else value  # PEFT's default, of r and lora_alpha
 

@@ -57,6 +57,7 @@ def test_factors_follow_patterns(tmp_path: Path, config, scale: float):
         ({"rank_pattern": {"(q|q.|.q|..)" * 20 + "Q": 4}}, "groups of alternatives"),
         ({"rank_pattern": {"(q?.?)?" * 30 + "Q": 4}}, "repeats more than"),
         ({"rank_pattern": {"q?" * 100 + "Q": 4}}, "repeats more than"),
+        ({"rank_pattern": {r"(?x:(\w*) *)Q": 4}}, "repeats more than"),
         ({"alpha_pattern": {str(i): 4 for i in range(1000)}}, "has 1000 entries"),
         ({"more": "x" * (1 << 20)}, "at most 1048576 are read"),
     ],
