@@ -181,6 +181,8 @@ class Front:
                 async for chunk in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
+            except httpx.TransportError as error:  # uvicorn cuts the client's connection, too
+                logger.error("%s: its server has left an answer: %s", visit.server.name, error)
             finally:
                 await answer.aclose()
 

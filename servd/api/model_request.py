@@ -26,14 +26,21 @@ class Named(msgspec.Struct):
 
 
 def read(request: Request, body: bytes) -> Named:
-    """What a request names: in its JSON, its query, or X-Servd-Model."""
+    """What a request names: in its JSON, its query, or X-Servd-Model.
+
+    Raises:
+        InvalidRequest: its JSON cannot be read, by which no model need be loaded.
+    """
     found = Named()
     if body[:1] in BEGINS_JSON:
-        # Where it is wrong the model's server says so.
-        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
             found = msgspec.json.decode(body, type=Named)
+        except msgspec.ValidationError:
+            pass  # the model's server says what is wrong
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     asked = request.query_params.get("model") or request.headers.get("x-servd-model")
-    return Named(found.model or asked, found.keep_alive)
+    return Named(asked if found.model is None else found.model, found.keep_alive)
 
 
 def seconds_of(keep_alive: msgspec.Raw) -> float | None:

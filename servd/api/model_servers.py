@@ -21,7 +21,7 @@ from servd.api.protocol.models import ModelCard, ModelList
 from servd.api.start import StartModel
 from servd.child import Child
 from servd.config import Config
-from servd.errors import UnknownModel
+from servd.errors import Unavailable, UnknownModel
 from servd.lora import parse_module
 
 logger = logging.getLogger("servd.api")
@@ -54,6 +54,7 @@ class ModelServers:
         self.secret = secrets.token_urlsafe(32)  # with which the front asks, where keys are needed
         self.servers: dict[str, ModelServer] = {}
         self._numbers = 0
+        self._is_closed = False
         self._switch = asyncio.Lock()  # first come, first served
         self._stopping: set[asyncio.Task[None]] = set()  # they still have memory
         self._resting: set[asyncio.Task[None]] = set()
@@ -69,11 +70,13 @@ class ModelServers:
 
     def scan(self) -> None:
         """Take in the models that the folder has now. Of one that is gone, the server remains until
-        its turn to stop comes, and gets no requests.
+        its turn to stop comes, and gets no requests. Another one under its name needs it to stop.
         """
         servers = {name: server for name, server in self.servers.items() if server.runs}
         for name, model in self.models.read().items():
             server = servers[name] = self.servers.get(name) or ModelServer(model, self.secret)
+            if server.model != model and not (server.is_awake and server.model.is_there):
+                self._begin_to_stop(server)
             if not server.runs:
                 server.model = model
         self.servers = servers
@@ -235,6 +238,8 @@ class ModelServers:
             Unavailable: it ended before it was ready, or takes too long.
         """
         if not server.runs:
+            if self._is_closed:
+                raise Unavailable("the server is shutting down")
             logger.info("starting %s", server.name)
             server.is_awake = server.has_started = False
             await self._launch(server)
@@ -272,17 +277,23 @@ class ModelServers:
         server.child = Child(server.name, MODULE, start, env=env)
 
     async def _stop(self, server: ModelServer) -> None:
-        server.is_awake, server.loading_since = False, None
-        child, server.child = server.child, None
-        if child is not None:
-            timeout = self.config.server.shutdown_timeout + STOP_TIMEOUT
-            stopping = asyncio.ensure_future(asyncio.to_thread(child.stop, timeout))
-            self._stopping.add(stopping)
-            stopping.add_done_callback(self._stopping.discard)
+        if (stopping := self._begin_to_stop(server)) is not None:
             await asyncio.shield(stopping)  # whoever wanted that may leave
 
+    def _begin_to_stop(self, server: ModelServer) -> asyncio.Future[None] | None:
+        server.is_awake, server.loading_since = False, None
+        child, server.child = server.child, None
+        if child is None:
+            return None
+        timeout = self.config.server.shutdown_timeout + STOP_TIMEOUT
+        stopping = asyncio.ensure_future(asyncio.to_thread(child.stop, timeout))
+        self._stopping.add(stopping)
+        stopping.add_done_callback(self._stopping.discard)
+        return stopping
+
     async def close(self) -> None:
-        """Stop all servers."""
+        """Stop all servers; none is started any more."""
+        self._is_closed = True
         await asyncio.gather(*(self._stop(server) for server in self.servers.values()))
 
     def reload(self, config: Config) -> None:

@@ -305,6 +305,66 @@ async def test_the_folder_is_read_again(tmp_path: Path):
         assert servers.most_awake == 1  # that of the one that is gone has made room
 
 
+async def test_another_model_of_the_name_takes_the_place_of_one_that_is_gone(tmp_path: Path):
+    make_gguf(tmp_path / "one.gguf")
+    async with front(tmp_path) as (http, servers):
+        body = {**BODY, "model": "one"}
+        assert (await http.post(COMPLETIONS, json=body)).status_code == 200
+        (tmp_path / "one.gguf").unlink()
+        assert (await http.post(COMPLETIONS, json=body)).status_code == 404
+        make(tmp_path / "one")
+        assert (await http.post(COMPLETIONS, json=body)).status_code == 200
+        assert servers.launched == ["one", "one"]
+        assert (await http.get("/v1/models/one")).json()["root"] == str(tmp_path / "one")
+
+
+async def test_no_server_is_started_once_the_front_ends(tmp_path: Path):
+    async with front(tmp_path, "one", "two") as (http, servers):
+        servers.slow.add("one")
+        asked = [
+            asyncio.create_task(http.post(COMPLETIONS, json={**BODY, "model": name}))
+            for name in ("one", "two")
+        ]
+        await until(lambda: servers.served)
+        await servers.close()
+        assert [(await each).status_code for each in asked] == [503, 503]
+        assert servers.launched == ["one"]
+
+
+async def test_a_server_that_dies_in_an_answer_cuts_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    async def dies(scope: Any, receive: Any, send: Any) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": []}
+        await send(start)
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+
+    async with AsyncExitStack() as stack:
+        http, servers = await stack.enter_async_context(front(tmp_path, "one"))
+        body = {**BODY, "model": "one"}
+        assert (await http.post(COMPLETIONS, json=body)).status_code == 200
+        url = await stack.enter_async_context(listening(dies))
+        servers.servers["one"].http = httpx.AsyncClient(base_url=url)
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            await http.post(COMPLETIONS, json=body)
+        failed = [each for each in caplog.records if each.levelname == "ERROR"]
+        assert any("one: its server has left an answer" in each.message for each in failed)
+        assert not any(each.exc_info for each in failed)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"model": "two", "prompt": "a", "x": NaN}', 400),
+        (b'{"model": "two", "prompt": "a"', 400), (b'{"model": "", "prompt": "a"}', 404),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_read_loads_no_model(tmp_path: Path, body: bytes, status: int):
+    async with front(tmp_path, "one", "two") as (http, servers):
+        answer = await http.post(COMPLETIONS, content=body)
+        assert answer.status_code == status and servers.launched == []
+
+
 async def test_a_folder_without_models_says_so(tmp_path: Path):
     async with front(tmp_path) as (http, _):
         for answer in (await http.post(COMPLETIONS, json=BODY), await http.get("/v1/cache")):
