@@ -20,7 +20,12 @@ def check(template: ChatTemplate) -> None:
     Raises:
         UnsupportedModel: another one would give scores of nonsense.
     """
-    if any(role not in template.source for role in ROLES):
+    messages = [{"role": role, "content": f"this {role}"} for role in ROLES]
+    try:
+        shown = template.render(Chat(messages=messages))
+    except InvalidRequest:
+        shown = ""
+    if any(role not in template.source or f"this {role}" not in shown for role in ROLES):
         raise UnsupportedModel(
             "the model scores pairs of texts by its next token (LogitScore), and its chat template "
             "shows no messages of the roles `query` and `document`: give one that does by "

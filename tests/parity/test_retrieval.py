@@ -129,7 +129,15 @@ def test_scores_are_checked_before_they_are_served(tmp_path: Path, monkeypatch):
         Driver(config)
 
 
-@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}query document",
+        "{% if messages[0].role != 'user' %}{{ raise_exception('query, document') }}{% endif %}",
+    ],
+)
 def test_a_template_that_shows_no_documents_is_refused(tmp_path: Path, template: str | None):
     make_reranker(tmp_path, template)
     with pytest.raises(UnsupportedModel, match="roles `query` and `document`"):
