@@ -334,7 +334,8 @@ class AsyncLLM:
         if self.router is None or not lost:
             return
         ready = [each for each in self.engines if each.is_ready]
-        free = {each.rank: slots for each in ready if (slots := each.num_free_slots) > 0}
+        awake = [each for each in ready if not each.is_asleep]  # others would load the model first
+        free = {each.rank: slots for each in awake or ready if (slots := each.num_free_slots) > 0}
         for engine in lost if free else []:
             for request_id in engine.recovery.movable():
                 running = engine.running[request_id]

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from servd.messages import AbortRequests, EngineCoreRequest, EngineDead, EngineReady
@@ -189,6 +190,29 @@ async def test_requests_move_to_free_slots_alone():
             assert texts(await task) == [output_text(f"p{i}", 200)]
         assert not busy[1].done()
         busy[1].cancel()
+
+
+async def test_requests_move_to_an_engine_that_is_awake():
+    """One that sleeps would have to load the model first, as the next one does."""
+    async with serve(data_parallel_size=3) as served:
+        for engine in served.engines:
+            engine.may_step.clear()
+        tasks = [asyncio.create_task(post(served, prompt=f"p{i}")) for i in range(3)]
+        lost, awake, asleep = served.async_llm.engines
+        await until(lambda: lost.running and awake.running and asleep.running)
+        (kept,) = awake.running
+        (left,) = asleep.running
+        number = served.async_llm.tracer.running[left].prompt[1] - ord("0")
+        tasks.pop(number).cancel()
+        await until(lambda: not asleep.running)
+        served.engines[2].tell(msgspec.structs.replace(served.engines[2].ready, is_asleep=True))
+        await until(lambda: asleep.is_asleep)
+        (moved,) = lost.running
+        served.engines[0].die()
+        await until(lambda: not lost.running)
+        assert [*awake.running] == [kept, moved]
+        served.engines[1].may_step.set()
+        assert [(await task).status_code for task in tasks] == [200, 200]
 
 
 async def test_who_waits_for_all_engines_goes_on_in_the_first_that_is_there():
