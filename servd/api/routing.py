@@ -156,8 +156,8 @@ class Router:
         nothing = bytes(PART)
         for begin in range(0, len(self._bytes), PART):
             part = self._bytes[begin : begin + PART]
-            if part != nothing:
-                part[:] = (int.from_bytes(part, order) & mask).to_bytes(PART, order)
+            if (known := part.tobytes()) != nothing:  # views are compared byte by byte
+                part[:] = (int.from_bytes(known, order) & mask).to_bytes(PART, order)
 
     def start_anew(self) -> None:
         """Nobody has a debt: an engine that was away need not catch up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import httpx
@@ -227,6 +228,40 @@ async def test_who_waits_for_all_engines_goes_on_in_the_first_that_is_there():
             assert texts(await task) == [output_text(f"p{i}", 200)]
         assert not prompts(served.engines[0])
         assert sorted(prompts(served.engines[1])) == ["p0", "p1", "p2", "p3"], "each is sent once"
+
+
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.slow)])
+async def test_engines_that_die_over_and_over_lose_nothing(is_async: bool):
+    """While requests come, end, and are left, in more choices than there are slots."""
+    draw = random.Random(1)
+    async with serve(data_parallel_size=3, max_num_seqs=6, async_scheduling=is_async) as served:
+        for engine in served.engines:
+            engine.step_seconds = 0.001
+
+        async def ask(number: int) -> None:
+            body = {"prompt": f"p{number}", "n": draw.randint(1, 3), "max_tokens": 100}
+            asking = post(served, temperature=0, **body)
+            try:
+                timeout = draw.random() * 0.3 if draw.random() < 0.3 else None
+                answer = await asyncio.wait_for(asking, timeout)
+            except TimeoutError:
+                return
+            assert texts(answer) == [output_text(f"p{number}", 100)] * body["n"]
+            assert answer.json()["usage"]["completion_tokens"] == 100 * body["n"]
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(48):
+                group.create_task(ask(number))
+                await asyncio.sleep(0.01)
+                if number % 6 == 0:
+                    rank = draw.randrange(3)
+                    served.engines[rank].die()
+                    await until(lambda: served.async_llm.engines[rank].recovery.is_restarting)  # noqa: B023
+                elif number % 6 == 3:
+                    served.engines[rank].revive()
+        assert not any(engine.running for engine in served.async_llm.engines)
+        assert served.async_llm.router._sum(0) == pytest.approx([0, 0, 0], abs=1e-6)
+        assert (await served.http.get("/debug/audit")).json()["problems"] == []
 
 
 async def test_an_empty_prefix_cache_attracts_nobody():
