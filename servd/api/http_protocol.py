@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -81,6 +82,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_surplus = False
         self._has_refused = False
         self._served: RequestResponseCycle | None = None  # the one that the application answers
+        self._data = self._unread = b""  # what the parser reads, and is to read again
         self._read_timer: asyncio.TimerHandle | None = None  # runs while the client owes bytes
         self._write_timer: asyncio.TimerHandle | None = None  # runs while it owes its attention
 
@@ -115,7 +117,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._has_refused:
             return
         self.num_unparsed += len(data)
-        super().data_received(data)
+        self._unread = data
+        while self._unread and not self._has_refused:
+            self._data, self._unread = self._unread, b""
+            super().data_received(self._data)
+        self._data = b""
         if self._has_refused or self.transport.is_closing():
             return
         if self.num_unparsed > MAX_HEAD:
@@ -123,8 +129,29 @@ class HttpProtocol(HttpToolsProtocol):
             return self._refuse(431, message)
         self._watch_reading()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """A request that offers to go on in another protocol, as Java's client does with each, is
+        one like any other. The parser took its body for that protocol's: read all again, without.
+        """
+        upgrade, old = sys.exception(), cast(Any, self.parser)
+        assert upgrade is not None
+        if (method := old.get_method()) == b"CONNECT":
+            return  # it has no body
+        target = b"%s %s HTTP/%s" % (method, self.url, old.get_http_version().encode())
+        kept = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
+        self._unread = b"\r\n".join([target, *kept, b"", self._data[upgrade.args[0] :]])
+        self.parser = new = type(old)(self)
+        new.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+
+    @property
+    def _is_read_again(self) -> bool:
+        parser = cast(Any, self.parser)
+        return parser.should_upgrade() and parser.get_method() != b"CONNECT"
+
     def on_headers_complete(self) -> None:
         """The head is whole."""
+        if self._is_read_again:
+            return
         self.num_unparsed = self.num_body_bytes = self.num_chunks = 0
         self._stop_read_timer()
         self.shared.idle.pop(self, None)
@@ -159,6 +186,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The body is whole."""
+        if self._is_read_again:
+            return
         self._is_in_body = False
         self._stop_read_timer()
         super().on_message_complete()

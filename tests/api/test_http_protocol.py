@@ -301,3 +301,24 @@ async def test_a_client_that_leaves_drops_the_request_before_a_pipelined_one(ser
                 client.sendall(completion(len(body)) + body)
         await until(lambda: any(isinstance(sent, AbortRequests) for sent in served.engine.sent))
         await until(lambda: not served.async_llm.num_unfinished)
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+async def test_who_offers_another_protocol_is_answered_in_this_one(
+    served: Served, connect, protocol, size
+):
+    """Its body is not taken for a request of its own, however it arrives."""
+    offer = f"connection: Upgrade, HTTP2-Settings\r\nupgrade: {protocol}\r\n\r\n".encode()
+    body = json.dumps({"prompt": "GET /health HTTP/1.1\r\n\r\n" * 20, "max_tokens": 1}).encode()
+    one = completion(len(body))[:-2] + offer + body
+    sent, said = one * 3 + b"GET /v1/models HTTP/1.1\r\n" + offer, b""
+    async with listening(served.app) as url:
+        client = await connect(url)
+        for start in range(0, len(sent), size):
+            client.writer.write(sent[start : start + size])
+            await asyncio.sleep(0)
+        while b'"object":"list"' not in said:
+            said += await asyncio.wait_for(client.reader.read(1 << 16), 30)
+    assert said.count(b"HTTP/1.1 200") == said.count(b"HTTP/1.1 ") == 4
+    assert said.count(b'"object":"text_completion"') == 3
