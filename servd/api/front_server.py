@@ -19,6 +19,7 @@ from servd.access import load_certificates, tls_context
 from servd.api.auth import Keys
 from servd.api.front import create_front
 from servd.api.http_protocol import Connections, settings
+from servd.api.model_folder import adapters_in
 from servd.api.model_servers import ModelServers
 from servd.config import Config
 from servd.errors import ConfigError
@@ -85,8 +86,8 @@ async def _serve(
     )
     options.load()
     options.ssl = tls_context(config.access)
-    reload = partial(_reload, read_config, keys, options.ssl, servers)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    on_hangup = partial(reload, read_config, keys, options.ssl, servers)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hangup)
     where, names = servers.models.path, ", ".join(servers.servers)
     if names:
         most, count = servers.most, len(servers.servers)
@@ -102,14 +103,16 @@ async def _serve(
         await servers.close()
 
 
-def _reload(
+def reload(
     read_config: Callable[[], Config],
     keys: Keys,
     tls: ssl.SSLContext | None,
     servers: ModelServers,
 ) -> None:
+    """Take over the options that may change at run time, unless one of them is wrong."""
     try:
         config = read_config()
+        adapters_in(config.lora)
         keys.load(config.access)
         if tls is not None:
             load_certificates(tls, config.access)

@@ -22,7 +22,7 @@ import pytest
 from servd import log
 from servd.api.auth import Keys
 from servd.api.front import create_front
-from servd.api.front_server import check
+from servd.api.front_server import check, reload
 from servd.api.model_request import MAX_KEEP_ALIVE, seconds_of
 from servd.api.model_server import ModelServer
 from servd.api.model_servers import ModelServers
@@ -669,6 +669,17 @@ async def test_adapters_that_a_server_was_told_of_are_found_there(tmp_path: Path
         servers.servers["one"].ask = ask
         assert (await http.get("/v1/models/told")).json()["parent"] == "one"
         assert await servers.find("told") is servers.servers["one"]
+
+
+async def test_wrong_adapters_in_a_new_configuration_change_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    async with front(tmp_path, "one", enable_lora=True) as (http, servers):
+        options = {"models_dir": str(tmp_path), "enable_lora": True, "lora_modules": ["nonsense"]}
+        keys = Keys(servers.config.access)
+        reload(lambda: Config.load(options), keys, None, servers)
+        assert "NAME=FOLDER" in caplog.text
+        assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
 
 
 def test_options_for_one_model_are_refused():
