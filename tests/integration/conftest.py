@@ -144,10 +144,8 @@ def start() -> Iterator[Callable[..., Server]]:
 
 
 def shared(*args: str) -> Iterator[Server]:
-    """The body of a fixture of a wider scope. Its engine has no successor: none is prepared, and a
-    death is noticed.
-    """
-    server = Server(*args, "--max-engine-restarts", "0")
+    """The body of a fixture of a wider scope."""
+    server = Server(*args)
     try:
         server.wait_ready()
         yield server
@@ -156,16 +154,22 @@ def shared(*args: str) -> Iterator[Server]:
         server.stop()
 
 
+# The engine of a server that many tests share has no successor: none is prepared, and a death is
+# noticed.
+LAST_ENGINE = ("--max-engine-restarts", "0")
+
+
 @pytest.fixture(scope="session")
 def fake_server() -> Iterator[Server]:
     """A server with the fake executor, shared by tests that leave it as it was."""
-    yield from shared("--executor", "fake")
+    yield from shared("--executor", "fake", *LAST_ENGINE)
 
 
 @pytest.fixture(scope="session")
 def llama_server(tiny_llama: Path) -> Iterator[Server]:
     """A server with a small real model."""
-    yield from shared(str(tiny_llama), "--device", "cpu", "--served-model-name", "tiny")
+    name = ("--served-model-name", "tiny")
+    yield from shared(str(tiny_llama), "--device", "cpu", *name, *LAST_ENGINE)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Server, shared
+from tests.integration.conftest import LAST_ENGINE, Server, shared
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -27,7 +27,7 @@ PRINTS = {
 
 @pytest.fixture(scope="module")
 def demo_server() -> Iterator[Server]:
-    yield from shared("--device", "cpu")
+    yield from shared("--device", "cpu", *LAST_ENGINE)
 
 
 @pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - {TRAINS}))
