@@ -39,7 +39,13 @@ from servd.errors import (
 from servd.hf import ModelSpec
 from servd.log import current_request
 from servd.messages import EngineDead as EngineDeadMessage
-from servd.messages import EngineReady, EngineStatus, FinishReason, RequestOptions
+from servd.messages import (
+    EngineReady,
+    EngineStatus,
+    FinishReason,
+    RequestOptions,
+    ResetPrefixCache,
+)
 from servd.outputs import CompletionOutput
 from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Mark, now_ns
@@ -327,6 +333,15 @@ class AsyncLLM:
             if engine.is_asleep or not engine.is_ready:
                 self.router.forget(engine.rank)
             self.router.start_anew()
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engines forget what nobody who runs needs."""
+        for engine in self.engines:
+            if engine.is_ready and not engine.is_asleep:  # else there is nothing
+                engine.client.send(ResetPrefixCache())
+                engine.cache_number += 1
+                if self.router is not None:
+                    self.router.forget(engine.rank)
 
     def _move(self) -> None:
         """Let requests whose engine restarts go on where they can at once."""

@@ -18,6 +18,7 @@ SCOPE_OF_PATH: dict[str, Scope] = {
     "/is_sleeping": "admin",
     "/load": "metrics",
     "/metrics": "metrics",
+    "/reset_prefix_cache": "admin",
     "/server_info": "admin",
     "/sleep": "admin",
     "/v1/cache": "metrics",

@@ -161,8 +161,9 @@ class EngineClient:
 
     def progress(self) -> Progress:
         """Whether the engine makes progress on the requests of this process."""
-        most = 0 if self.is_asleep else REQUESTS_LOOKED_AT  # what loads makes no steps
-        looked_at = [*islice(self.running.values(), most)]
+        if self.is_asleep:  # what loads makes no steps
+            return Progress("ready", "asleep", len(self.running))
+        looked_at = [*islice(self.running.values(), REQUESTS_LOOKED_AT)]
         unfinished = [
             running.unfinished()
             for running in looked_at

@@ -9,7 +9,13 @@ import msgspec
 from servd.tracing import PATIENCE, Pace, StepRecord
 
 SECOND = 1_000_000_000
-ORDER = ("prefill", "decoding", "idle", "stalled")  # the first one is what several engines do
+ORDER = (
+    "prefill",
+    "decoding",
+    "idle",
+    "asleep",
+    "stalled",
+)  # the first one is what several engines do
 GRACE = 10.0  # seconds that a busy machine, or the first step of a size, may take beyond PATIENCE
 
 
@@ -26,7 +32,7 @@ class Progress(msgspec.Struct):
     """The answer of /health while requests are served."""
 
     status: str  # "ready" or "stalled"
-    activity: str  # "idle", "decoding", "prefill" or "stalled"
+    activity: str  # "idle", "asleep", "decoding", "prefill" or "stalled"
     num_unfinished: int
     seconds_since_step: float | msgspec.UnsetType = msgspec.UNSET
     expected_seconds: float | msgspec.UnsetType = msgspec.UNSET  # the most that a step should take

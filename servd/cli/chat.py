@@ -98,6 +98,8 @@ class Conversation:
             self.print(" [stopped]", dim=True)
         except ServdError as error:
             self.messages.pop()
+            if not sys.stdin.isatty():  # a script looks at the exit code
+                raise
             print(f"error: {error}")
             return
         self.messages.append({"role": "assistant", "content": answer})

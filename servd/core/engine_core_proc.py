@@ -9,6 +9,7 @@ import ctypes
 import faulthandler
 import gc
 import logging
+import os
 import queue
 import signal
 import sys
@@ -191,7 +192,8 @@ class EngineCoreProc:
         phases = ", ".join(
             f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items()
         )
-        logger.info("ready after %.1f s (%s)", sum(self.clock.seconds.values()), phases)
+        took = sum(self.clock.seconds.values())
+        logger.info("ready after %.1f s (%s), process %d", took, phases, os.getpid())
         return engine
 
     def busy_loop(self, engine: EngineCore) -> None:

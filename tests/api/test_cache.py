@@ -16,3 +16,16 @@ async def test_the_tiers_are_shown_with_what_they_hold():
     assert device["max_blocks"] > 0 and host["max_bytes"] == 2**20
     assert host["max_blocks"] == 2**20 // (device["max_bytes"] // device["max_blocks"])
     assert engine["num_swapped"] == host["hits"] == 0
+
+
+async def test_a_cache_that_is_reset_has_no_prefix():
+    async with serve(block_size=4) as served:
+
+        async def num_cached() -> int:
+            body = {"prompt": "a long beginning of a text", "max_tokens": 4}
+            answer = (await served.http.post("/v1/completions", json=body)).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [await num_cached(), await num_cached() > 0] == [0, True]
+        assert (await served.http.post("/reset_prefix_cache")).status_code == 200
+        assert await num_cached() == 0

@@ -87,7 +87,7 @@ async def test_a_model_that_takes_long_to_load_again_is_no_stall(monkeypatch):
         await until(lambda: served.async_llm.engines[0].running)
         later = now_ns() + 10**12
         monkeypatch.setattr(engine_client, "now_ns", lambda: later)
-        assert (await served.http.get("/health")).json()["activity"] == "idle"
+        assert (await served.http.get("/health")).json()["activity"] == "asleep"
         served.engine.tell(msgspec.structs.replace(served.engine.ready, is_asleep=False))
         await until(lambda: not served.async_llm.engines[0].status.is_asleep)
         health = await served.http.get("/health")  # its first step is not over yet

@@ -1,4 +1,4 @@
-"""GET /v1/cache: how full the KV cache is, and the tiers behind it."""
+"""GET /v1/cache: how full the KV cache is, and the tiers behind it; POST /reset_prefix_cache."""
 
 from __future__ import annotations
 
@@ -56,6 +56,16 @@ async def cache(request: Request) -> Response:
     if not found:
         raise Unavailable("the model is still loading: retry later", retry_after=5)
     return json_response(Cache(found))
+
+
+@router.post("/reset_prefix_cache")
+@describes(dict[str, str])
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget the cached prefixes of all engines, on the device and in host memory, but for those of
+    requests that run. Files stay. With vLLM's name.
+    """
+    context_of(request).async_llm.reset_prefix_cache()
+    return json_response({})
 
 
 def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats) -> EngineCache:

@@ -30,11 +30,11 @@ router = APIRouter()
     },
 )
 async def health(request: Request) -> Response:
-    """200 when requests are served: the `activity` is idle, decoding or prefill. 503 while the
-    model loads, while the engine restarts (requests wait for it), when the server ends, when the
-    engine is gone, and when it has work but has ended no step for longer than the running one can
-    take. Of several engines all must have loaded; later one that serves is enough, and `engines`
-    says what each does.
+    """200 when requests are served: the `activity` is idle, asleep, decoding or prefill. 503 while
+    the model loads, while the engine restarts (requests wait for it), when the server ends, when
+    the engine is gone, and when it has work but has ended no step for longer than the running one
+    can take. Of several engines all must have loaded; later one that serves is enough, and
+    `engines` says what each does.
     """
     context = context_of(request)
     admission = context.async_llm.admission
