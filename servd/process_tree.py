@@ -349,9 +349,9 @@ class ProcessTree:
             if event is None or self.ends(event):
                 return
             engine = self.engine_of(event)
-            if engine is None or replace is None:
+            if engine is None or engine.child is None or replace is None:
                 continue
-            if not event.exit_code:
+            if not engine.child.exit_code:
                 return
             if (why := replace(engine)) is not None:
                 logger.error("%s: stopping", why)
