@@ -137,7 +137,7 @@ def test_nothing_is_allocated(tmp_path: Path):
 def test_what_cannot_be_loaded_is_refused_in_the_same_words(tmp_path: Path):
     folder = make_checkpoint(tmp_path, "llama", CASES["llama"]["untied"])
     spec = read_spec(folder)
-    with pytest.raises(UnsupportedModel, match="linear, llama3, yarn"):
+    with pytest.raises(UnsupportedModel, match="linear, llama3, longrope, yarn"):
         odd = {**spec.config, "rope_parameters": {"rope_type": "new"}}
         dry_run.plan(config_for(folder), type(spec)(**{**vars_of(spec), "config": odd}))
     (folder / "model.safetensors").write_bytes(b"torn")

@@ -147,6 +147,9 @@ def _longrope(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[
     """A factor for each pair (arXiv:2402.13753), of short contexts or of long ones: one for all
     requests, whose keys would else depend on how long they get.
     """
+    needed = ("original_max_position_embeddings", "short_factor", "long_factor")
+    if missing := [name for name in needed if name not in rope]:
+        raise UnsupportedModel(f"config.json has rope_type 'longrope' without {', '.join(missing)}")
     original = rope["original_max_position_embeddings"]
     is_long = (spec.max_model_len or spec.max_position_embeddings) > original
     if is_long:
