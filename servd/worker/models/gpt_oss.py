@@ -17,6 +17,7 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Weight
 from servd.worker.models.gemma2 import is_sliding
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.models.mixtral import experts_of
 from servd.worker.parallel import Parallel
 
 
@@ -62,18 +63,8 @@ class GptOssLayer(LlamaLayer):
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
         """See LlamaLayer."""
         config = spec.config
-        return SparseMoE(
-            spec.hidden_size,
-            config["intermediate_size"],
-            config["num_local_experts"],
-            config["num_experts_per_tok"],
-            renormalize=True,
-            activation=ClampedGate(
-                config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
-            ),
-            parallel=parallel,
-            bias=True,
-        )
+        alpha, limit = config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
+        return experts_of(spec, parallel, ClampedGate(alpha, limit), bias=True)
 
 
 class GptOssForCausalLM(LlamaForCausalLM):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from servd.hf import ModelSpec
+from servd.worker.layers.activation import Gate
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import Quantized
 from servd.worker.models.llama import LlamaForCausalLM
@@ -24,6 +25,23 @@ class MixtralAttention(MistralAttention):
         return {"sliding_window": config.get("sliding_window")}
 
 
+def experts_of(
+    spec: ModelSpec, parallel: Parallel, activation: str | Gate, bias: bool = False
+) -> SparseMoE:
+    """A layer's, as config.json names them."""
+    config = spec.config
+    return SparseMoE(
+        spec.hidden_size,
+        config["intermediate_size"],
+        config["num_local_experts"],
+        config["num_experts_per_tok"],
+        renormalize=True,
+        activation=activation,
+        parallel=parallel,
+        bias=bias,
+    )
+
+
 class MixtralLayer(MistralLayer):
     """Has experts in every layer."""
 
@@ -31,16 +49,7 @@ class MixtralLayer(MistralLayer):
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
         """See LlamaLayer."""
-        config = spec.config
-        return SparseMoE(
-            spec.hidden_size,
-            config["intermediate_size"],
-            config["num_local_experts"],
-            config["num_experts_per_tok"],
-            renormalize=True,
-            activation=config.get("hidden_act", "silu"),
-            parallel=parallel,
-        )
+        return experts_of(spec, parallel, spec.config.get("hidden_act", "silu"))
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
