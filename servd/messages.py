@@ -429,6 +429,7 @@ class ModelRunnerOutput(Message, tag=True):
     # Index in `scheduled` -> what was drafted for the next step.
     draft_token_ids: dict[int, list[int]] = {}
     times_ns: list[int] = []  # see StepRecord.worker_ns
+    rank: int = 0  # the worker's; of those above 0 the times count
 
 
 class WorkerFailed(Message, tag=True):

@@ -64,7 +64,8 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     executed_ns: int = 0
     launched_ns: int = 0  # `sample_tokens` has returned
     harvested_ns: int = 0  # its tokens are taken in
-    # When the worker began, had gathered its inputs, had launched the forward pass, was done.
+    # When the worker began, had gathered its inputs, had launched the forward pass, was done; of
+    # several workers one after the other, by rank.
     worker_ns: list[int] = []
     num_tokens: int = 0
     num_requests: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from servd.account import CAUSES, OWN_WORK, Account, busy_times
 from servd.api.protocol.requests import (
@@ -164,6 +164,7 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
             end_ms=_ms(end - origin),
             schedule_ms=_ms(record.scheduled_ns - record.started_ns),
             **_phases(record),
+            rank_forward_ms=_ranks(record.worker_ns),
             num_tokens=record.num_tokens,
             num_prompt_tokens=sum(record.prefills.values()),
             num_requests=record.num_requests,
@@ -183,12 +184,18 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
 def _phases(record: StepRecord) -> dict[str, float]:
     """The worker's phases or, if it reports none, the engine's view of them."""
     times = record.worker_ns
-    if len(times) != 4:
+    if len(times) < 4:
         times = [record.scheduled_ns, record.scheduled_ns, record.executed_ns, record.harvested_ns]
     names = ("prepare_ms", "forward_ms", "sample_ms")
     return {
         name: _ms(end - begin) for name, begin, end in zip(names, times, times[1:], strict=False)
     }
+
+
+def _ranks(times: list[int]) -> list[float] | UnsetType:
+    """How long the forward pass took on each of several workers."""
+    passes = zip(times[1::4], times[2::4], strict=False)
+    return UNSET if len(times) <= 4 else [_ms(end - begin) for begin, end in passes]
 
 
 def stage_times(timelines: Iterable[Timeline]) -> dict[str, float]:

@@ -113,7 +113,7 @@ class AsyncOutput:
         output = ModelRunnerOutput(sampled_token_ids=[[] for _ in range(self.num_scheduled)])
         for part in self.parts:
             part.write(output)
-        output.times_ns = [*self.times_ns, now_ns()]
+        output.times_ns = [*self.times_ns, now_ns()] if self.times_ns else []
         return output
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -67,8 +68,7 @@ class WorkerProc:
                 self.worker.execute_model(message)
             case messages.SampleTokens(bitmask):
                 pending = self.worker.sample_tokens(bitmask)
-                if self.start.rank == 0:
-                    self.answers.put(pending.result)
+                self.answers.put(partial(self.output, pending.result))
             case messages.LoadModel():
                 self.ready: messages.WorkerReady = self.worker.load_model()
                 self.answers.put(lambda: self.ready)
@@ -76,6 +76,13 @@ class WorkerProc:
                 self.worker.allocate_kv_cache(num_blocks)
                 ready = msgspec.structs.replace(self.ready, num_blocks=num_blocks)
                 self.answers.put(lambda: ready)
+
+    def output(self, result: Callable[[], messages.ModelRunnerOutput]) -> messages.FromWorker:
+        """What came of a step; rank 0 tells for all, the others when they did it."""
+        output, rank = result(), self.start.rank
+        return (
+            messages.ModelRunnerOutput([], times_ns=output.times_ns, rank=rank) if rank else output
+        )
 
     def progress(self, phase: str, fraction: float) -> None:
         """Report start-up progress; one worker speaks for all."""

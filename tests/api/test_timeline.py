@@ -5,8 +5,11 @@ from threading import Event
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from servd.api import timeline
+from servd.api.explanation import steps_of
+from servd.api.protocol.requests import TimelineStep
 from servd.api.timeline import MAX_SLOWEST, MAX_STEPS, Tracer
 from servd.tracing import STAGES, Mark, StepRecord
 
@@ -131,6 +134,18 @@ def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypa
     (inquiry,) = tracer.inquiries([tracer.finish("r")])
     own = [(step.engine, step.step) for step in inquiry.known if step.started_ns >= 4000]
     assert own == [(0, i) for i in range(400, 500)] + [(1, i) for i in range(500, 600)]
+
+
+def test_a_step_tells_of_each_rank():
+    def shown(*worker_ms: int) -> TimelineStep:
+        times = [1_000_000 * ms for ms in worker_ms]
+        record = StepRecord(3, 0, 1_000_000, 30_000_000, 30_000_000, 40_000_000, times)
+        return steps_of([record], 0)[0]
+
+    one, two = shown(2, 3, 23, 24), shown(2, 3, 23, 24, 2, 5, 22, 23)
+    assert one.rank_forward_ms is UNSET and two.rank_forward_ms == [20, 17]
+    assert (one.prepare_ms, one.forward_ms, one.sample_ms) == (1, 20, 1)
+    assert (two.prepare_ms, two.forward_ms, two.sample_ms) == (1, 20, 1)
 
 
 def test_an_unknown_request_has_no_timeline():

@@ -83,7 +83,8 @@ function steps({ steps: all, num_steps: number }) {
   return [h("h3", {}, `The longest of its ${counted(number, "step")}`),
     table("Longest steps", ["Step", "After", "Took", "Forward", "Tokens", "of prompts", "Requests",
       "Waiting"], longest.map((step) => [count(step.step), span(step.begin_ms), span(took(step)),
-      span(step.forward_ms), step.num_tokens, step.num_prompt_tokens, step.num_requests,
+      (step.rank_forward_ms ?? [step.forward_ms]).map(span).join(", "), step.num_tokens,
+      step.num_prompt_tokens, step.num_requests,
       step.waits_for ? `${step.num_waiting}, for ${step.waits_for}` : short(step.num_waiting)]))];
 }
 

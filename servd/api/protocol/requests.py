@@ -72,6 +72,7 @@ class TimelineStep(msgspec.Struct, kw_only=True):
     schedule_ms: float
     prepare_ms: float
     forward_ms: float
+    rank_forward_ms: list[float] | UnsetType = UNSET  # by rank, if the engine has several workers
     sample_ms: float  # on a device that computes by itself, with the wait for it
     num_tokens: int
     num_prompt_tokens: int

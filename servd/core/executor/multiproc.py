@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import shutil
+from collections import deque
 from typing import ClassVar
 
 from servd.child import Child
@@ -34,7 +35,9 @@ STOP_TIMEOUT = 1.0  # seconds from Shutdown to SIGTERM, and from there to SIGKIL
 
 
 class MultiProcExecutor(executor.Executor):
-    """Sends every message to all workers; the worker of rank 0 answers for all."""
+    """Sends every message to all workers; the worker of rank 0 answers for all, the others only say
+    when they worked.
+    """
 
     worker_module = "servd.worker.worker_proc"
     standby: ClassVar[list[Child]] = []  # have imported torch and wait for their start message
@@ -45,6 +48,8 @@ class MultiProcExecutor(executor.Executor):
         self.inbox: Inbox[FromWorker] = Inbox(address(self.folder, "executor"), FromWorker)
         self.workers: list[Child] = []
         self.outboxes: list[Outbox] = []
+        # Of steps that were not harvested yet, by rank.
+        self.outputs: list[deque[ModelRunnerOutput]] = []
         self.is_launched = False
         self.is_stopping = False
         # Workers that ended by themselves.
@@ -73,6 +78,7 @@ class MultiProcExecutor(executor.Executor):
                 worker = Child(name, self.worker_module, start)
             self.workers.append(worker)
             self.outboxes.append(Outbox(inbox))
+            self.outputs.append(deque())
             worker.on_exit(self._on_exit)
         self._send(LoadModel())
         ready = self._recv_ready()
@@ -101,9 +107,14 @@ class MultiProcExecutor(executor.Executor):
         Raises:
             EngineDead: a worker failed or is gone.
         """
-        message = self._recv()
-        assert isinstance(message, ModelRunnerOutput)
-        return message
+        while not all(self.outputs):
+            message = self._recv()
+            assert isinstance(message, ModelRunnerOutput)
+            self.outputs[message.rank].append(message)
+        output, *others = [each.popleft() for each in self.outputs]
+        for other in others:
+            output.times_ns += other.times_ns
+        return output
 
     def shutdown(self) -> None:
         """Stop the workers and remove the sockets."""

@@ -86,8 +86,17 @@ def test_all_workers_run_every_step_and_the_smallest_cache_decides(start):
     executor, ready, _ = start("multiproc", tensor_parallel_size=2)
     assert ready.num_blocks == 15
     request = make_request("a", [1, 2, 3], 5)
-    log = generate(EngineCore(executor.config, FAKE_SPEC, executor, ready), request)
+    engine = EngineCore(executor.config, FAKE_SPEC, executor, ready)
+    log = generate(engine, request)
     assert log.token_ids("a") == solo(request)
+    records = engine.scheduler.step_log.news(1)
+    assert len(records) == 5
+    for record in records:  # each rank's own times, of this step
+        ranks = record.worker_ns[:4], record.worker_ns[4:]
+        assert ranks[0] != ranks[1] and len(ranks[1]) == 4
+        for times in ranks:
+            order = [record.scheduled_ns, *times, record.harvested_ns]
+            assert order == sorted(order)
     pids = [worker.process.pid for worker in executor.workers]
     folder = executor.folder
     executor.shutdown()
