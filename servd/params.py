@@ -40,7 +40,7 @@ class StructuredOutput(
     kind: Literal["json", "json_object", "regex", "choice", "grammar"]
     # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
     value: str = ""
-    # The form holds after the first of these tokens, e.g. </think>; empty: at once.
+    # The form holds after these tokens, one after the other, e.g. </think>; empty: at once.
     starts_after: list[TokenId] = []
     param: str = "structured_outputs"  # the field of the client's request, for errors
 

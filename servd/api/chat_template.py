@@ -364,9 +364,12 @@ def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[s
         message["content"] = [{"type": "text", "text": text} for text in texts]
     else:
         message["content"] = "\n".join(texts)
-    # Templates read either name.
+    # Templates read one of these names. GPT-OSS's refuses what it calls thinking beside content and
+    # calls: a message before a call takes its place.
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if not (message["content"] and message.get("tool_calls")):
+            message["thinking"] = reasoning
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
     return message

@@ -58,7 +58,8 @@ class ModelFormat:
             self._visible_ids[tool_parser] = self._added_ids(*tool_parser.markers)
         if reasoning_parser is not None:
             tags = (reasoning_parser.start_tag, reasoning_parser.end_tag)
-            self._visible_ids[reasoning_parser] = self._added_ids(*tags)
+            markers = (*tags, *reasoning_parser.markers)
+            self._visible_ids[reasoning_parser] = self._added_ids(*markers)
 
     @classmethod
     def choose(cls, config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> ModelFormat:
@@ -106,10 +107,8 @@ class ModelFormat:
                 self.reasoning_parser, prompt, continued
             )
         if reasoning_parser is not None and structured_output is not None:
-            if is_reasoning or self.reasons_unasked:
-                structured_output = self._after_reasoning(
-                    structured_output, reasoning_parser.end_tag
-                )
+            if reasoning_parser.answer_tag or is_reasoning or self.reasons_unasked:
+                structured_output = self._after_reasoning(structured_output, reasoning_parser)
             else:
                 reasoning_parser = None  # the form holds from the first token on
         if tool_parser is None and reasoning_parser is None:
@@ -190,8 +189,15 @@ class ModelFormat:
         return parser, is_reasoning or (parser.always and not continued)
 
     def _after_reasoning(
-        self, structured_output: StructuredOutput, end_tag: str
+        self, structured_output: StructuredOutput, parser: type[ReasoningParser]
     ) -> StructuredOutput:
+        if parser.answer_tag:
+            is_of_calls = (structured_output.kind, structured_output.param) == ("grammar", "tools")
+            if is_of_calls and self.tool_parser and self.tool_parser.syntaxes[0].answer:
+                return structured_output  # it has the reasoning in it
+            tag = self.tokenizer.encode(parser.answer_tag, add_special_tokens=False)
+            return msgspec.structs.replace(structured_output, starts_after=tag)
+        end_tag = parser.end_tag
         end_id = self.tokenizer.token_id(end_tag)
         if end_id is None:
             raise InvalidRequest(

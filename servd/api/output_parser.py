@@ -67,10 +67,9 @@ class OutputParser:
             if self._tools is None:
                 return [Content(text)] if text else []
             return self._select(self._tools.feed(text))
-        if self._reasoning.end is None:
-            for token_id in token_ids:
-                self._token_starts.append(self._num_chars)
-                self._num_chars += len(self._decoder.decode(self._table[token_id]))
+        for token_id in token_ids:
+            self._token_starts.append(self._num_chars)
+            self._num_chars += len(self._decoder.decode(self._table[token_id]))
         deltas = self._sort(self._reasoning.feed(text))
         if self._reasoning.is_over:
             self._num_reasoning_tokens = self.num_reasoning_tokens
@@ -90,13 +89,12 @@ class OutputParser:
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, without its tags."""
-        if self._reasoning is None or self._reasoning.begin is None:
+        if self._reasoning is None:
             return self._num_reasoning_tokens
-        end = self._reasoning.end
-        num_before_end = (
-            len(self._token_starts) if end is None else bisect_left(self._token_starts, end)
+        starts = self._token_starts
+        return sum(
+            bisect_left(starts, e) - bisect_left(starts, b) for b, e in self._reasoning.spans
         )
-        return num_before_end - bisect_left(self._token_starts, self._reasoning.begin)
 
     def _sort(self, deltas: list[Delta]) -> list[Delta]:
         """Look for calls in what is not reasoning."""

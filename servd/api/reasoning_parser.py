@@ -1,7 +1,8 @@
-"""Reasoning between two tags at the beginning of the output: what all reasoning parsers share."""
+"""Reasoning between two tags, as a rule at the beginning: what all reasoning parsers share."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -13,8 +14,8 @@ class ReasoningParser(Parser):
     """Splits an output into reasoning and the rest. White space around the reasoning is dropped.
 
     Attributes:
-        begin: characters of the output before the reasoning; None until it begins.
-        end: characters before the end tag; None until it came.
+        spans: where reasoning begins and ends, in characters of the output; the end of one that
+            goes on is infinite.
         is_over: all that follows is content.
 
     Args:
@@ -23,12 +24,15 @@ class ReasoningParser(Parser):
 
     start_tag: ClassVar[str] = "<think>"
     end_tag: ClassVar[str] = "</think>"
+    answer_tag: ClassVar[str] = ""
+    """What an answer begins with, also one without reasoning; empty: nothing does."""
+    markers: ClassVar[tuple[str, ...]] = ()
+    """More text that may be a special token and that the parser needs to see."""
     always: ClassVar[bool] = False
     """Outputs begin with reasoning even if nobody opens the tag."""
 
     is_reasoning: bool
-    begin: int | None = field(default=None, init=False)
-    end: int | None = field(default=None, init=False)
+    spans: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]], init=False)
     is_over: bool = field(default=False, init=False)
 
     @classmethod
@@ -40,7 +44,7 @@ class ReasoningParser(Parser):
         """Read the whole output."""
         yield from self.reader.space()
         if (yield from self.reader.accept(self.start_tag)) or self.is_reasoning:
-            yield from self._reasoning()
+            yield from self._reasoning(self.end_tag)
         elif self.reader.taken:
             self.deltas.append(Content(self.reader.taken))
         self.is_over = True
@@ -48,12 +52,14 @@ class ReasoningParser(Parser):
             self.reader.forget()
             self.deltas.append(Content(piece[0]))
 
-    def _reasoning(self) -> Steps[None]:
-        self.begin = self.reader.num_taken
-        held = ""  # white space that may be the last of the reasoning
+    def _reasoning(self, *ends: str) -> Steps[None]:
+        """Read reasoning and the tag that ends it."""
+        held = "\n\n" if self.spans else ""  # white space that may be the last of the reasoning
+        begin = self.reader.num_taken
+        self.spans.append((begin, math.inf))
         yield from self.reader.space()
         while True:
-            text, marker = yield from self.reader.piece(self.end_tag)
+            text, marker = yield from self.reader.piece(*ends)
             if not text:
                 break
             text = held + text
@@ -62,5 +68,5 @@ class ReasoningParser(Parser):
             if visible:
                 self.deltas.append(Reasoning(visible))
             self.reader.forget()
-        self.end = self.reader.num_taken - len(marker)
+        self.spans[-1] = (begin, self.reader.num_taken - len(marker))
         yield from self.reader.space()

@@ -74,6 +74,11 @@ TEMPLATES = {
         "deepseek",
         "qwen3",
     ),
+    "GPT-OSS": (
+        '{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}',
+        "harmony",
+        "harmony",
+    ),
     "GPT-2": ("{{ messages[0].content }}", None, None),
 }
 
@@ -184,6 +189,9 @@ FORMATS = {
     '```json\n{"city": "Rome"}\n```<｜tool▁call▁end｜>\n'
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"
     "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city": "Rome"}<|call|><|start|>assistant'
+    "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
     "none": '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", '
     '"arguments": {}}]',
 }
@@ -218,8 +226,9 @@ def test_content_of_a_form_or_calls(name):
         choose("", tool_call_parser=name).expect("", ToolOptions(TOOLS), answer).structured_output
     )
     assert output is not None
-    assert allows(output, "[1, 2]") and allows(output, FORMATS[name])
-    assert not allows(output, '["a"]') and not allows(
+    header = "<|channel|>final<|message|>" if name == "harmony" else ""
+    assert allows(output, header + "[1, 2]") and allows(output, FORMATS[name])
+    assert not allows(output, header + '["a"]') and not allows(
         output, FORMATS[name].replace("Rome", "Paris")
     )
 

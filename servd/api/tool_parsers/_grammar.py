@@ -23,13 +23,16 @@ class NotExpressible(Exception):
 
 class CallSyntax(msgspec.Struct, frozen=True):
     """How a family writes calls. In `call`, NAME stands for the function's name and ARGUMENTS for
-    its arguments.
+    its arguments. Where everything has a header, `answer` begins content, and `reasoning` is what
+    is before and after reasoning.
     """
 
     call: str
     begin: str = ""
     separator: str = "\n"
     end: str = ""
+    answer: str = ""
+    reasoning: tuple[str, str] = ("", "")
 
 
 class Property(NamedTuple):
@@ -72,8 +75,12 @@ def calls_grammar(
     functions = [tool["function"] for tool in tools]
     starts = [f"calls{number}" for number in range(len(syntaxes))]
     starts += ["content"] if content_schema else []
-    # After reasoning, models like to begin a new paragraph.
-    rules = [rf"start: /\n{{0,2}}/ ({' | '.join(starts)})"]
+    before, rules = r"/\n{0,2}/", []  # after reasoning, models like to begin a new paragraph
+    opening, closing = map(literal, syntaxes[0].reasoning)
+    if closing.startswith("<["):  # a special token, which no text goes on with
+        before = "reasoning*"
+        rules = [f"reasoning: {opening} text {closing}", r"text: /(.|\n)*/"]
+    rules.insert(0, f"start: {before} ({' | '.join(starts)})")
     for number, syntax in enumerate(syntaxes):
         separator, begin, end = map(literal, (syntax.separator, syntax.begin, syntax.end))
         more = f"({separator} call{number})*" if parallel else ""
@@ -87,7 +94,9 @@ def calls_grammar(
     for tool, function in enumerate(functions):
         rules += arguments_grammar(f"arguments{tool}", function)
     if content_schema is not None:
-        rules.append(f"content: {json_rule(json.loads(content_schema))}")
+        answer = literal(syntaxes[0].answer)
+        rules.append(f"content: {answer} content_json")
+        rules.append(f"content_json: {json_rule(json.loads(content_schema))}")
     return "\n".join(rules)
 
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,11 +75,12 @@ class Row:
 
     grammar: Grammar | None
     matcher: Matcher | None  # None after an error
-    starts_after: frozenset[int]  # not empty: the grammar has not begun
+    starts_after: Sequence[int]  # not empty: the grammar has not begun
     # The tokens that may come before it begins: all but those that would end the output.
     until_begun: bytes | None
     replace: Callable[[Grammar], Grammar]  # see GrammarCache.replace
     token_ids: list[int] = field(default_factory=list)  # that the matcher has taken in
+    latest: tuple[int, ...] = ()  # tokens, as many as `starts_after` has, until it came
     num_renewals: int = 0  # how often the grammar was compiled anew
     error: str | None = None
     num_awaited: int = 0  # steps in flight that sample for it
@@ -90,8 +91,9 @@ class Row:
     def accept(self, token_id: int) -> None:
         """Take in a sampled token."""
         if self.starts_after:
-            if token_id in self.starts_after:
-                self.starts_after = frozenset()
+            self.latest = (*self.latest, token_id)[-len(self.starts_after) :]
+            if self.latest == tuple(self.starts_after):
+                self.starts_after = ()
         else:
             self._follow(lambda matcher: matcher.accept(token_id))
             self.token_ids.append(token_id)
@@ -373,7 +375,7 @@ class GrammarManager:
         row = Row(
             None,
             None,
-            frozenset(output.starts_after),
+            output.starts_after,
             all_but(request.eos_token_ids, self.spec.vocab_size) if request.eos_token_ids else None,
             partial(self._cache.replace, output),
         )

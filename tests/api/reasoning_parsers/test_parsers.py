@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -39,8 +40,8 @@ def read(name: str, case: Case, pieces) -> tuple[str, str]:
             reasoning += delta.text
         else:
             content += delta.text
-    if parser.begin is not None and parser.end is not None:
-        assert case.text[parser.begin : parser.end].strip() == reasoning
+    spans = [case.text[begin : None if end == inf else end] for begin, end in parser.spans]
+    assert "\n\n".join(map(str.strip, spans)) == reasoning
     return reasoning, content
 
 
