@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import quote
@@ -16,6 +18,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -202,13 +205,19 @@ async def no_batches(request: Request) -> Response:
 
 
 def _merged(texts: Iterable[str]) -> bytes:
-    """Metrics of several servers as those of one."""
+    """Metrics of several servers as those of one: those without the model's name are sums."""
     families: dict[str, Metric] = {}
+    series: defaultdict[str, dict[tuple[str, ...], Sample]] = defaultdict(dict)
     for text in texts:
         for family in text_string_to_metric_families(text):
-            first = families.setdefault(family.name, family)
-            if first is not family:
-                first.samples += family.samples
+            families.setdefault(family.name, family)
+            found = series[family.name]
+            for sample in family.samples:
+                key = (sample.name, *chain(*sorted(sample.labels.items())))
+                before = found[key].value if key in found else 0
+                found[key] = sample._replace(value=before + sample.value)
+    for name, family in families.items():
+        family.samples = [*series[name].values()]
     registry = CollectorRegistry()
     registry.register(_Collected(families.values()))
     return generate_latest(registry)

@@ -218,7 +218,7 @@ async def serve(
         processor,
         OutputProcessor(tokenizer),
         tracer or Tracer(),
-        Metrics(MODEL),
+        Metrics(config.model.served_model_name[0]),
         Router.of(config),
     )
     async_llm.start()

@@ -149,6 +149,10 @@ async def test_each_request_goes_to_the_model_it_names(tmp_path: Path):
         counted = [line for line in lines if line.startswith("vllm:request_success_total{")]
         assert sorted(line.split()[-1] for line in counted if '"length"' in line) == ["2.0", "3.0"]
         assert lines.count("# TYPE vllm:request_success_total counter") == 1
+        series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+        assert len(set(series)) == len(series)  # what has no model's name is summed
+        name = f'http_requests_total{{handler="{COMPLETIONS}",method="POST",status="200"}}'
+        assert f"{name} 5.0" in lines
 
 
 async def test_what_no_model_can_answer_starts_none(tmp_path: Path):
