@@ -83,3 +83,9 @@ class SchedulerStats(Stats):
     tiers: list[TierStats] = []
     at_ns: int = 0  # when it was so
     num_failed: int = 0  # requests that ended with an error of the workers
+    # Between the device and the tier below it, as decided; blocks that had no room there.
+    num_bytes_loaded: int = 0
+    num_bytes_stored: int = 0
+    num_stores_skipped: int = 0
+    num_reading: int = 0  # waiting requests whose blocks are being read from files
+    num_read: int = 0  # waiting requests whose blocks have been

@@ -23,6 +23,7 @@ BLOCK_BUCKETS: Buckets = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600,
     1200, 1800,
 )
+SLEEP_BUCKETS: Buckets = (0.01, 0.1, 1, 10, 30, 60, 120, 300, 600)
 HTTP_BUCKETS: Buckets = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 LAG_BUCKETS: Buckets = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 ITERATION_BUCKETS: Buckets = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -35,12 +36,16 @@ GAUGES = {
     "vllm:num_requests_waiting": "Requests that wait to be scheduled.",
     "vllm:num_requests_swapped": "Of those that wait, those whose blocks are in lower tiers.",
     "vllm:kv_cache_usage_perc": "Share of the KV cache in use; 1 is all of it.",
+    "vllm:kv_offload_cpu_cache_usage_perc": "Share of the KV cache in host memory that has blocks.",
 }
 COUNTERS = {
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "vllm:external_prefix_cache_queries": "Prompt tokens looked up in host memory and files.",
     "vllm:external_prefix_cache_hits": "Prompt tokens that came from there.",
+    "vllm:kv_offload_store_bytes": "Bytes of KV blocks copied to host memory.",
+    "vllm:kv_offload_load_bytes": "Bytes of KV blocks copied from there to the device.",
+    "vllm:kv_offload_stores_skipped": "Evicted KV blocks that host memory had no room for.",
     "vllm:num_preemptions": "Times a running request lost its KV blocks.",
     "vllm:corrupted_requests": "Requests that failed in a step: their logits were NaN or infinite.",
     "vllm:prompt_tokens": "Prompt tokens of requests that got a first token.",
@@ -120,6 +125,8 @@ CACHE_FACTS = (
     "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching",
     "gpu_memory_utilization", "kv_cache_size_tokens", "kv_cache_max_concurrency",
 )  # fmt: skip
+FETCHING = ("waiting_to_start", "in_progress", "completed_waiting")  # the first begin at once
+SLEEP_OPERATIONS = ("sleep", "wake")
 STAGES = {  # histogram -> the marks that it lies between
     "vllm:request_queue_time_seconds": ("queued", "scheduled"),
     "vllm:request_prefill_time_seconds": ("scheduled", "first_token"),

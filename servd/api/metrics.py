@@ -23,10 +23,13 @@ from servd.api.collectors import AdapterGauge, EngineRestarts, SharedMetrics
 from servd.api.metric_names import (
     CACHE_FACTS,
     COUNTERS,
+    FETCHING,
     GAUGES,
     HISTOGRAMS,
     HTTP_BUCKETS,
     LABELLED,
+    SLEEP_BUCKETS,
+    SLEEP_OPERATIONS,
     STAGES,
     TALLIED,
 )
@@ -124,6 +127,24 @@ class Families:
             ["handler", "method"],
             buckets=HTTP_BUCKETS,
         )
+        # Without any labels but their own, as vLLM has them.
+        self.sleep_seconds = self(
+            Histogram,
+            "vllm:sleep_mode_operation_duration_seconds",
+            "From a request to sleep or wake up to its answer.",
+            ["operation"],
+            buckets=SLEEP_BUCKETS,
+        )
+        self.sleeping = self(
+            Gauge,
+            "vllm:sleep_mode_operations_in_flight",
+            "Requests to sleep or wake up that are not answered yet.",
+            ["operation"],
+            multiprocess_mode="livesum",
+        )
+        for operation in SLEEP_OPERATIONS:
+            self.sleep_seconds.labels(operation)
+            self.sleeping.labels(operation)
 
     def __call__(self, kind: Callable[..., T], name: str, *args: Any, **options: Any) -> T:
         """The metric of a name, which is made where there is none yet."""
@@ -195,6 +216,12 @@ class Metrics:
         self.waiting = {
             reason: waiting.labels(**labels, reason=reason) for reason in ("capacity", "deferred")
         }
+        fetching = gauge(
+            "vllm:num_requests_kv_fetch_by_stage",
+            "Waiting requests with blocks that are read from files, or have been.",
+            [*labels, "stage"],
+        )
+        self.fetching = {stage: fetching.labels(**labels, stage=stage) for stage in FETCHING}
         # The last report, if no gauge shows it yet; at first one that any other replaces.
         self._unwritten: SchedulerStats | None = SchedulerStats(at_ns=1)
         facts, states = [*labels, *CACHE_FACTS], [*labels, "sleep_state"]
@@ -249,6 +276,7 @@ class Metrics:
             or stats.num_preemptions
             or stats.drafts.num_drafts
             or stats.num_failed
+            or stats.tiers
         ):
             self._count(stats)
         for block in stats.evictions:
@@ -267,6 +295,9 @@ class Metrics:
             ("vllm:prefix_cache_hits", stats.prefix_cache_hits),
             ("vllm:external_prefix_cache_queries", stats.external_prefix_cache_queries),
             ("vllm:external_prefix_cache_hits", stats.external_prefix_cache_hits),
+            ("vllm:kv_offload_store_bytes", stats.num_bytes_stored),
+            ("vllm:kv_offload_load_bytes", stats.num_bytes_loaded),
+            ("vllm:kv_offload_stores_skipped", stats.num_stores_skipped),
             ("vllm:num_preemptions", stats.num_preemptions),
             ("vllm:corrupted_requests", stats.num_failed),
             ("vllm:spec_decode_num_drafts", drafts.num_drafts),
@@ -299,6 +330,13 @@ class Metrics:
             (waiting["deferred"], stats.num_deferred),
             (gauges["vllm:num_requests_swapped"], stats.num_swapped),
             (gauges["vllm:kv_cache_usage_perc"], stats.kv_cache_usage),
+            (
+                gauges["vllm:kv_offload_cpu_cache_usage_perc"],
+                max((t.num_blocks / t.max_blocks for t in stats.tiers[:1]), default=0),
+            ),
+            (self.fetching["waiting_to_start"], 0),
+            (self.fetching["in_progress"], stats.num_reading),
+            (self.fetching["completed_waiting"], stats.num_read),
         ):
             gauge.report(value, stats.at_ns)
         self.families.adapters.write(self.rank, stats)

@@ -16,7 +16,7 @@ from servd.api.metrics import ChoiceTimes, Metrics, TalliedHistogram
 from servd.config import Config
 from servd.messages import EngineCoreOutput, EngineReady, FinishReason, WorkerReady
 from servd.params import SamplingParams
-from servd.stats import BlockEviction, DraftStats, SchedulerStats
+from servd.stats import BlockEviction, DraftStats, SchedulerStats, TierStats
 from servd.tracing import Mark
 
 SECOND = 10**9
@@ -29,6 +29,8 @@ GAUGES = [
     "num_requests_waiting_by_reason",
     "num_requests_swapped",
     "kv_cache_usage_perc",
+    "kv_offload_cpu_cache_usage_perc",
+    "num_requests_kv_fetch_by_stage",
 ]
 COUNTERS = [
     "prefix_cache_queries",
@@ -36,6 +38,9 @@ COUNTERS = [
     "external_prefix_cache_queries",
     "external_prefix_cache_hits",
     "prompt_tokens_cached_by_source",
+    "kv_offload_store_bytes",
+    "kv_offload_load_bytes",
+    "kv_offload_stores_skipped",
     "num_preemptions",
     "corrupted_requests",
     "prompt_tokens",
@@ -79,7 +84,7 @@ def read(body: bytes) -> dict[str, float]:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
-            if not sample.name.startswith("http_"):
+            if not sample.name.startswith(("http_", "vllm:sleep_mode_")):
                 assert sample.labels["model_name"] == "m" and sample.labels["engine"] == "0"
             values[sample.name] = values.get(sample.name, 0.0) + sample.value
     return values
@@ -118,6 +123,21 @@ def test_requests_that_fail_in_a_step_count():
     metrics = Metrics("m")
     metrics.observe_step(SchedulerStats(num_failed=2))
     assert value(metrics, "corrupted_requests_total") == 2
+
+
+def test_tiers_below_the_device():
+    metrics = Metrics("m")
+    moved = {"num_bytes_loaded": 64, "num_bytes_stored": 96, "num_stores_skipped": 1}
+    for _ in range(2):
+        tiers = [TierStats("host", num_blocks=3, max_blocks=4), TierStats("disk", max_blocks=9)]
+        metrics.observe_step(SchedulerStats(tiers=tiers, num_reading=5, num_read=1, **moved))
+    assert value(metrics, "kv_offload_load_bytes_total") == 128
+    assert value(metrics, "kv_offload_store_bytes_total") == 192
+    assert value(metrics, "kv_offload_stores_skipped_total") == 2
+    assert value(metrics, "kv_offload_cpu_cache_usage_perc") == 0.75
+    stages = {"waiting_to_start": 0, "in_progress": 5, "completed_waiting": 1}
+    for stage, count in stages.items():
+        assert value(metrics, "num_requests_kv_fetch_by_stage", stage=stage) == count
 
 
 def test_what_waits_for_its_grammar_is_deferred():

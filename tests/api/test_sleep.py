@@ -28,6 +28,12 @@ async def test_a_server_sleeps_and_wakes():
         assert await state("POST", "/sleep?level=2") and await state("GET", "/is_sleeping")
         assert not await state("POST", "/wake_up") and not await state("GET", "/is_sleeping")
         assert [type(message) for message in served.engine.sent] == [Sleep, WakeUp]
+        metrics = (await served.http.get("/metrics")).text
+        for operation in ("sleep", "wake"):
+            name = "vllm:sleep_mode_operation_duration_seconds_count"
+            assert f'{name}{{operation="{operation}"}} 1.0' in metrics
+            in_flight = "vllm:sleep_mode_operations_in_flight"
+            assert f'{in_flight}{{operation="{operation}"}} 0.0' in metrics
         refused = await served.http.post("/sleep?level=0")
         assert refused.status_code == 400 and "level must be 1 or 2" in refused.text
 

@@ -66,9 +66,14 @@ async def _ask(async_llm: AsyncLLM, message: Sleep | WakeUp) -> Response:
     for engine in async_llm.engines:
         engine.client.send(message)
     end = time.monotonic() + PATIENCE
-    while (found := _sleep(async_llm)) != wanted and (left := end - time.monotonic()) > 0:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(async_llm.has_changed.wait(), left)
+    families, operation = async_llm.metrics.families, "sleep" if all(wanted) else "wake"
+    with (
+        families.sleep_seconds.labels(operation).time(),
+        families.sleeping.labels(operation).track_inprogress(),
+    ):
+        while (found := _sleep(async_llm)) != wanted and (left := end - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(async_llm.has_changed.wait(), left)
     return json_response(SleepState(all(found)))
 
 

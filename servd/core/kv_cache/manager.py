@@ -33,6 +33,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, times)
         self.tiers: Tiers | None = None
         self.num_swapped = 0  # requests
+        self.reading: set[Request] = set()  # that wait, since files were read for them
 
     def connect(self, tiers: Tiers | None) -> None:
         """Blocks that are evicted go to lower tiers from now on, and come back from there."""
@@ -114,6 +115,7 @@ class KVCacheManager:
             request.reads_until_ns = now + patience if patience else 1
             if patience:
                 request.marks.append(Mark("reading", now))
+                self.reading.add(request)
         return now < request.reads_until_ns and self.tiers.is_reading(hashes)
 
     def swap_out(self, request: Request) -> None:
@@ -127,6 +129,7 @@ class KVCacheManager:
         """A request is about to be admitted, or ends."""
         if request.status is RequestStatus.SWAPPED:
             self.num_swapped -= 1
+        self.reading.discard(request)
 
     def _wanted(self, request: Request, num_found: int) -> list[bytes]:
         """Hashes of the blocks after those found that need not be computed; see `match_prefix`."""
@@ -159,7 +162,10 @@ class KVCacheManager:
         stats.kv_cache_usage, stats.num_swapped = self.usage, self.num_swapped
         stats.evictions = self.pool.take_evictions()
         if self.tiers is not None:
-            stats.tiers = self.tiers.report()
+            self.tiers.report(stats)
+            for request in self.reading:
+                stats.num_read += 1 - self._is_reading(request, self.match_prefix(request))
+            stats.num_reading = len(self.reading) - stats.num_read
 
     def count(self, request: Request, stats: SchedulerStats) -> None:
         """Add what was looked up and found for a request that was admitted for the first time."""

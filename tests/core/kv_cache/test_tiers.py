@@ -83,7 +83,12 @@ def test_a_crowd_gets_its_tokens_with_a_cache_too_small_for_it(depth, slots, dra
         assert log.token_ids(request.request_id) == solo(request)
     assert log.total("num_preemptions") > 0
     assert slots == 3 or log.total("external_prefix_cache_hits") > 0
-    assert tiers_of(engine).report()[0].num_hits > 0
+    assert tiers_of(engine).stats["host"].num_hits > 0
+    steps = [each for each in engine.executor.steps if each.step >= 0 and each.copies]
+    made = [copy for step in steps for copy in step.copies.copies]
+    for to_device, name in ((True, "num_bytes_loaded"), (False, "num_bytes_stored")):
+        assert log.total(name) == 32 * sum(each.to_device == to_device for each in made) > 0
+    assert (log.total("num_stores_skipped") > 0) == (slots == 3)
 
 
 def test_a_request_that_had_to_yield_computes_only_its_last_block_again():
@@ -295,10 +300,22 @@ def test_a_request_whose_blocks_are_being_read_can_be_aborted(tmp_path, monkeypa
     for _ in range(3):
         log.step(engine)
     assert not engine.scheduler.running
+
+    def fetching() -> tuple[int, int]:
+        report = engine.scheduler.report(0)
+        return report.num_reading, report.num_read
+
+    assert fetching() == (1, 0)  # the second has not been looked at
     engine.handle(AbortRequests(["b"]))
+    assert fetching() == (0, 0)
     check(engine)
+    log.step(engine)
+    assert fetching() == (1, 0)
     may_read.set()
+    tiers_of(engine).flush()
+    assert fetching() == (0, 1)
     log.run(engine)
+    assert fetching() == (0, 0)
     assert cached_tokens(log, "c") == 36
     assert log.token_ids("c") == solo(make_request("c", PROMPT))
 
@@ -390,7 +407,7 @@ def test_what_came_back_after_a_preemption_was_not_found_at_first():
         make_request("a", [1] * 20, max_tokens=30),
         make_request("b", [2] * 36, max_tokens=4),  # yields while its prompt is computed
     )
-    assert log.total("num_preemptions") > 0 and tiers_of(engine).report()[0].num_hits > 0
+    assert log.total("num_preemptions") > 0 and tiers_of(engine).stats["host"].num_hits > 0
     first = log.outputs["b"][0]
     assert "preempted" in [mark.stage for mark in first.marks]
     assert first.num_external_tokens <= first.num_cached_tokens

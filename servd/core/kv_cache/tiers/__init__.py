@@ -27,7 +27,7 @@ from servd.errors import ConfigError
 from servd.hf import ModelSpec
 from servd.messages import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
 from servd.sizes import format_bytes
-from servd.stats import TierStats
+from servd.stats import SchedulerStats, TierStats
 from servd.tracing import StepRecord, now_ns
 
 logger = logging.getLogger("servd.engine")
@@ -82,6 +82,8 @@ class Tiers:
         self.stats = {name: TierStats(name) for name in ["host", "disk"][: 1 + (disk is not None)]}
         self._copies: list[BlockCopy] = []  # for the next step
         self._offers: dict[bytes, int] = {}  # hash -> block of an ended request, oldest first
+        self._num_skipped = 0  # blocks that had no room, since the last report
+        self._num_copied = [0, 0]  # the same of blocks to the host, and to the device
         self._num_copying = 0  # slots in copies of the next step and of those in flight
         self._num_moving = 0  # slots that are read or written
         self._max_moving = max(host.num_blocks // 2, 1)  # with which writing begins
@@ -108,7 +110,11 @@ class Tiers:
     def save(self, block: int, block_hash: bytes) -> None:
         """Copy what a block holds to the host, if that has room and has it not."""
         self._offers.pop(block_hash, None)
-        if self.host.find(block_hash) is None and self.host.num_free:
+        if self.host.find(block_hash) is not None:
+            return
+        if not self.host.num_free:
+            self._num_skipped += 1
+        else:
             [slot] = self.host.take(1)
             self.host.register(slot, block_hash)
             self._copy(block, slot, to_device=False)
@@ -250,6 +256,7 @@ class Tiers:
 
     def _copy(self, block: int, slot: int, *, to_device: bool) -> None:
         self._copies.append(BlockCopy(block, slot, to_device))
+        self._num_copied[to_device] += 1
         self._num_copying += 1
 
     # ---- files ----
@@ -312,8 +319,8 @@ class Tiers:
             format_bytes(self.host.num_blocks * self.host.slot_bytes), fastest / MAX_SAVES / 1e6,
         )  # fmt: skip
 
-    def report(self) -> list[TierStats]:
-        """The state of each tier."""
+    def report(self, stats: SchedulerStats) -> None:
+        """Add the state of each tier, and what was copied since the last report."""
         host = self.stats["host"]
         host.num_blocks, host.max_blocks = self.host.num_cached, self.host.num_blocks
         size = self.host.slot_bytes
@@ -323,7 +330,10 @@ class Tiers:
             disk.num_bytes, disk.max_bytes = self.disk.num_bytes, self.disk.limit
             disk.num_blocks, disk.max_blocks = disk.num_bytes // size, disk.max_bytes // size
             disk.num_bad = self.disk.num_bad
-        return [*self.stats.values()]
+        stats.tiers = [*self.stats.values()]
+        stats.num_bytes_stored, stats.num_bytes_loaded = (n * size for n in self._num_copied)
+        stats.num_stores_skipped = self._num_skipped
+        self._num_copied, self._num_skipped = [0, 0], 0
 
     def problems(self) -> list[str]:
         """What is wrong between two steps, in words; see `audit`."""
