@@ -125,6 +125,7 @@ CACHE_FACTS = (
     "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching",
     "gpu_memory_utilization", "kv_cache_size_tokens", "kv_cache_max_concurrency",
 )  # fmt: skip
+WAITING = ("capacity", "deferred")
 FETCHING = ("waiting_to_start", "in_progress", "completed_waiting")  # the first begin at once
 SLEEP_OPERATIONS = ("sleep", "wake")
 STAGES = {  # histogram -> the marks that it lies between

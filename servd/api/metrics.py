@@ -32,6 +32,7 @@ from servd.api.metric_names import (
     SLEEP_OPERATIONS,
     STAGES,
     TALLIED,
+    WAITING,
 )
 from servd.config import Config
 from servd.messages import EngineCoreOutput, EngineReady, FinishReason
@@ -208,20 +209,15 @@ class Metrics:
             "Accepted drafts by their number in the step, from 0.",
             [*labels, "position"],
         )
-        waiting = gauge(
-            "vllm:num_requests_waiting_by_reason",
-            "Requests that wait to be scheduled: for room, or (deferred) for their grammar.",
-            [*labels, "reason"],
-        )
-        self.waiting = {
-            reason: waiting.labels(**labels, reason=reason) for reason in ("capacity", "deferred")
-        }
-        fetching = gauge(
-            "vllm:num_requests_kv_fetch_by_stage",
-            "Waiting requests with blocks that are read from files, or have been.",
-            [*labels, "stage"],
-        )
-        self.fetching = {stage: fetching.labels(**labels, stage=stage) for stage in FETCHING}
+
+        def by(label: str, values: Sequence[str], name: str, text: str) -> dict[str, ReportedGauge]:
+            whole = gauge(name, text, [*labels, label])
+            return {each: whole.labels(**labels, **{label: each}) for each in values}
+
+        text = "Requests that wait to be scheduled: for room, or (deferred) for their grammar."
+        self.waiting = by("reason", WAITING, "vllm:num_requests_waiting_by_reason", text)
+        text = "Waiting requests with blocks that are read from files, or have been."
+        self.fetching = by("stage", FETCHING, "vllm:num_requests_kv_fetch_by_stage", text)
         # The last report, if no gauge shows it yet; at first one that any other replaces.
         self._unwritten: SchedulerStats | None = SchedulerStats(at_ns=1)
         facts, states = [*labels, *CACHE_FACTS], [*labels, "sleep_state"]
