@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import textwrap
 import threading
 from typing import Any
 
@@ -15,3 +17,11 @@ def parse_python(source: str, mode: str = "exec") -> Any:
     """`ast.parse`, one at a time."""
     with _lock:
         return ast.parse(source, mode=mode)
+
+
+def parse_class(kind: type) -> ast.ClassDef:
+    """The source of a class; to find it, `inspect` parses the whole module."""
+    with _lock:
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    return tree

@@ -6,11 +6,13 @@ import ast
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from servd.python_syntax import parse_python
+from servd.python_syntax import parse_class, parse_python
 
 
 def test_one_thread_parses_at_a_time(monkeypatch):
-    """Two at once fail, if garbage is collected in the middle of one."""
+    """Two at once fail, if garbage is collected in the middle of one. To find a class, `inspect`
+    parses, too.
+    """
     running, most, parse = 0, 0, ast.parse
 
     def counted(source: str, **options: str) -> ast.AST:
@@ -24,4 +26,6 @@ def test_one_thread_parses_at_a_time(monkeypatch):
     monkeypatch.setattr(ast, "parse", counted)
     with ThreadPoolExecutor() as pool:
         trees = list(pool.map(parse_python, ["a = 1"] * 8))
+        classes = list(pool.map(parse_class, [ThreadPoolExecutor] * 4))
     assert most == 1 and len(trees) == 8
+    assert [each.name for each in classes] == ["ThreadPoolExecutor"] * 4

@@ -194,7 +194,8 @@ class Hostile:
     def body(self, body: dict[str, Any], kind: str, path: str) -> Case:
         """It as JSON; answers are short, and some bytes are not what they were."""
         if isinstance(body, dict) and path not in ("/tokenize", "/detokenize"):
-            body = {"max_tokens": MAX_TOKENS, **body}
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            body = {limit: MAX_TOKENS, **body}
         content = json.dumps(body).encode()
         if self.random.random() < 0.05:
             content = content.replace(b"1", self.random.choice(RAW_NUMBERS).encode(), 1)

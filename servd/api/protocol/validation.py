@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import itertools
-import textwrap
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
@@ -16,7 +14,7 @@ from typing_extensions import TypedDict
 from servd.api.protocol.json_size import has_more_values
 from servd.bounds import shorten
 from servd.errors import InvalidRequest
-from servd.python_syntax import parse_python
+from servd.python_syntax import parse_class
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
 MAX_VALUES = 500_000  # elements, keys and containers of a body
@@ -95,9 +93,7 @@ class RequestBody(BaseModel):
         """
         found: dict[str, str] = {}
         for base in reversed(cls.__mro__[: cls.__mro__.index(BaseModel)]):
-            [source] = parse_python(textwrap.dedent(inspect.getsource(base))).body
-            assert isinstance(source, ast.ClassDef)
-            for field, below in itertools.pairwise(source.body):
+            for field, below in itertools.pairwise(parse_class(base).body):
                 match field, below:
                     case (
                         ast.AnnAssign(target=ast.Name(id=name)),
