@@ -43,6 +43,17 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             "not for health checks and metrics."
         ),
     ] = "off"
+    enable_log_requests: Annotated[
+        bool,
+        Meta(
+            description="A line for each prompt that the model gets, with its text, its token ids "
+            "and its parameters. Without it no line says what was asked."
+        ),
+    ] = False
+    max_log_len: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="Most characters of the text, and token ids, in such a line."),
+    ] = None
     otlp_traces_endpoint: Annotated[
         str | None,
         Meta(

@@ -22,6 +22,7 @@ from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Prepared, Processor
 from servd.api.progress import Progress, combine
 from servd.api.prompt import Prompt
+from servd.api.request_log import log_request
 from servd.api.routing import Router
 from servd.api.running import DeltaStream, Running
 from servd.api.timeline import Timeline, Tracer
@@ -297,6 +298,8 @@ class AsyncLLM:
             one, timeline, stream, first, choices, is_counted=not one.part_of, sent_ns=sent
         )
         self.output_processor.add(one)
+        if self.config.observability.enable_log_requests:
+            log_request(one, self.config.observability.max_log_len)
         if not one.part_of:
             timeline.choices, timeline.params = choices, one.params
             timeline.prompt = array("I", one.prompt_token_ids)

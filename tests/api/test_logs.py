@@ -32,6 +32,43 @@ def lines(monkeypatch):
     servd.setLevel(before[2])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("most", [None, 0, 8])
+async def test_what_is_asked_is_logged_if_that_is_asked_for(lines, most, stream):
+    async with serve(enable_log_requests=True, max_log_len=most) as served:
+        for prompt in (BODY["prompt"], [7, 8, 9]):
+            body = {**BODY, "prompt": prompt, "temperature": 0.25, "stream": stream}
+            assert (await served.http.post("/v1/completions", json=body)).status_code == 200
+    text, tokens = [line for line in lines() if line["logger"] == "servd.requests"]
+    assert text["prompt"] == BODY["prompt"][:most] and text["num_prompt_tokens"] == 15
+    assert text["prompt_token_ids"] == [*BODY["prompt"].encode()][:most]
+    assert (tokens["prompt"], tokens["prompt_token_ids"]) == (None, [7, 8, 9][:most])
+    assert text["params"]["temperature"] == 0.25 and text["params"]["max_tokens"] == 3
+    assert text["prompt_id"].endswith(text["request_id"]) and text["prompt_id"] in text["message"]
+
+
+ASKED = {
+    "/v1/completions": BODY,
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a secret"}]},
+    "/v1/responses": {"input": "a secret"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 3},
+    "/v1/embeddings": {"input": "a secret"},
+    "/tokenize": {"prompt": "a secret"},
+}
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+async def test_no_other_line_says_what_was_asked(lines, level):
+    async with serve(access_log="all", log_level=level) as served:
+        logging.getLogger("servd").setLevel(level.upper())
+        for path, body in ASKED.items():
+            for broken in ({}, {"max_tokens": "a secret"}, {"temperature": -5}):
+                url = f"{path}?name=secret"
+                await served.http.post(url, json=body | {"user": "secret", **broken})
+        await served.http.post("/v1/completions", content=b'{"prompt": "a secret')
+    assert len(lines()) > 3 * len(ASKED) and "secret" not in json.dumps(lines())
+
+
 @pytest.mark.parametrize(
     ("access_log", "logged"),
     [
