@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import msgspec
 
 from servd.api.protocol.requests import PrefixCache, PrefixDifference
 from servd.api.timeline import Timeline
@@ -18,17 +21,26 @@ REASONS = {
 }
 
 
+class Likeness(msgspec.Struct):
+    """How an earlier prompt is like another one."""
+
+    length: int  # tokens with which both begin
+    could_be_found: tuple[bool, ...]  # see REASONS
+    id: str
+    next_token: int | None  # the first that differs, if it goes on
+
+
 def explain_prefix(
     timeline: Timeline,
-    others: Iterable[Timeline],
+    nearest: Likeness | None,
     config: CacheConfig,
     token_text: Callable[[int], str],
 ) -> PrefixCache:
-    """Compare a prompt with others that came before it.
+    """Compare a prompt with one that came before it.
 
     Args:
         timeline: a request whose prompt is kept and scheduled.
-        others: of the same owner.
+        nearest: see `FindPrompt`.
         config: of the cache.
         token_text: shows a token.
     """
@@ -54,44 +66,31 @@ def explain_prefix(
         found.evicted_seconds_ago = round((scheduled - evicted) / SECOND, 3)
         found.text = f"block {num_matched} was evicted {found.evicted_seconds_ago:.1f} s before"
     else:
-        _compare(found, timeline, prompt, others, scheduled, token_text)
+        _compare(found, prompt, nearest, token_text)
     return found
 
 
 def _compare(
     found: PrefixCache,
-    timeline: Timeline,
     prompt: array[int],
-    others: Iterable[Timeline],
-    scheduled: int,
+    nearest: Likeness | None,
     token_text: Callable[[int], str],
 ) -> None:
-    """Find the earlier prompt that begins most like this one."""
-    likeness = [
-        # Among prompts that share as much, the one that could have been found says more.
-        (
-            common_length(prompt, known),
-            sum(_could_be_found(other, timeline)),
-            other,
-            known,
-        )
-        for other in others
-        if other is not timeline and (known := other.prompt) and other.marks[0].at_ns < scheduled
-    ]
-    best = max(likeness, key=lambda each: each[:2], default=(0, 0, None, prompt))
-    most, _, nearest, known = best
+    """Say what the earlier prompt that begins most like this one tells."""
     if nearest is None:
-        found.text = "no earlier prompt of this API key and API process is known"
-    elif most >= (found.num_matched + 1) * found.block_size:
+        found.text = "no earlier prompt of this API key is known"
+        return
+    most, other = nearest.length, nearest.next_token
+    if most >= (found.num_matched + 1) * found.block_size:
         lost = "which the cache has lost since"
-        reasons = zip(REASONS.items(), _could_be_found(nearest, timeline), strict=True)
+        reasons = zip(REASONS.items(), nearest.could_be_found, strict=True)
         found.reason, why = next((r for r, is_so in reasons if not is_so), (found.reason, lost))
         found.text = f"{nearest.id} shares {most} tokens, {why}"
-    elif most == len(known):
+    elif other is None:
         found.reason = "last_block"
         found.text = f"{nearest.id} ends after {most} tokens, and its last block was not full"
     else:
-        token, other = prompt[most], known[most]
+        token = prompt[most]
         found.reason = "different_token"
         found.difference = PrefixDifference(
             most, token, token_text(token), other, token_text(other), nearest.id
@@ -102,12 +101,51 @@ def _compare(
         )
 
 
-def _could_be_found(earlier: Timeline, later: Timeline) -> tuple[bool, ...]:
-    """What keeps its blocks from a later prompt where it is not so, as in REASONS."""
-    (salt, adapter), (own_salt, own_adapter) = earlier.salt, later.salt
-    same_engine = earlier.engine == later.engine
-    same_cache = not same_engine or earlier.cache_number == later.cache_number
-    return salt == own_salt, adapter == own_adapter, same_engine, same_cache
+class FindPrompt(msgspec.Struct, tag=True):
+    """The earlier prompt of an owner that begins most like this one; None if none is known."""
+
+    answer: ClassVar[Any] = Likeness | None
+    owner: str
+    request_id: str
+    prompt: bytes  # of array("I")
+    salt: tuple[str | None, ...]
+    engine: int
+    before_ns: int  # when the prompt was scheduled
+    cache_number: int | None = None  # None: of another API process, which counts by itself
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> FindPrompt:
+        """For a request whose prompt is kept."""
+        scheduled = next((m.at_ns for m in timeline.marks if m.stage == "scheduled"), 0)
+        return cls(
+            timeline.owner, timeline.id, timeline.prompt.tobytes(), timeline.salt,
+            timeline.engine, scheduled, timeline.cache_number,
+        )  # fmt: skip
+
+    def search(self, others: Iterable[Timeline]) -> Likeness | None:
+        """Among these. Of prompts that share as much, the one that could have been found says
+        more.
+        """
+        prompt = array("I", self.prompt)
+        known = [
+            (common_length(prompt, tokens), self._could_find(other), other.id, tokens)
+            for other in others
+            if other.id != self.request_id
+            and (tokens := other.prompt)  # which may be dropped meanwhile
+            and other.marks[0].at_ns < self.before_ns
+        ]
+        if not known:
+            return None
+        length, could, name, tokens = max(known, key=lambda each: (each[0], sum(each[1])))
+        return Likeness(length, could, name, tokens[length] if length < len(tokens) else None)
+
+    def _could_find(self, earlier: Timeline) -> tuple[bool, ...]:
+        """What keeps its blocks from this prompt where it is not so, as in REASONS."""
+        (salt, adapter), (own_salt, own_adapter) = earlier.salt, self.salt
+        same_engine = earlier.engine == self.engine
+        counts = same_engine and self.cache_number is not None
+        same_cache = not counts or earlier.cache_number == self.cache_number
+        return salt == own_salt, adapter == own_adapter, same_engine, same_cache
 
 
 def common_length(a: array[int], b: array[int]) -> int:

@@ -19,9 +19,9 @@ import msgspec
 
 from servd.api.async_llm import AsyncLLM
 from servd.api.explanation import Ran, explain, ran, summarize
-from servd.api.prefix_explanation import explain_prefix
+from servd.api.prefix_explanation import FindPrompt, Likeness, explain_prefix
 from servd.api.protocol.requests import RequestSummary, RequestTimeline
-from servd.api.timeline import Inquiry
+from servd.api.timeline import Inquiry, Timeline
 from servd.tracing import StepRecord
 
 log = logging.getLogger("servd.api")
@@ -62,7 +62,7 @@ class ListSteps(msgspec.Struct, tag=True):
     count: int
 
 
-Question = ListRequests | FindTimeline | WhenRan | ListSteps
+Question = ListRequests | FindTimeline | WhenRan | FindPrompt | ListSteps
 
 
 class Siblings:
@@ -126,7 +126,8 @@ class Siblings:
     async def _ask(self, path: Path, question: Question) -> list[Any]:
         """The answer of one, if it gives any."""
         try:
-            async with asyncio.timeout(PATIENCE / (1 + isinstance(question, WhenRan))):
+            is_second = isinstance(question, WhenRan | FindPrompt)
+            async with asyncio.timeout(PATIENCE / (1 + is_second)):
                 reader, writer = await asyncio.open_unix_connection(path)
                 with closing(writer):
                     writer.write(msgspec.msgpack.encode(question))
@@ -158,6 +159,10 @@ class Siblings:
                 return await self.async_llm.offload(
                     owner, size, lambda: {each.id: ran([*each.marks]) for each in timelines}
                 )
+            case FindPrompt(owner):
+                prompts = self.tracer.latest(owner, self.tracer.keep)
+                size = sum(len(other.prompt) for other in prompts)
+                return await self.async_llm.offload(owner, size, lambda: question.search(prompts))
             case ListSteps(count):
                 engines = [*self.tracer.steps]
                 return [step for each in engines for step in self.tracer.latest_steps(count, each)]
@@ -175,22 +180,29 @@ class Siblings:
         timeline = tracer.get(question.request_id, owner)
         if timeline is None:
             return None
-        others: dict[str, Ran | None] = {}
-        for each in await self._ask_all(WhenRan(owner, timeline.engine)):
-            others |= each
+        times, nearest = await asyncio.gather(
+            self._ask_all(WhenRan(owner, timeline.engine)), self._nearest(timeline)
+        )
+        others = {name: when for each in times for name, when in each.items()}
         (inquiry,) = tracer.inquiries([timeline])
-        prompts = tracer.latest(owner, tracer.keep)
 
         def explained() -> RequestTimeline:
             found = explain(inquiry, others)
             if timeline.prompt and any(mark.stage == "scheduled" for mark in inquiry.marks):
                 cache = self.async_llm.config.cache
                 token_text = self.async_llm.processor.tokenizer.token_string
-                found.prefix_cache = explain_prefix(timeline, prompts, cache, token_text)
+                found.prefix_cache = explain_prefix(timeline, nearest, cache, token_text)
             return found
 
-        size = _size([inquiry]) + sum(len(other.prompt) for other in prompts)
-        return await self.async_llm.offload(owner, size, explained)
+        return await self.async_llm.offload(owner, _size([inquiry]), explained)
+
+    async def _nearest(self, timeline: Timeline) -> Likeness | None:
+        """The earlier prompt that begins most like this one's, whoever has it."""
+        question = FindPrompt.of(timeline)
+        own = await self._answer(question)
+        question.cache_number = None
+        found = filter(None, [own, *await self._ask_others(question)])
+        return max(found, key=lambda each: (each.length, sum(each.could_be_found)), default=None)
 
 
 def _slowness(request: RequestSummary) -> float:

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,36 @@ async def test_neighbours_and_those_before_it_may_be_of_a_sibling(tmp_path):
         found = (await one.http.get(f"/v1/requests/{own}/timeline")).json()
         assert [each.get("id") for each in found["neighbours"]] == [neighbour, None]
         assert found["behind"] == [neighbour]
+
+
+async def test_the_prompt_before_it_may_be_of_a_sibling(tmp_path):
+    """Both engines are rank 0, as if they were one that has lost the first prompt since."""
+    async with two(tmp_path) as (one, other):
+
+        async def ask(served: Served, prompt: str, **fields: object) -> tuple[str, dict[str, Any]]:
+            body = {"prompt": prompt, "max_tokens": 2, **fields}
+            made = (await served.http.post("/v1/completions", json=body)).json()["id"]
+            timeline = (await served.http.get(f"/v1/requests/{made}/timeline")).json()
+            return made, timeline["prefix_cache"]
+
+        first, explained = await ask(one, "a" * 40)
+        assert explained["reason"] == "unknown" and "no earlier prompt" in explained["text"]
+        _, explained = await ask(other, "a" * 36 + "b" * 40, cache_salt="other")
+        assert (explained["reason"], first in explained["text"]) == ("salt", True)
+        other.async_llm.engines[0].cache_number = 7  # each counts by itself
+        await ask(one, "c" * 30 + "e" * 20)
+        _, explained = await ask(other, "c" * 30 + "d" * 20)
+        assert (
+            explained["reason"] == "unknown"
+            and "30 tokens, which the cache has lost" in (explained["text"])
+        )
+        third, _ = await ask(one, "f" * 3 + "g" * 40)
+        _, explained = await ask(other, "f" * 4 + "g" * 40)
+        assert explained["reason"] == "different_token"
+        assert explained["difference"] == {
+            "index": 3, "token_id": 102, "text": "f", "other_token_id": 103, "other_text": "g",
+            "other_id": third,
+        }  # fmt: skip
 
 
 async def test_one_that_is_silent_does_not_hide_what_another_knows(tmp_path, monkeypatch):
