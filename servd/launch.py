@@ -53,7 +53,7 @@ def serve(read_config: Callable[[], Config]) -> int:
     inherited = None if config.server.headless else inherited_listener()
     listener = None if config.server.headless else inherited or listen(config)
     try:
-        if config.models.models_dir is not None:
+        if config.models.models_dir is not None or config.models.models:
             from servd.api import front_server  # the others import no HTTP server
 
             front_server.check(config)

@@ -4,11 +4,12 @@ parent.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 
-from servd import launch
+from servd import launch, log
 from servd.api.start import StartModel
 from servd.child import read_start
 from servd.config import Config
@@ -24,10 +25,11 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
 
     newest.append(read_start(StartModel, reload).config)
+    log.setup("servd", newest[0].observability)
     try:
         sys.exit(launch.serve(lambda: newest[0]))
     except ConfigError as error:
-        print(f"servd: error: {newest[0].model.model}: {error}", file=sys.stderr)
+        logging.getLogger("servd").error("%s: %s", newest[0].model.model, error)
         sys.exit(2)
 
 

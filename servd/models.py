@@ -18,6 +18,13 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "its own that is started when a request names it."
         ),
     ] = None
+    models: Annotated[
+        list[str],
+        Meta(
+            description="Serve these models, folders, GGUF files or models of the hub, as if they "
+            "were what --models-dir has; those of the hub are downloaded at the start."
+        ),
+    ] = []
     models_max: Annotated[
         int,
         Meta(
@@ -27,6 +34,15 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             le=256,
         ),
     ] = 1
+    models_asleep: Annotated[
+        int,
+        Meta(
+            description="Models of --models-dir that may sleep at once, in idle processes of half "
+            "a GiB each. Of more, the one that was used longest ago stops.",
+            ge=0,
+            le=256,
+        ),
+    ] = 4
     models_memory: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="GiB that the weights of all models that are awake may have on disk."),

@@ -14,6 +14,8 @@ import msgspec
 import psutil
 import pytest
 
+from servd import log
+from servd.api.start import StartModel
 from servd.child import STANDBY_NICE, Child, import_ahead
 from servd.config import Config
 
@@ -106,3 +108,12 @@ def test_only_the_thread_that_imports_for_later_has_a_low_priority():
     thread.join(60)
     assert seen == [min(before + STANDBY_NICE, 19)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_why_a_model_among_several_cannot_be_served_is_a_line_of_its_log(capfd):
+    start = StartModel(Config.load({"model": "/nowhere"}))
+    child = Child("one", "servd.model_tree", start, env={log.MODEL: "one"})
+    assert child.process.wait(60) == 2
+    child.stop(1)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "/nowhere" in line]
+    assert "ERROR   one/servd" in line and "there is no folder" in line

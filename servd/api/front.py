@@ -98,7 +98,7 @@ class Front:
 
     async def list_models(self, request: Request) -> Response:
         """All models, as the folder has them now, and their adapters."""
-        self.servers.scan()
+        await self.servers.scan()
         cards = [*map(_card, self.servers.there), *await self.servers.adapters()]
         return json_response({"object": "list", "data": cards})
 

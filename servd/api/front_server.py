@@ -10,11 +10,13 @@ import ssl
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 import uvloop
 
+from servd import hf
 from servd.access import load_certificates, tls_context
 from servd.api.auth import Keys
 from servd.api.front import create_front
@@ -36,6 +38,7 @@ def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
     config = read_config()
     with tempfile.TemporaryDirectory(prefix="servd-") as folder:
         try:
+            config = link_models(config, Path(folder) / "models")
             uvloop.run(_serve(config, read_config, listener, folder))
         finally:
             listener.close()
@@ -45,6 +48,8 @@ def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
 def check(config: Config) -> None:
     """Raises ConfigError for options that are for one model."""
     server = config.server
+    if config.models.models and config.models.models_dir:
+        raise ConfigError("--models and --models-dir: give one of them")
     if (model := config.model.model) is not None:
         raise ConfigError(
             f"MODEL ({model}) and --models-dir: give one of them; with --models-dir each request "
@@ -57,6 +62,25 @@ def check(config: Config) -> None:
     ):  # fmt: skip
         if value:
             raise ConfigError(f"{flag} is for a server of one model: leave out it or --models-dir")
+
+
+def link_models(config: Config, folder: Path) -> Config:
+    """The options of a folder that has what --models names, if it names any: a model of the hub
+    under its own name, others under those of their files.
+
+    Raises:
+        ConfigError: one is not there, or two have the same name.
+    """
+    for model in config.models.models:
+        given = Path(model).expanduser()
+        path = given.absolute() if given.exists() else hf.download_weights(model)
+        link = folder / (given.absolute().name if given.exists() else model)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            link.symlink_to(path)
+        except FileExistsError:
+            raise ConfigError(f"--models: two have the name {link.name}") from None
+    return config.replace(models_dir=str(folder)) if config.models.models else config
 
 
 class Server(uvicorn.Server):

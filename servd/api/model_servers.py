@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from servd import log
-from servd.api.model_folder import ModelFolder, adapters_in
+from servd.api.model_folder import Model, ModelFolder, adapters_in
 from servd.api.model_server import ModelServer, Visit
 from servd.api.protocol.models import ModelCard, ModelList
 from servd.api.start import StartModel
@@ -48,7 +48,7 @@ class ModelServers:
         self.config = config
         self.folder = Path(folder)
         self.models = ModelFolder(Path(config.models.models_dir))
-        self.most = config.models.models_max
+        self.most, self.most_asleep = config.models.models_max, config.models.models_asleep
         budget = config.models.models_memory
         self.budget = float("inf") if budget is None else budget * GIB
         self.secret = secrets.token_urlsafe(32)  # with which the front asks, where keys are needed
@@ -58,7 +58,8 @@ class ModelServers:
         self._switch = asyncio.Lock()  # first come, first served
         self._stopping: set[asyncio.Task[None]] = set()  # they still have memory
         self._resting: set[asyncio.Task[None]] = set()
-        self.scan()
+        self._scanning = asyncio.Lock()
+        self._take_in(self.models.read())
         names = [*self.servers]
         for adapter in adapters_in(config.lora).values():
             if adapter.owner(names) is None:
@@ -68,12 +69,16 @@ class ModelServers:
                     adapter.name, adapter.base or "a model that its files do not name",
                 )  # fmt: skip
 
-    def scan(self) -> None:
+    async def scan(self) -> None:
         """Take in the models that the folder has now. Of one that is gone, the server remains until
         its turn to stop comes, and gets no requests. Another one under its name needs it to stop.
         """
+        async with self._scanning:
+            self._take_in(await asyncio.to_thread(self.models.read))
+
+    def _take_in(self, models: dict[str, Model]) -> None:
         servers = {name: server for name, server in self.servers.items() if server.runs}
-        for name, model in self.models.read().items():
+        for name, model in models.items():
             server = servers[name] = self.servers.get(name) or ModelServer(model, self.secret)
             if server.model != model and not (server.is_awake and server.model.is_there):
                 self._begin_to_stop(server)
@@ -95,7 +100,7 @@ class ModelServers:
         if name is None and (known := self.there):
             return max(known, key=lambda server: server.used_at)
         if (server := self._known(name)) is None:
-            self.scan()
+            await self.scan()
             server = self._known(name)
         if server is None:
             owner = next((each.parent for each in await self.adapters() if each.id == name), None)
@@ -208,22 +213,24 @@ class ModelServers:
                 break
             await self._put_to_sleep(min(awake, key=lambda s: (s.num_open > 0, s.used_at)))
         asleep = [s for s in self.servers.values() if s.runs and not s.is_awake and s is not server]
-        for other in sorted(asleep, key=lambda s: s.used_at)[: -self.most]:
+        for other in sorted(asleep, key=lambda s: -s.used_at)[self.most_asleep :]:
             await self._stop(other)
 
     async def _put_to_sleep(self, server: ModelServer) -> None:
         """Have it free its weights. It does so when its engine has finished what it has; who reads
         the answers slowly holds up nobody.
         """
-        server.is_leaving = True
+        server.is_leaving, failing_since = True, None
         try:
             while server.runs:
                 while server.num_unanswered:
                     server.has_answered.clear()
                     await server.has_answered.wait()
-                if await server.is_asleep("/sleep"):
+                if (is_asleep := await server.is_asleep("/sleep")) is True:
                     break
-                await self._give_up_if_late(server)
+                since = failing_since or server.loading_since or time.monotonic()
+                failing_since = None if is_asleep is False else since
+                await self._give_up_if_late(server, failing_since, "does not go to sleep")
                 await asyncio.sleep(LOOK_INTERVAL)  # a long answer, or its engine starts again
             server.is_awake, server.loading_since = False, None
             logger.info("%s %s", server.name, "sleeps" if server.runs else "has ended")
@@ -249,19 +256,19 @@ class ModelServers:
         while not await server.ask("/health") or await server.is_asleep("/wake_up") is not False:
             if not server.runs:
                 server.fail("could not be started: the log says why", RETRY_AFTER)
-            await self._give_up_if_late(server)
+            await self._give_up_if_late(server, began, "was not ready")
             server.check()
             await asyncio.sleep(LOOK_INTERVAL)
         server.has_started, server.loading_since = True, None
         logger.info("%s is ready after %.2f s", server.name, time.monotonic() - began)
 
-    async def _give_up_if_late(self, server: ModelServer) -> None:
-        """Stop what takes too long to load. It is not tried again for as long as that took, so that
-        others get as much time.
+    async def _give_up_if_late(self, server: ModelServer, since: float | None, what: str) -> None:
+        """Stop what takes too long. It is not tried again for as long as that took, so that others
+        get as much time.
         """
-        since, most = server.loading_since, self.config.models.models_start_timeout
+        most = self.config.models.models_start_timeout
         if since is not None and time.monotonic() - since > most:
-            why = f"was not ready within {most:g} s (--models-start-timeout)"
+            why = f"{what} within {most:g} s (--models-start-timeout)"
             logger.error("%s %s: it is stopped", server.name, why)
             server.fail(why, most)
             await self._stop(server)
@@ -318,6 +325,7 @@ class ModelServers:
             served_model_name=[server.name],
             uds=path,
             models_dir=None,
+            models=[],
             lora_modules=own,
             sleep_idle_seconds=None,
             api_key=[*access.api_key, self.secret] if access.needs_keys else [],

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import struct
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,8 @@ import pytest
 from servd import log
 from servd.api.auth import Keys
 from servd.api.front import create_front
-from servd.api.front_server import check, reload
+from servd.api.front_server import check, link_models, reload
+from servd.api.model_folder import ModelFolder
 from servd.api.model_request import MAX_KEEP_ALIVE, seconds_of
 from servd.api.model_server import ModelServer
 from servd.api.model_servers import ModelServers
@@ -480,6 +482,40 @@ async def test_a_start_that_hangs_ends_and_others_go_on(tmp_path: Path):
         assert answer.status_code == 200 and servers.stopped == ["one"] * 2
 
 
+@pytest.mark.parametrize(("most_asleep", "num_starts"), [(4, 3), (1, 6), (0, 6)])
+async def test_who_sleeps_is_not_started_again(tmp_path: Path, most_asleep: int, num_starts: int):
+    names = ("one", "two", "three")
+    async with front(tmp_path, *names, models_asleep=most_asleep) as (http, servers):
+        for name in names * 2:
+            answer = await http.post(COMPLETIONS, json={**BODY, "model": name})
+            assert answer.status_code == 200
+        assert servers.most_awake == 1 and len(servers.launched) == num_starts
+        assert len(servers.stopped) == num_starts - min(most_asleep + 1, 3)
+
+
+async def test_a_model_that_never_goes_to_sleep_is_stopped(tmp_path: Path):
+    async with front(tmp_path, "one", "two", models_start_timeout=0.3) as (http, servers):
+        assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
+
+        async def is_asleep(path: str) -> None:
+            return None  # it answers with an error
+
+        servers.servers["one"].is_asleep = is_asleep  # type: ignore[method-assign]
+        answer = await http.post(COMPLETIONS, json={**BODY, "model": "two"})
+        assert answer.status_code == 200 and servers.stopped == ["one"]
+
+
+async def test_the_folder_is_read_beside_what_is_served(tmp_path: Path):
+    async with front(tmp_path, "one") as (http, servers):
+        read, may_read = servers.models.read, threading.Event()
+        servers.models.read = lambda: may_read.wait(30) and read()  # type: ignore[method-assign]
+        listing = asyncio.create_task(http.get("/v1/models"))
+        answer = await http.post(COMPLETIONS, json={**BODY, "model": "one"})
+        assert answer.status_code == 200 and not listing.done()
+        may_read.set()
+        assert len((await listing).json()["data"]) == 1
+
+
 async def test_who_looks_wakes_nothing_up(tmp_path: Path):
     async with front(tmp_path, "one") as (http, servers):
         one = {"model": "one"}
@@ -684,6 +720,23 @@ async def test_wrong_adapters_in_a_new_configuration_change_nothing(
         reload(lambda: Config.load(options), keys, None, servers)
         assert "NAME=FOLDER" in caplog.text
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
+
+
+def test_models_that_are_named_are_served_as_a_folder(tmp_path: Path):
+    make(tmp_path / "a" / "one")
+    make_gguf(tmp_path / "tiny.gguf")
+    given = [str(tmp_path / "a" / "one"), str(tmp_path / "tiny.gguf")]
+    linked = link_models(Config.load({"models": given}), tmp_path / "links")
+    found = ModelFolder(Path(linked.models.models_dir or "")).read()
+    assert [*found] == ["one", "tiny"]
+    make(tmp_path / "b" / "one")
+    twice = Config.load({"models": [given[0], str(tmp_path / "b" / "one")]})
+    with pytest.raises(ConfigError, match="two have the name one"):
+        link_models(twice, tmp_path / "again")
+    with pytest.raises(ConfigError, match="pass a local folder"):
+        link_models(Config.load({"models": ["./no"]}), tmp_path / "none")
+    with pytest.raises(ConfigError, match="give one of them"):
+        check(Config.load({"models_dir": ".", "models": given}))
 
 
 def test_options_for_one_model_are_refused():
