@@ -61,6 +61,14 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             "HTTP, e.g. http://localhost:4318/v1/traces. Needs the extra servd[otel]."
         ),
     ] = None
+    record_trace: Annotated[
+        str | None,
+        Meta(
+            description="Append when each request came, how long it and its answer were and what "
+            "it had in common with others, and all steps, to this file, as JSON lines without "
+            "text, for `servd what-if`."
+        ),
+    ] = None
     per_request_spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"],
         Meta(

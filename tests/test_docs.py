@@ -51,6 +51,8 @@ OTHER_FLAGS = {
     "--raw", "--html", "--max-tokens",  # servd trace
     "--scopes", "--expires",  # servd key
     "--seconds",  # benchmarks.soak
+    "--shape", "--requests", "--rate", "--speed", "--costs", "--servers", "--balancing",
+    "--routing", "--num-blocks",  # servd what-if
 }  # fmt: skip
 
 

@@ -295,9 +295,9 @@ class AsyncLLM:
             for _ in range(one.params.n)
         ]
         running = Running(
-            one, timeline, stream, first, choices, is_counted=not one.part_of, sent_ns=sent
-        )
-        self.output_processor.add(one)
+            one, timeline, stream, first, choices, is_counted=not one.part_of, sent_ns=sent,
+            outputs=self.output_processor.add(one),
+        )  # fmt: skip
         if self.config.observability.enable_log_requests:
             log_request(one, self.config.observability.max_log_len)
         if not one.part_of:

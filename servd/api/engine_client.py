@@ -137,6 +137,8 @@ class EngineClient:
             return
         if running.routed is not None:
             running.routed.end([choice.num_tokens for choice in running.choices])
+        if self.tracer.recorder is not None and isinstance(self.status, EngineReady):
+            self.tracer.recorder.add(running, self.status)
         engine_ids = self.outputs.abort(request_id)
         if engine_ids and not isinstance(self.status, EngineDeadMessage):
             self.client.send(AbortRequests(engine_ids))

@@ -36,19 +36,20 @@ class OutputProcessor:
         # Request id -> engine ids of its choices that have not ended.
         self._engine_ids: dict[str, list[str]] = {}
 
-    def add(self, prepared: Prepared) -> None:
-        """Expect outputs for all choices of a request."""
+    def add(self, prepared: Prepared) -> list[array[int]]:
+        """Expect outputs for all choices of a request; returns where the tokens of each gather."""
         params = prepared.params
         engine_ids = self._engine_ids[prepared.request_id] = prepared.request.choice_ids
-        visible_ids = prepared.expected.visible_ids
+        visible_ids, outputs = prepared.expected.visible_ids, [array("I") for _ in engine_ids]
         for index, engine_id in enumerate(engine_ids):
             self._choices[engine_id] = _Choice(
                 prepared.request_id,
                 index,
                 Detokenizer(self.tokenizer, params, prepared.prompt_token_ids, visible_ids),
                 params.include_stop_str_in_output,
-                array("I"),
+                outputs[index],
             )
+        return outputs
 
     def abort(self, request_id: str) -> list[str]:
         """Forget a request.

@@ -83,12 +83,19 @@ class Router:
         block_size: tokens of a block; 0 if the engines keep no prefixes.
         place: of this API server among its siblings.
         descriptor: by `make_file`; -1 if there are no siblings.
+        num_servers: how many there are, with this one.
     """
 
     def __init__(
-        self, num_engines: int, block_size: int, place: int = 0, descriptor: int = -1
+        self,
+        num_engines: int,
+        block_size: int,
+        place: int = 0,
+        descriptor: int = -1,
+        num_servers: int = MAX_SERVERS,
     ) -> None:
         self.ranks = range(num_engines)
+        self._used = num_servers * ROW
         self.block_size = block_size
         view = memoryview(mmap.mmap(descriptor, SIZE))
         self._bytes = view[TABLE:]
@@ -105,7 +112,8 @@ class Router:
         """Where there is something to choose."""
         size, cache = config.parallel.data_parallel_size, config.cache
         block_size = cache.block_size if cache.enable_prefix_caching else 0
-        return cls(size, block_size, place, descriptor) if size > 1 else None
+        num_servers = config.server.api_server_count
+        return cls(size, block_size, place, descriptor, num_servers) if size > 1 else None
 
     def route(self, request: EngineCoreRequest, serving: Sequence[int]) -> Routed:
         """Choose an engine, and count the request as work there.
@@ -167,8 +175,8 @@ class Router:
 
     def _sum(self, first: int) -> list[float]:
         """Numbers of each engine, over all API servers."""
-        numbers = self._numbers
-        return [sum(numbers[first + rank :: ROW]) for rank in self.ranks]
+        numbers, used = self._numbers, self._used
+        return [sum(numbers[first + rank : used : ROW]) for rank in self.ranks]
 
     def _checksums(self, request: EngineCoreRequest) -> dict[int, int]:
         """Checksums of the prompt up to the ends of its blocks, by their place."""

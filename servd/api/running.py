@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -99,6 +100,7 @@ class Running(msgspec.Struct):
     is_counted: bool  # in the metrics
     sent_ns: int
     routed: Routed | None = None  # with several engines
+    outputs: list[array[int]] = []  # tokens of each choice so far
 
     def unfinished(self) -> Unfinished:
         """What shows whether the engine makes progress on it."""

@@ -33,6 +33,7 @@ from servd.api.metrics import Metrics
 from servd.api.middleware import count_refusal
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
+from servd.api.recorder import Recorder
 from servd.api.routing import Router
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.timeline import Tracer
@@ -246,7 +247,7 @@ async def serve(start: Start) -> int:
         clients,
         processor,
         OutputProcessor(tokenizer),
-        Tracer(spans=(spans := spans_of(config.observability))),
+        Tracer(spans=(spans := spans_of(config.observability)), recorder=Recorder.of(config)),
         Metrics(config.model.served_model_name[0], config.model.max_model_len),
         Router.of(config, start.place, start.routing),
     )

@@ -23,6 +23,7 @@ from servd.tracing import Mark, StepRecord, now_ns
 
 if TYPE_CHECKING:
     from servd.api.otel import Spans  # an extra, imported where it is asked for
+    from servd.api.recorder import Recorder
 
 MAX_RECENT = 1024  # about 3 KB each
 MAX_SLOWEST = 32  # each with its account, up to 300 KB
@@ -121,11 +122,18 @@ class Tracer:
     Args:
         keep: how many recent requests.
         spans: exports spans of requests; None for none.
+        recorder: writes down requests and steps; None for none.
     """
 
-    def __init__(self, keep: int = MAX_RECENT, spans: Spans | None = None) -> None:
+    def __init__(
+        self,
+        keep: int = MAX_RECENT,
+        spans: Spans | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.keep = keep
         self.spans = spans
+        self.recorder = recorder
         self.running: dict[str, Timeline] = {}
         self.recent: OrderedDict[str, Timeline] = OrderedDict()
         self.slowest: dict[str, Timeline] = {}
@@ -162,6 +170,8 @@ class Tracer:
         """Keep steps of an engine."""
         for step in steps if engine else ():
             step.engine = engine
+        if self.recorder is not None:
+            self.recorder.add_steps(steps, engine)
         kept = self.steps[engine]
         kept.extend(steps)
         if steps and steps[-1].step % STEPS_PER_LOOK < len(steps) and len(kept) == MAX_STEPS:

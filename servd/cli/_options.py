@@ -38,18 +38,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for section in msgspec.structs.fields(Config):
         title = (section.type.__doc__ or "").splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
-        hints = typing.get_type_hints(section.type, include_extras=True)
         for option in msgspec.structs.fields(section.type):
-            kind, description = describe(hints[option.name])
-            description = description.replace("%", "%%")
-            if option.name == "model":
-                group.add_argument("model", nargs="?", metavar="MODEL", help=description)
-                continue
-            if option.default not in (msgspec.NODEFAULT, None, False):
-                description += f" [{'on' if option.default is True else option.default}]"
-            flags = OTHER_FLAGS.get(option.name, []) + [flag_of(option.name)]
-            style = argument_style(kind, option.name)
-            group.add_argument(*flags, dest=option.name, help=description, **style)
+            add_option(group, option.name)
+
+
+def add_option(group: Any, name: str) -> None:
+    """Add the flag of an option to a parser or a group of it."""
+    section, option = options_by_name()[name]
+    hints = typing.get_type_hints(type(getattr(Config(), section)), include_extras=True)
+    kind, description = describe(hints[name])
+    description = description.replace("%", "%%")
+    if name == "model":
+        group.add_argument("model", nargs="?", metavar="MODEL", help=description)
+        return
+    if option.default not in (msgspec.NODEFAULT, None, False):
+        description += f" [{'on' if option.default is True else option.default}]"
+    flags = OTHER_FLAGS.get(name, []) + [flag_of(name)]
+    style = argument_style(kind, name)
+    group.add_argument(*flags, dest=name, help=description, **style)
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:

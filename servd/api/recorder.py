@@ -1,0 +1,178 @@
+"""Recorder: requests and steps as lines of a file, without text, for `servd what-if`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from servd.api.metrics import ChoiceTimes
+from servd.api.running import Running
+from servd.config import Config, options_by_name
+from servd.errors import ConfigError
+from servd.messages import EngineReady
+from servd.params import SamplingParams
+from servd.tracing import StepRecord
+
+log = logging.getLogger("servd.api")
+
+KEY_SIZE = 32  # bytes
+OPTIONS = (  # what `servd what-if` can vary
+    "block_size", "enable_prefix_caching", "kv_offloading_size", "max_num_seqs",
+    "max_num_batched_tokens", "scheduling_policy", "long_prefill_token_threshold",
+    "enable_chunked_prefill", "data_parallel_size", "max_model_len",
+)  # fmt: skip
+
+
+class ServerLine(msgspec.Struct):
+    """The engines of a recording."""
+
+    num_blocks: int
+    kv_bytes_per_block: int
+    options: dict[str, Any]
+
+
+class StepLine(msgspec.Struct, array_like=True, gc=False):
+    """A step."""
+
+    engine: int
+    started_ns: int
+    harvested_ns: int
+    num_tokens: int
+    num_requests: int
+
+
+class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
+    """A choice of a prompt: the keys of published traces, and more."""
+
+    timestamp: float  # of its arrival, in milliseconds
+    input_length: int
+    output_length: int
+    # Equal where the prompt is, up to the end of the block; a last one may be filled in part.
+    hash_ids: list[int] = []
+    output_hash_ids: list[int] = []  # of the blocks that the answer completed
+    block_size: int = 512  # tokens
+    max_tokens: int | None = None
+    client: str = ""
+    engine: int = 0
+    cached: int = 0  # tokens found in the prefix cache
+    # Milliseconds after its arrival; 0: it did not come so far.
+    sent: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+    returned: float = 0.0  # the API server has the last token
+
+
+class Recorder:
+    """Appends to a file, also with other API servers and over restarts. Blocks are known by hashes
+    with a key, which is kept beside the file: who has the file alone cannot try out texts.
+
+    Args:
+        path: of the file.
+        config: resolved.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+
+    def __init__(self, path: str, config: Config) -> None:
+        self.config = config
+        try:
+            self._key = _shared_key(Path(f"{path}.key"))
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(f"--record-trace {path}: {error.strerror}") from None
+        self._lines: list[bytes] = []
+        self._has_begun = False
+
+    @classmethod
+    def of(cls, config: Config) -> Recorder | None:
+        """The one that is configured."""
+        path = config.observability.record_trace
+        return cls(path, config) if path is not None else None
+
+    def add_steps(self, steps: Sequence[StepRecord], engine: int) -> None:
+        """Keep steps until a request ends."""
+        for each in steps:
+            line = StepLine(
+                engine, each.started_ns, each.harvested_ns, each.num_tokens, each.num_requests
+            )
+            self._lines.append(msgspec.json.encode({"step": line}))
+
+    def add(self, running: Running, ready: EngineReady) -> None:
+        """A request has ended, or its client has left."""
+        if not self._has_begun:
+            self._has_begun = True
+            options: dict[str, Any] = {}
+            for name in OPTIONS:
+                section, _ = options_by_name()[name]
+                options[name] = getattr(getattr(self.config, section), name)
+            worker = ready.worker
+            options["max_model_len"] = ready.max_model_len
+            line = ServerLine(worker.num_blocks, worker.kv_bytes_per_block, options)
+            self._lines.insert(0, msgspec.json.encode({"server": line}))
+        for choice, output in zip(running.choices, running.outputs, strict=True):
+            self._lines.append(msgspec.json.encode(self._line(running, choice, output)))
+        lines, self._lines = b"\n".join([*self._lines, b""]), []
+        try:
+            os.write(self._file, lines)  # at once, or others' lines would come between
+        except OSError as error:
+            log.warning("--record-trace: %s", error.strerror)
+
+    def close(self) -> None:
+        """Nothing is added any more."""
+        os.close(self._file)
+
+    def _line(self, running: Running, choice: ChoiceTimes, output: array[int]) -> RequestLine:
+        request, size = running.prepared.request, self.config.cache.block_size
+        options, params = request.options, request.params
+
+        def since(at_ns: int | None) -> float:
+            return (at_ns - choice.arrival_ns) / 1e6 if at_ns else 0.0
+
+        ids = self._hashes([*request.prompt_token_ids, *output], options.cache_keys)
+        num_blocks = len(request.prompt_token_ids) // size
+        marks = choice.marks
+        return RequestLine(
+            choice.arrival_ns / 1e6, len(request.prompt_token_ids), choice.num_tokens,
+            ids[:num_blocks], ids[num_blocks:], size,
+            params.max_tokens if isinstance(params, SamplingParams) else 0,
+            self._digest(options.owner.encode()).hex()[:8] if options.owner else "",
+            running.timeline.engine, choice.num_cached_tokens,
+            since(running.sent_ns), since(marks.get("scheduled")), since(marks.get("first_token")),
+            since(marks.get("finished")), since(choice.last_ns),
+        )  # fmt: skip
+
+    def _hashes(self, token_ids: list[int], cache_keys: tuple[str | None, ...]) -> list[int]:
+        """Of all full blocks, 53 bits each: what any reader of JSON can take."""
+        size, last = self.config.cache.block_size, self._digest(repr(cache_keys).encode())
+        found: list[int] = []
+        for at in range(0, len(token_ids) - size + 1, size):
+            last = self._digest(last + array("I", token_ids[at : at + size]).tobytes())
+            found.append(int.from_bytes(last, "little") >> 11)
+        return found
+
+    def _digest(self, data: bytes) -> bytes:
+        return blake2b(data, digest_size=8, key=self._key).digest()
+
+
+def _shared_key(path: Path) -> bytes:
+    """The key in a file; the first one who asks makes it."""
+    with contextlib.suppress(FileExistsError):
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_bytes(b"")
+        new.chmod(0o600)
+        new.write_bytes(os.urandom(KEY_SIZE))
+        try:
+            os.link(new, path)  # whole, or not at all
+        finally:
+            new.unlink()
+    return path.read_bytes()

@@ -1,0 +1,116 @@
+"""Traces: requests of a recording, of a published trace, or made up in the shape of such."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from servd.api.recorder import RequestLine, ServerLine, StepLine
+from servd.errors import ConfigError
+
+BLOCK_SIZE = 16  # of traces that are made up
+SYSTEM_PROMPTS = 64  # of the whole fleet; the first is the most popular
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is in a file."""
+
+    requests: list[RequestLine]  # by arrival
+    steps: list[StepLine]
+    server: ServerLine | None
+
+
+def read(path: str) -> Recording:
+    """A file of --record-trace, or a trace with the same keys as those of Mooncake.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    requests, steps, server, number = [], [], None, 0
+    try:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007 - an error names it
+                if line.startswith(b'{"step"'):
+                    steps.append(msgspec.json.decode(line, type=dict[str, StepLine])["step"])
+                elif line.startswith(b'{"server"'):
+                    server = msgspec.json.decode(line, type=dict[str, ServerLine])["server"]
+                elif line.strip():
+                    requests.append(msgspec.json.decode(line, type=RequestLine))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}, line {number}: {error}") from None
+    requests.sort(key=lambda each: each.timestamp)
+    return Recording(requests, steps, server)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Conversations: medians of tokens, and of seconds between two turns."""
+
+    system: int  # that many conversations have in common
+    first: int  # of the first message
+    more: int  # of each later one
+    output: int
+    turns: float  # mean
+    pause: float
+    spread: float = 0.8  # sigma of the lognormal lengths
+
+
+SHAPES = {
+    "short": Shape(system=64, first=60, more=30, output=60, turns=3, pause=10),
+    "chat": Shape(system=400, first=300, more=100, output=130, turns=4, pause=30),
+    "agent": Shape(system=3000, first=2000, more=500, output=80, turns=10, pause=5),
+    "code": Shape(system=200, first=1200, more=200, output=15, turns=3, pause=8),
+}
+
+
+def made_up(shape: Shape, num_requests: int, rate: float, max_tokens: int) -> Iterator[RequestLine]:
+    """Requests in the order of their arrival, Poisson.
+
+    Args:
+        shape: of the conversations.
+        num_requests: in all.
+        rate: requests a second.
+        max_tokens: of a prompt with its answer; conversations end there.
+    """
+    rng, ids, order = Random(0), count(1), count()
+    chances = [1 / place for place in range(1, SYSTEM_PROMPTS + 1)]
+    systems = [
+        [next(ids) for _ in range(shape.system // BLOCK_SIZE)] for _ in range(SYSTEM_PROMPTS)
+    ]
+    # When a turn comes, its blocks, its tokens and how many turns follow.
+    turns: list[tuple[float, int, list[int], int, int]] = []
+
+    def tokens(median: int) -> int:
+        return max(round(median * rng.lognormvariate(0, shape.spread)), 1)
+
+    begin = 0.0  # of the next conversation
+    for _ in range(num_requests):
+        while not turns or turns[0][0] > begin:
+            blocks = rng.choices(systems, chances)[0]
+            length, more = len(blocks) * BLOCK_SIZE + tokens(shape.first), 0
+            while rng.random() > 1 / shape.turns:
+                more += 1
+            heappush(turns, (begin, next(order), blocks, length, more))
+            begin += rng.expovariate(rate / shape.turns)
+        at, _, blocks, length, more = heappop(turns)
+        length = min(length, max_tokens - 1)
+        output = min(tokens(shape.output), max_tokens - length)
+        blocks = blocks + [next(ids) for _ in range((length + output) // BLOCK_SIZE - len(blocks))]
+        num_prompt = length // BLOCK_SIZE
+        yield RequestLine(
+            1000 * at, length, output, blocks[:num_prompt], blocks[num_prompt:], BLOCK_SIZE
+        )
+        if more and length + output + shape.more < max_tokens:
+            # The last block, filled in part by this turn, is filled by the next.
+            then = at + rng.lognormvariate(0, 0.5) * shape.pause
+            following = length + output + tokens(shape.more)
+            heappush(turns, (then, next(order), blocks, following, more - 1))

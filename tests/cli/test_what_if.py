@@ -1,0 +1,228 @@
+"""`servd what-if`: the simulation against the engine that it stands for."""
+
+from __future__ import annotations
+
+import json
+import stat
+from array import array
+from typing import Any
+
+import pytest
+
+from servd import cli
+from servd.api.recorder import Recorder, RequestLine, StepLine
+from servd.api.timeline import Tracer
+from servd.cli import _costs, _traces
+from servd.cli._costs import Costs
+from servd.cli._engine import Engine
+from servd.cli._fleet import Fleet, blocks_of
+from servd.config import Config
+from servd.errors import ConfigError
+from servd.messages import WorkerReady
+from servd.tracing import now_ns
+from tests.api.harness import serve
+
+COSTS = Costs(step=5e6, token=4e5, context=500, pair=3, before=1e6, after=2e6)
+SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
+
+
+def fleet(num_blocks: int, servers: int = 1, costs: Costs = COSTS, **options: Any) -> Fleet:
+    config = Config.load({**SIZES, **options})
+    worker = WorkerReady("none", "none", "none", num_blocks, 0, 1 << 20)
+    return Fleet(config, worker, 2000, costs, servers)
+
+
+def lines(count: int, rate: float, shape: str = "short") -> list[RequestLine]:
+    return [*_traces.made_up(_traces.SHAPES[shape], count, rate, 2000)]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "rate", "options"),
+    [
+        (2000, 3, {}),
+        (150, 9, {}),  # requests have to yield
+        (500, 20, {"data_parallel_size": 3, "scheduling_policy": "fcfs"}),
+        (300, 9, {"kv_offloading_size": 1, "block_size": 8}),
+    ],
+)
+def test_steps_that_are_put_off_are_those_that_would_have_been(
+    monkeypatch, num_blocks, rate, options
+):
+    found = []
+    for max_steps in (Engine.max_steps, lambda self: 0):
+        monkeypatch.setattr(Engine, "max_steps", max_steps)
+        simulated = fleet(num_blocks, **options)
+        tally = simulated.run(lines(250, rate), lambda count: None)
+        cached = (tally.num_cached, tally.num_steps)
+        found.append((tally.ttft, tally.latency, cached))
+        assert len(tally.latency) == 250 and not simulated.open
+        for engine in simulated.engines:
+            pool = engine.scheduler.kv_cache.pool
+            assert pool.num_free == pool.num_blocks and not engine.scheduler.has_work
+    put_off, one_by_one = found
+    assert put_off[2] == one_by_one[2]
+    for some, others in zip(put_off[:2], one_by_one[:2], strict=True):
+        assert some == pytest.approx(others, abs=1e4), "rounded to nanoseconds, step by step"
+
+
+def test_owners_who_compete_are_served_in_turns_also_where_steps_are_put_off(monkeypatch):
+    found = []
+    for max_steps in (Engine.max_steps, lambda self: 0):
+        monkeypatch.setattr(Engine, "max_steps", max_steps)
+        requests = lines(200, 20)
+        for i, each in enumerate(requests):
+            each.client = "greedy" if i % 10 else "modest"
+        tally = fleet(1000).run(requests, lambda count: None)
+        found.append([tally.num_steps, *tally.latency])
+    assert found[0] == pytest.approx(found[1], abs=1e4)
+
+
+def test_time_is_real_again_after_a_simulation():
+    fleet(100).run(lines(3, 1), lambda count: None)
+    from servd.core import scheduler
+
+    assert abs(scheduler.now_ns() - now_ns()) < 10**9
+
+
+def test_costs_are_found_from_steps_alone(monkeypatch):
+    """What a simulation with known costs did, as a recording: the fit must explain it."""
+    costs = Costs(step=4e6, row=2e5, token=3e4, token_beyond_16=5e4, context=300, pair=8)
+    steps: list[StepLine] = []
+    requests = lines(150, 6)
+    monkeypatch.setattr(Engine, "max_steps", lambda self: 0)
+    simulated = fleet(3000, costs=costs)
+    engine = simulated.engines[0]
+    proceed = engine.proceed
+
+    def recorded():
+        if engine.launched is not None:
+            tokens = sum(each.num_tokens for each in engine.launched.scheduled)
+            rows = len(engine.launched.scheduled)
+            steps.append(StepLine(0, engine.began, engine.clock.ns, tokens, rows))
+        found = proceed()
+        for output in found[0]:
+            line = requests[int(output.request_id) - 1]
+            for mark in output.marks:
+                if mark.stage in ("scheduled", "first_token", "finished"):
+                    setattr(line, mark.stage, mark.at_ns / 1e6)
+            line.cached = max(line.cached, output.num_cached_tokens)
+        return found
+
+    monkeypatch.setattr(engine, "proceed", recorded)
+    simulated.run(requests, lambda count: None)
+    for line in requests:  # marks are times, a recording has what came after the arrival
+        line.timestamp = line.scheduled
+        line.first_token, line.finished = (
+            line.first_token - line.scheduled,
+            (line.finished - line.scheduled),
+        )
+        line.scheduled = 0.0
+    found = _costs.fit(steps, requests)
+    assert found is not None
+    for tokens, rows, context, pairs in ((1, 1, 80, 0), (12, 12, 5000, 0), (130, 6, 900, 9000)):
+        expected = costs.of_step(tokens, rows, context, pairs)
+        assert found.of_step(tokens, rows, context, pairs) == pytest.approx(expected, rel=0.05)
+
+
+def test_blocks_are_those_of_the_prompt_and_of_the_answer():
+    line = RequestLine(0, 40, 30, [5, 6], [7, 8], 16)
+    assert blocks_of(line, 1, 16) == [5, 6, 7, 8]
+    own = blocks_of(RequestLine(0, 40, 30, [5, 6], [], 16), 1, 16)
+    assert own[:2] == [5, 6] and not {7, 8} & {*own} and len({*own}) == 4
+    assert own[2:] != blocks_of(RequestLine(0, 40, 30, [5, 6], [], 16), 2, 16)[2:]
+    # Of a published trace, whose last block is filled in part.
+    first, second = (RequestLine(0, 1000, 30, [1, last], [], 512) for last in (2, 3))
+    both = [blocks_of(each, i, 16) for i, each in enumerate((first, second))]
+    same = [a == b for a, b in zip(*both, strict=True)]
+    assert same == [True] * 32 + [False] * 32
+    again = blocks_of(first, 9, 16)
+    assert again[:62] == both[0][:62] and again[62:] != both[0][62:]
+    assert len(blocks_of(first, 1, 2048)) == 0
+
+
+async def test_a_recorded_conversation_is_cached_as_it_was(tmp_path):
+    """Three turns, and others, over the fake executor: what the caches had is what the simulated
+    ones have; and nothing of the texts is in the file.
+    """
+    path = tmp_path / "trace.jsonl"
+    config = Config.load({"block_size": 4})
+    recorder = Recorder(str(path), config)
+    async with serve(tracer=Tracer(recorder=recorder), block_size=4) as served:
+        text = "Tell me of the sea, please."
+        for _ in range(3):
+            body = {"prompt": text, "max_tokens": 11, "seed": 1, "n": 2}
+            answer = (await served.http.post("/v1/completions", json=body)).json()
+            text += answer["choices"][0]["text"] + " More of it."
+        vectors = {"prompt": "Another one, and longer than the others", "max_tokens": 3}
+        await served.http.post("/v1/completions", json=vectors)
+    recorder.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "sea" not in path.read_text() and "101,108,108" not in path.read_text()
+    found = _traces.read(str(path))
+    assert found.server is not None and found.server.options["block_size"] == 4
+    assert len(found.requests) == 7 and found.steps
+    assert sum(each.cached for each in found.requests[2:6]) > 60
+    assert all(0 < each.scheduled <= each.first_token <= each.finished for each in found.requests)
+    quick = Costs(step=1000)  # the next turn comes when there is an answer
+    simulated = fleet(found.server.num_blocks, costs=quick, block_size=4, max_num_seqs=64)
+    tally = simulated.run(found.requests, lambda count: None)
+    assert tally.num_cached == sum(each.cached for each in found.requests)
+    assert tally.num_output == sum(each.output_length for each in found.requests)
+
+
+def test_recordings_share_a_key_that_is_not_in_them(tmp_path):
+    config = Config.load({"block_size": 4})
+    one, other = (Recorder(str(tmp_path / "a"), config) for _ in range(2))
+    third = Recorder(str(tmp_path / "b"), config)
+    tokens = [*range(9)]
+    assert one._hashes(tokens, ()) == other._hashes(tokens, ()) != third._hashes(tokens, ())
+    assert one._hashes(tokens, ("salt",))[0] != one._hashes(tokens, ())[0]
+    assert stat.S_IMODE((tmp_path / "a.key").stat().st_mode) == 0o600
+    for each in (one, other, third):
+        each.close()
+    with pytest.raises(ConfigError, match="--record-trace"):
+        Recorder(str(tmp_path / "no" / "a"), config)
+
+
+def what_if(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["what-if", *arguments])
+    assert isinstance(end.value.code, int)
+    shown = capsys.readouterr()
+    return end.value.code, shown.out + shown.err
+
+
+def test_routing_by_prefix_finds_more_than_turns(capsys, tmp_path):
+    costs = '{"step": 5e6, "token": 1e5}'
+    common = ["--shape", "short", "--requests", "400", "--rate", "30", "--costs", costs]
+    common += ["--num-blocks", "2000", "--data-parallel-size", "4"]
+    found = []
+    for routing in ("servd", "round-robin", "prefix", "least", "random"):
+        file = tmp_path / routing
+        code, shown = what_if(capsys, *common, "--routing", routing, "--json", str(file))
+        assert code == 0 and "prefix_hits_%" in shown, shown
+        found.append(json.loads(file.read_text())["what if"])
+    servd, turns, *_ = found
+    assert servd["prefix_hits_%"] > turns["prefix_hits_%"] + 10
+    assert servd["lost_by_routing_%"] < turns["lost_by_routing_%"] - 10
+    assert [each["requests"] for each in found] == [400] * 5
+
+
+def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
+    for arguments, expected in (
+        ([], "name a TRACE"),
+        (["--shape", "chat"], "what steps cost is not known"),
+        (["--shape", "chat", "--costs", '{"step": 1}'], "--num-blocks"),
+        (["--shape", "chat", "--costs", '{"stop": 1}'], "stop"),
+        ([str(tmp_path / "none")], "No such file"),
+        ([__file__], "line 1"),
+    ):
+        code, shown = what_if(capsys, *arguments)
+        assert code == 2 and expected in shown, shown
+
+
+def test_long_requests_are_refused_and_counted():
+    requests = [RequestLine(0, 100, 20), RequestLine(1, 1990, 20), RequestLine(2, 50, 0)]
+    tally = fleet(1000).run(requests, lambda count: None)
+    assert (tally.num_refused, len(tally.latency), tally.num_output) == (1, 2, 20)
+    assert array("d", tally.ttft)[0] > 3e6
