@@ -26,6 +26,7 @@ from servd.errors import ConfigError
 from servd.log import ObservabilityConfig
 from servd.lora import LoRAConfig
 from servd.models import ModelsConfig
+from servd.parallel import ParallelConfig
 from servd.sizes import parse_bytes
 from servd.speculative import SpeculativeConfig, gather
 
@@ -217,34 +218,6 @@ class SchedulerConfig(Section, frozen=True):
     )
 
 
-class ParallelConfig(Section, frozen=True):
-    """Devices and processes."""
-
-    device: Annotated[Literal["auto", "cuda", "cpu"], about("auto: CUDA where it works.")] = "auto"
-    executor: Annotated[
-        str | None,
-        about(
-            "uniproc: the worker runs inside the engine process. multiproc: one process per "
-            "device. fake: deterministic tokens with no model, to measure the server itself. "
-            "Default: uniproc for one device.",
-            extra={"plugins": "servd.core.executor"},
-        ),
-    ] = None
-    tensor_parallel_size: Annotated[
-        Positive, about("Devices that each hold a slice of every layer.")
-    ] = 1
-    data_parallel_size: Annotated[
-        int, about("Engines behind one port, each with the whole model.", ge=1, le=32)
-    ] = 1
-    attention_backend: Annotated[
-        str,
-        about(
-            "auto: the first that can run here.",
-            extra={"plugins": "servd.worker.attention", "beside": ["auto"]},
-        ),
-    ] = "auto"
-
-
 class ServerConfig(Section, frozen=True):
     """HTTP server."""
 
@@ -370,6 +343,16 @@ class Config(Section, frozen=True):
     batches: BatchConfig = BatchConfig()
     models: ModelsConfig = ModelsConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """One for each stage, and one that is scheduled meanwhile. Resolved."""
+        return self.parallel.pipeline_parallel_size + bool(self.scheduler.async_scheduling)
+
+    @property
+    def num_turns(self) -> int:
+        """Steps in flight that must not have the same requests: see `Turns`."""
+        return self.num_steps_in_flight if self.parallel.pipeline_parallel_size > 1 else 1
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> Config:

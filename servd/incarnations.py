@@ -13,9 +13,10 @@ from pathlib import Path
 
 from servd import hf, ipc
 from servd.child import Child
-from servd.config import Config, ParallelConfig, ServerConfig
+from servd.config import Config, ServerConfig
 from servd.core.client import engine_address
 from servd.messages import EngineRestarting
+from servd.parallel import ParallelConfig
 from servd.pulse import Pulse, Watch, make_file
 
 logger = logging.getLogger("servd.launch")
@@ -72,7 +73,7 @@ def devices_of(rank: int, config: ParallelConfig) -> str:
     """Those of CUDA that an engine may see, as CUDA_VISIBLE_DEVICES names them."""
     if config.device != "cuda" or config.data_parallel_size == 1:
         return ""
-    size = config.tensor_parallel_size
+    size = config.num_workers
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = given.split(",") if given else [str(i) for i in range(size * config.data_parallel_size)]
     return ",".join(seen[rank * size : (rank + 1) * size])
@@ -139,7 +140,7 @@ class Incarnations:
         # The next one, as far as it gets without a model: importing torch is half of a start.
         self.standby: EngineProcess | None = None
         parallel = config.parallel
-        self.prepares = parallel.executor or "uniproc", str(parallel.tensor_parallel_size)
+        self.prepares = parallel.executor or "uniproc", str(parallel.num_workers)
         self.deaths = Deaths(config.server)
 
     def start(self, started_at: float) -> None:

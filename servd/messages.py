@@ -305,7 +305,7 @@ class StartWorker(msgspec.Struct):
 
     config: Config  # resolved
     spec: ModelSpec
-    rank: int  # 0 to tensor_parallel_size - 1
+    rank: int  # of all workers
     inbox: str  # address where it receives ToWorker
     outbox: str  # address that it sends FromWorker to
     # Where several workers meet: an init_method of torch.distributed.
@@ -398,11 +398,17 @@ class SampleTokens(Message, tag=True):
     bitmask: GrammarBitmask | None = None
 
 
+class TakeTokens(Message, tag=True):
+    """What the oldest step sampled that this worker, which does not sample, was not told of yet."""
+
+    token_ids: list[list[int]]  # see ModelRunnerOutput
+
+
 class Shutdown(Message, tag=True):
     """Free the device and end."""
 
 
-ToWorker = LoadModel | AllocateKVCache | SchedulerOutput | SampleTokens | Shutdown
+ToWorker = LoadModel | AllocateKVCache | SchedulerOutput | SampleTokens | TakeTokens | Shutdown
 
 
 # ---- worker -> core ----

@@ -130,6 +130,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
             "add --speculative-config"
         )
     _check_adapters(config)
+    _check_stages(config, spec, str(decided["model_impl"].value if "model_impl" in decided else ""))
     if observability.otlp_traces_endpoint is not None:
         _check_otlp(observability.otlp_traces_endpoint)
     for name, decision in decided.items():
@@ -190,6 +191,33 @@ def _check_adapters(config: Config) -> None:
             raise ConfigError(f"--lora-modules {entry}: that is the name of the model itself")
 
 
+def _check_stages(config: Config, spec: ModelSpec, model_impl: str) -> None:
+    """What the stages of a pipeline cannot do, so far."""
+    num_stages = config.parallel.pipeline_parallel_size
+    if num_stages == 1:
+        return
+    flag, cache = f"--pipeline-parallel-size {num_stages}", config.cache
+    if num_stages > spec.num_layers:
+        raise ConfigError(
+            f"{flag}: the model has {spec.num_layers} layers; give it at most as many"
+        )
+    files = pooling.read(spec)
+    conflicts = {
+        "--speculative-config: leave it out": config.model.speculative_config is not None,
+        "--enable-lora: leave it out": config.lora.enable_lora,
+        "--kv-offloading-size and --kv-cache-dir: leave them out": cache.kv_offloading_size
+        or cache.kv_cache_dir,
+        "layers that transformers computes: use --tensor-parallel-size 1 and a model that has a "
+        "file in servd, or one device": "transformers" in (model_impl, config.model.model_impl),
+        "encoders: use --tensor-parallel-size": not files.is_causal,
+        "the check of vectors: add --no-check-vectors": files.task != "generate"
+        and config.model.check_vectors,
+    }
+    for what, is_asked in conflicts.items():
+        if is_asked:
+            raise ConfigError(f"{flag} does not work with {what}")
+
+
 def _check_otlp(endpoint: str) -> None:
     """Before a server starts that could not export."""
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
@@ -214,8 +242,8 @@ def _model_names(model: str) -> list[str]:
 
 def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decision]:
     decided: dict[str, Decision] = {}
-    size = config.parallel.tensor_parallel_size
-    device = config.parallel.device
+    size, num_stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    num_workers, device = config.parallel.num_workers, config.parallel.device
     if device == "auto":
         has_cuda = machine.num_gpus and machine.torch_has_cuda
         device = "cuda" if has_cuda else "cpu"
@@ -241,10 +269,12 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             "--compile needs the package triton, in which torch writes its kernels: install it"
         )
     num_engines = config.parallel.data_parallel_size
-    if device == "cuda" and machine.num_gpus < size * num_engines:
+    if device == "cuda" and machine.num_gpus < num_workers * num_engines:
         engines = f" with --data-parallel-size {num_engines}" if num_engines > 1 else ""
+        stages = f" with --pipeline-parallel-size {num_stages}" if num_stages > 1 else ""
         raise ConfigError(
-            f"--tensor-parallel-size {size}{engines}: the CUDA driver shows {machine.num_gpus} "
+            f"--tensor-parallel-size {size}{stages}{engines}: the CUDA driver shows "
+            f"{machine.num_gpus} "
             "device(s); lower it, or check CUDA_VISIBLE_DEVICES"
         )
     if num_engines > 1 and (config.server.attach or config.server.headless):
@@ -255,10 +285,12 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
         )
     if config.parallel.executor is None:
         one = Decision("uniproc", "one device, whose worker runs inside the engine process")
-        decided["executor"] = one if size == 1 else Decision("multiproc", f"{size} devices")
-    elif config.parallel.executor == "uniproc" and size > 1:
+        many = Decision("multiproc", f"{num_workers} devices")
+        decided["executor"] = one if num_workers == 1 else many
+    elif config.parallel.executor == "uniproc" and num_workers > 1:
         raise ConfigError(
-            "--executor uniproc drives one device; --tensor-parallel-size > 1 needs multiproc"
+            "--executor uniproc drives one device; --tensor-parallel-size or "
+            "--pipeline-parallel-size > 1 needs multiproc"
         )
     if spec.num_kv_heads % size:
         raise ConfigError(

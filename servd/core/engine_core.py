@@ -15,6 +15,7 @@ from servd.core.executor import Executor, PendingOutput
 from servd.core.kv_cache import tiers
 from servd.core.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
+from servd.core.turns import Turns
 from servd.hf import ModelSpec
 from servd.messages import (
     AbortRequests,
@@ -59,7 +60,8 @@ class EngineCore:
         self.config, self.spec = config, spec
         self.connect(executor, worker)
         self.grammars = GrammarManager(config, spec)
-        self.depth = 2 if config.scheduler.async_scheduling else 1  # steps in flight
+        self.depth = config.num_steps_in_flight
+        self.turns = Turns(config.num_turns)
         self.in_flight: deque[PendingOutput] = deque()
         # Called with each step before it is launched.
         self.on_scheduled: Callable[[StepRecord], None] = lambda record: None
@@ -125,7 +127,8 @@ class EngineCore:
         is the same loop with depth 1.
         """
         grammars = self.grammars
-        scheduled = self.scheduler.schedule(grammars.choose_idle(), grammars.forced_tokens())
+        idle = self.turns.idle(self.scheduler.running, grammars.choose_idle())
+        scheduled = self.scheduler.schedule(idle, grammars.forced_tokens())
         if scheduled is not None:
             record = self.scheduler.newest
             self.on_scheduled(record)

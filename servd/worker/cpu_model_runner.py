@@ -41,7 +41,8 @@ class CPUModelRunner(ModelRunner):
     @property
     def num_workers(self) -> int:
         """Ranks of all engines of this host, each with a cache."""
-        return self.parallel.size * self.config.parallel.data_parallel_size
+        parallel = self.config.parallel
+        return parallel.num_workers * parallel.data_parallel_size
 
     def kv_cache_memory(self) -> int:
         """A share of what is available, divided over the ranks of this host."""

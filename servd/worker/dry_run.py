@@ -77,7 +77,7 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
     device = torch.device(config.parallel.device)
     runner = load(GPUModelRunner if on_cuda else CPUModelRunner, config, spec, device)
     sizes = _sizes(runner)
-    num_ranks = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
+    num_ranks = config.parallel.num_workers * config.parallel.data_parallel_size
     if isinstance(runner, GPUModelRunner):
         meter = CudaMeter(runner.device)
         use = runner.memory_use = MemoryUse(
@@ -114,7 +114,7 @@ def compare(runner: ModelRunner) -> None:
     """Log what a loaded runner takes beside what was to be expected."""
     config = runner.config.replace(attention_backend=runner.backend_name)
     try:
-        planned = _sizes(load(type(runner), config, runner.spec, runner.device))
+        planned = _sizes(load(type(runner), config, runner.spec, runner.device, runner.parallel))
     except Exception as error:  # a report must never make a server fail
         log.warning("no plan to compare memory with: %r", error)
         return
@@ -135,17 +135,21 @@ def compare(runner: ModelRunner) -> None:
 
 
 def load(
-    runner_class: type[ModelRunner], config: Config, spec: ModelSpec, device: torch.device
+    runner_class: type[ModelRunner],
+    config: Config,
+    spec: ModelSpec,
+    device: torch.device,
+    parallel: Parallel | None = None,
 ) -> ModelRunner:
-    """The first rank's runner, loaded without its weights.
+    """A rank's runner, by default the first one's, loaded without its weights.
 
     Raises:
         ConfigError: the model cannot be loaded here.
     """
     with Weightless(device):
-        runner = runner_class(
-            config, spec, device, Parallel(0, config.parallel.tensor_parallel_size)
-        )
+        options = config.parallel
+        first = Parallel(0, options.tensor_parallel_size, 0, options.pipeline_parallel_size)
+        runner = runner_class(config, spec, device, parallel or first)
         runner.load_model(lambda _: None)
     return runner
 

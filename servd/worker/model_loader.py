@@ -21,6 +21,7 @@ from servd import plugins
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.hf import ModelSpec, quantization_of, weight_files
 from servd.pooling import is_encoder, is_encoder_as_decoder
+from servd.worker.cut import cut
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form, MakeForm, Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
@@ -103,10 +104,13 @@ def build_model(
             ) from None
     try:
         with defaults(dtype, device):
-            return model_class(spec, parallel).eval()
+            model = model_class(spec, parallel).eval()
+            if parallel.num_stages > 1:
+                cut(model, parallel, spec.num_layers)
+            return model
     except UnsupportedModel as error:
         is_other = model_class.__name__ == "TransformersForCausalLM"
-        if is_other or is_encoder(spec) or parallel.size > 1:
+        if is_other or is_encoder(spec) or parallel.size * parallel.num_stages > 1:
             raise
         raise UnsupportedModel(f"{error}: try --model-impl transformers") from None
 

@@ -1,39 +1,88 @@
-"""The ranks that share a model, and the collectives between them."""
+"""The ranks that share a model, and what passes between them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 log = logging.getLogger("servd.worker")
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Rank and size of the tensor-parallel group. Of size 1, collectives return their input."""
+    """Rank and size of the tensor-parallel group, and the stage of the pipeline that it is. Of size
+    1, collectives return their input.
+    """
 
     rank: int = 0
     size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+    group: Any = None  # torch's, of the stage's ranks; None: they are all there are
 
     @classmethod
     def connect(
-        cls, rank: int, size: int, device: torch.device, init_method: str | None
+        cls,
+        rank: int,
+        size: int,
+        device: torch.device,
+        init_method: str | None,
+        num_stages: int = 1,
     ) -> Parallel:
-        """Join the group at `init_method` ("tcp://127.0.0.1:29500"); blocks until all are there."""
-        if size > 1:
+        """Join the others at `init_method` ("tcp://127.0.0.1:29500"), as number `rank` of all;
+        blocks until they are there.
+        """
+        stage, group, total = rank // size, None, size * num_stages
+        if total > 1:
             assert init_method is not None, "several ranks need an address to meet at"
             backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
-            log.info("rank %d of %d connected over %s", rank, size, backend)
-        return cls(rank, size)
+            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=total)
+            log.info("rank %d of %d connected over %s", rank, total, backend)
+            if size < total:  # everyone takes part in the making of every group
+                groups = [dist.new_group(range(i, i + size)) for i in range(0, total, size)]
+                group = groups[stage]
+        return cls(rank % size, size, stage, num_stages, group)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it has the head."""
+        return self.stage == self.num_stages - 1
+
+    def own_layers(self, num_layers: int) -> range:
+        """This stage's; earlier stages have more, if any, as the head takes time, too."""
+        first, end = (-(-num_layers * i // self.num_stages) for i in (self.stage, self.stage + 1))
+        return range(first, end)
+
+    def layers(self, num_layers: int, make: Callable[[int], nn.Module]) -> nn.ModuleList:
+        """This stage's layers, under the names that they have in the whole model."""
+        layers = nn.ModuleList()
+        for number in self.own_layers(num_layers):
+            layers.add_module(str(number), make(number))
+        return layers
+
+    def send(self, x: torch.Tensor) -> Any:
+        """Begin to pass `x` on to the next stage; it must not change until the result's `wait`."""
+        return dist.isend(x, (self.stage + 1) * self.size + self.rank)
+
+    def receive(self, x: torch.Tensor) -> None:
+        """Fill `x` with what the stage before passed on."""
+        dist.recv(x, (self.stage - 1) * self.size + self.rank)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over the ranks, in place; every rank gets the same bits."""
         if self.size > 1:
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +90,7 @@ class Parallel:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous())
+        dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
 
     def share(self, total: int) -> int:
@@ -50,5 +99,5 @@ class Parallel:
 
     def close(self) -> None:
         """Leave the group."""
-        if self.size > 1 and dist.is_initialized():
+        if self.size * self.num_stages > 1 and dist.is_initialized():
             dist.destroy_process_group()

@@ -20,6 +20,7 @@ from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.model_runner import AsyncOutput, ModelRunner
 from servd.worker.parallel import Parallel
 from servd.worker.self_check import SelfCheck
+from servd.worker.stage import Stage
 
 log = logging.getLogger("servd.worker")
 
@@ -31,7 +32,7 @@ class Worker:
     Args:
         config: resolved.
         spec: the model's, with a local folder.
-        rank: this worker's among tensor_parallel_size.
+        rank: this worker's among `ParallelConfig.num_workers`.
         progress: called with a start-up phase and how far it is, 0 to 1.
         distributed_init: where several ranks meet, e.g. "tcp://127.0.0.1:29500".
     """
@@ -45,7 +46,7 @@ class Worker:
         distributed_init: str | None = None,
     ) -> None:
         self.progress = progress
-        size = config.parallel.tensor_parallel_size
+        options = config.parallel
         runner_class: type[ModelRunner]
         if config.parallel.device == "cuda":
             require_c_compiler()
@@ -54,9 +55,10 @@ class Worker:
             runner_class = GPUModelRunner
         else:
             self.device = torch.device("cpu")
-            self.num_threads = set_num_threads(size * config.parallel.data_parallel_size)
+            self.num_threads = set_num_threads(options.num_workers * options.data_parallel_size)
             runner_class = CPUModelRunner
-        self.parallel = Parallel.connect(rank, size, self.device, distributed_init)
+        size, num_stages = options.tensor_parallel_size, options.pipeline_parallel_size
+        self.parallel = Parallel.connect(rank, size, self.device, distributed_init, num_stages)
         self.runner = runner_class(config, spec, self.device, self.parallel)
 
     def load_model(self) -> WorkerReady:
@@ -71,6 +73,7 @@ class Worker:
         self.runner.load_model(lambda fraction: self.progress("loading weights", fraction))
         if self.runner.config.model.compile:
             compile_layers(self.runner.model)
+        self.steps = self.runner if self.parallel.num_stages == 1 else Stage(self.runner)
         self.progress("loading weights", 1.0)
         seconds = time.monotonic() - start
         log.info("weights loaded in %.2f s, attention %s", seconds, self.runner.backend_name)
@@ -107,7 +110,7 @@ class Worker:
         Raises:
             RuntimeError: the step before was not sampled.
         """
-        self.runner.execute_model(scheduled)
+        self.steps.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
         """Launch sampling for the step that `execute_model` launched last; `result()` waits for its
@@ -116,7 +119,12 @@ class Worker:
         Raises:
             RuntimeError: there is no such step.
         """
-        return self.runner.sample_tokens(bitmask)
+        return self.steps.sample_tokens(bitmask)
+
+    def take_tokens(self, sampled: list[list[int]]) -> None:
+        """What a stage that has no head is told of the oldest step that it has sampled for."""
+        assert isinstance(self.steps, Stage)
+        self.steps.take_tokens(sampled)
 
     def shutdown(self) -> None:
         """Leave the group. A process that goes on without this gets back torch's threads on a CPU,

@@ -34,6 +34,7 @@ class WorkerProc:
 
     def __init__(self, start: messages.StartWorker, worker_class: Callable[..., Any]) -> None:
         self.start = start
+        self.speaks = start.rank == start.config.parallel.speaker
         self.worker_class = worker_class
         self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: no more
 
@@ -69,6 +70,8 @@ class WorkerProc:
             case messages.SampleTokens(bitmask):
                 pending = self.worker.sample_tokens(bitmask)
                 self.answers.put(partial(self.output, pending.result))
+            case messages.TakeTokens(sampled):
+                self.worker.take_tokens(sampled)
             case messages.LoadModel():
                 self.ready: messages.WorkerReady = self.worker.load_model()
                 self.answers.put(lambda: self.ready)
@@ -78,15 +81,16 @@ class WorkerProc:
                 self.answers.put(lambda: ready)
 
     def output(self, result: Callable[[], messages.ModelRunnerOutput]) -> messages.FromWorker:
-        """What came of a step; rank 0 tells for all, the others when they did it."""
+        """What came of a step; one worker tells for all, the others when they did it."""
         output, rank = result(), self.start.rank
-        return (
-            messages.ModelRunnerOutput([], times_ns=output.times_ns, rank=rank) if rank else output
-        )
+        if not self.speaks:
+            output = messages.ModelRunnerOutput([], times_ns=output.times_ns)
+        output.rank = rank
+        return output
 
     def progress(self, phase: str, fraction: float) -> None:
         """Report start-up progress; one worker speaks for all."""
-        if self.start.rank == 0:
+        if self.speaks:
             self.answers.put(lambda: messages.WorkerProgress(phase, fraction))
 
     def send_answers(self) -> None:

@@ -23,6 +23,7 @@ from servd.messages import (
     SchedulerOutput,
     Shutdown,
     StartWorker,
+    TakeTokens,
     ToWorker,
     WorkerFailed,
     WorkerProgress,
@@ -35,8 +36,8 @@ STOP_TIMEOUT = 1.0  # seconds from Shutdown to SIGTERM, and from there to SIGKIL
 
 
 class MultiProcExecutor(executor.Executor):
-    """Sends every message to all workers; the worker of rank 0 answers for all, the others only say
-    when they worked.
+    """Sends every message to all workers; one of those that sample answers for all, the others only
+    say when they worked.
     """
 
     worker_module = "servd.worker.worker_proc"
@@ -66,7 +67,7 @@ class MultiProcExecutor(executor.Executor):
         """Start the processes and load the model on all of them."""
         standby = {worker.name: worker for worker in self.standby}
         self.standby.clear()
-        num_workers = self.config.parallel.tensor_parallel_size
+        num_workers = self.config.parallel.num_workers
         meeting_point = f"file://{self.folder}/rendezvous" if num_workers > 1 else None
         for rank in range(num_workers):
             inbox = address(self.folder, f"worker-{rank}")
@@ -111,9 +112,11 @@ class MultiProcExecutor(executor.Executor):
             message = self._recv()
             assert isinstance(message, ModelRunnerOutput)
             self.outputs[message.rank].append(message)
-        output, *others = [each.popleft() for each in self.outputs]
-        for other in others:
-            output.times_ns += other.times_ns
+        outputs, speaker = [each.popleft() for each in self.outputs], self.config.parallel.speaker
+        output = outputs[speaker]
+        output.times_ns = [time for each in outputs for time in each.times_ns]
+        for outbox in self.outboxes[:speaker]:
+            outbox.send(TakeTokens(output.sampled_token_ids))
         return output
 
     def shutdown(self) -> None:

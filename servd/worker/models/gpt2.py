@@ -82,14 +82,14 @@ class GPT2Model(nn.Module):
         super().__init__()
         self.wte = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
         self.wpe = Embedding(spec.max_position_embeddings, spec.hidden_size, parallel)
-        self.h = nn.ModuleList(GPT2Layer(spec, layer, parallel) for layer in range(spec.num_layers))
+        self.h = parallel.layers(spec.num_layers, lambda layer: GPT2Layer(spec, layer, parallel))
         self.ln_f = LayerNorm(
             spec.hidden_size, spec.config.get("layer_norm_epsilon", 1e-5), parallel
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
-        x, residual = self.wpe(positions), self.wte(input_ids)
+        x, residual = self.wte(input_ids), self.wpe(positions)
         for layer in self.h:
             x, residual = layer(x, residual, ctx)
         return self.ln_f.add(x, residual)[0]

@@ -115,9 +115,7 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
         self.rotary = rotary
-        self.layers = nn.ModuleList(
-            layer(spec, number, parallel) for number in range(spec.num_layers)
-        )
+        self.layers = parallel.layers(spec.num_layers, lambda number: layer(spec, number, parallel))
         self.norm = RMSNorm(spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6), parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:

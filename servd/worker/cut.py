@@ -1,0 +1,124 @@
+"""Cuts a model into stages of a pipeline: what another one has is neither built nor loaded.
+
+A stage is a function from stream to stream, [num_tokens, hidden]: in place of the embedding stands
+what has arrived, in place of the final norm the sum that it would be given. So a model file knows
+nothing of it but `Parallel.layers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from servd.errors import UnsupportedModel
+from servd.worker.layers.attention import attention_layers
+from servd.worker.layers.embedding import Embedding, VocabEmbedding
+from servd.worker.layers.norm import LayerNorm, RMSNorm
+from servd.worker.parallel import Parallel
+
+LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
+
+
+class Arrived(nn.Module):
+    """In place of the embedding: what the stage before has sent. It is always at the same address,
+    as recorded programs and graphs ask for.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.stream = torch.empty(0, hidden_size)
+
+    def make_room(self, max_num_tokens: int) -> None:
+        """For the largest step."""
+        self.stream = self.stream.new_zeros(max_num_tokens, self.stream.shape[1])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[num_tokens] -> [num_tokens, hidden]."""
+        return self.stream[: len(input_ids)]
+
+
+class Nothing(nn.Module):
+    """In place of what is added to the embedding."""
+
+    def forward(self, _: Tensor) -> None:
+        """The stream has it already."""
+        return
+
+
+class Sum(nn.Module):
+    """In place of the final norm."""
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream [num_tokens, hidden] that the next stage goes on with."""
+        stream = residual.add(x)
+        return stream, stream
+
+
+class NoHead(nn.Module):
+    """In place of the head, for runs that measure memory."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
+        return hidden.new_zeros(len(hidden), self.vocab_size)
+
+
+def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
+    """Leave this stage of a model that is not loaded yet.
+
+    Raises:
+        UnsupportedModel: its file does not build layers by `Parallel.layers`.
+    """
+    layers, own = attention_layers(model), parallel.own_layers(num_layers)
+    if len(layers) != len(own):
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be cut into stages: leave --pipeline-parallel-size at 1"
+        )
+    for number, layer in enumerate(layers):
+        layer.layer = number  # of its KV cache
+    whole, embedding = _names(model), _replace_ends(model, parallel)
+    here = _names(model)
+    elsewhere = whole - here
+    # A head that is the embedding is known by its own name where the embedding is gone.
+    head = "lm_head.weight" if "lm_head.weight" in here - whole else ""
+    convert = getattr(model, "convert", iter)
+
+    def of_stage(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, tensor in convert(tensors):
+            full = name if name.startswith(model.base_prefix) else model.base_prefix + name
+            if head and full == embedding:
+                yield head, tensor
+            elif (layer := LAYER.search(name)) is not None:
+                if int(layer[1]) in own:
+                    yield name, tensor
+            elif name != head and not elsewhere & {name, full}:
+                yield name, tensor
+
+    model.convert = of_stage
+
+
+def _replace_ends(model: Any, parallel: Parallel) -> str:
+    """The embedding, final norm and head where others have them; returns the embedding's name."""
+    base, embedding = model.get_submodule(model.base_prefix[:-1]), ""
+    for name, part in list(base.named_children()):
+        is_tokens = isinstance(part, VocabEmbedding)
+        if is_tokens:
+            embedding = f"{model.base_prefix}{name}.weight"
+        if isinstance(part, VocabEmbedding | Embedding) and not parallel.is_first_stage:
+            setattr(base, name, Arrived(part.weight.shape[1]) if is_tokens else Nothing())
+        elif isinstance(part, RMSNorm | LayerNorm) and not parallel.is_last_stage:
+            setattr(base, name, Sum())
+    if not parallel.is_last_stage:
+        model.lm_head = NoHead(model.lm_head.vocab_size)
+    return embedding
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}

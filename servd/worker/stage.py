@@ -1,0 +1,87 @@
+"""Stage: a runner's steps as one stage of a pipeline.
+
+Steps go through the stages one behind the other, so that each works on another step. Requests take
+turns (core/turns.py): what a step samples is known before its rows come again, and the executor
+tells the stages before the last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from servd.messages import GrammarBitmask, SchedulerOutput
+from servd.worker.cut import Arrived
+from servd.worker.device import upload
+from servd.worker.model_runner import AsyncOutput, ModelRunner
+
+
+class Stage:
+    """Takes the stream from the stage before, lets the runner go on with it, and passes it on; or
+    samples, if it is the last.
+
+    Args:
+        runner: loaded.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.parallel = runner.parallel
+        modules = runner.model.named_modules()
+        self.arrived = next((each for _, each in modules if isinstance(each, Arrived)), None)
+        if self.arrived is not None:
+            self.arrived.make_room(runner.max_num_tokens)
+        if not self.parallel.is_last_stage:
+            runner.readers.clear()  # they read what comes out of the last layer
+        self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # on their way
+        self.slots: list[int] = []  # of the step that was launched last, number `step`
+        self.step = 0
+        self.in_flight: deque[tuple[int, list[int]]] = deque()  # steps, whose tokens are awaited
+        self.entered: dict[int, int] = {}  # slot -> step in which its request entered it
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Launch this stage's part of a step."""
+        self.step, self.slots = scheduled.step, [row.slot for row in scheduled.scheduled]
+        self.entered |= dict.fromkeys((new.slot for new in scheduled.new_requests), self.step)
+        if self.arrived is not None and scheduled.num_tokens:
+            self.parallel.receive(self.arrived.stream[: scheduled.num_tokens])
+        self.runner.execute_model(scheduled)
+        launched = self.runner.launched
+        assert launched is not None
+        if launched.computed is not None and not self.parallel.is_last_stage:
+            # A copy: the next step may be computed in the same memory.
+            stream = launched.computed[1].clone()
+            self.sent.append((self.parallel.send(stream), stream))
+            if len(self.sent) > self.parallel.num_stages:
+                self.sent.popleft()[0].wait()
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
+        """Sample where the last layer is; elsewhere `take_tokens` brings what was sampled."""
+        if self.parallel.is_last_stage:
+            return self.runner.sample_tokens(bitmask)
+        launched, self.runner.launched = self.runner.launched, None
+        if launched is None:
+            raise RuntimeError("sample_tokens was called before execute_model")
+        self.in_flight.append((self.step, self.slots))
+        return AsyncOutput(launched.num_scheduled, times_ns=launched.times_ns)
+
+    @torch.inference_mode()
+    def take_tokens(self, sampled: list[list[int]]) -> None:
+        """Write what the oldest step in flight sampled behind the known tokens of its rows; but for
+        those that have left their slots to others meanwhile.
+        """
+        step, slots = self.in_flight.popleft()
+        tokens = [
+            (slot, offset, token_id)
+            for slot, token_ids in zip(slots, sampled, strict=True)
+            if self.entered[slot] <= step
+            for offset, token_id in enumerate(token_ids)
+        ]
+        if tokens:
+            states, columns = self.runner.states, np.array(tokens, dtype=np.int64).T
+            rows, offsets, ids = upload(columns, states.token_ids.device)
+            states.write(rows, states.num_computed[rows] + offsets, ids)
+            states.num_computed.index_add_(0, rows, (offsets > 0).long())  # drafts that were kept
