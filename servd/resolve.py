@@ -94,7 +94,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
     if config.model.model_impl == "auto":
         decided["model_impl"] = _choose_implementation(spec)
     decided |= _resolve_lengths(config, spec, on_cuda)
-    config.replace(**{name: each.value for name, each in decided.items()}).cache.verify()
+    _check_together(config.replace(**{name: each.value for name, each in decided.items()}), spec)
     if config.scheduler.async_scheduling is None:
         why = (
             "the next step is scheduled while the GPU computes"
@@ -130,7 +130,6 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
             "add --speculative-config"
         )
     _check_adapters(config)
-    _check_stages(config, spec, str(decided["model_impl"].value if "model_impl" in decided else ""))
     if observability.otlp_traces_endpoint is not None:
         _check_otlp(observability.otlp_traces_endpoint)
     for name, decision in decided.items():
@@ -191,29 +190,30 @@ def _check_adapters(config: Config) -> None:
             raise ConfigError(f"--lora-modules {entry}: that is the name of the model itself")
 
 
-def _check_stages(config: Config, spec: ModelSpec, model_impl: str) -> None:
-    """What the stages of a pipeline cannot do, so far."""
-    num_stages = config.parallel.pipeline_parallel_size
+def _check_together(config: Config, spec: ModelSpec) -> None:
+    """What was given and what was decided."""
+    config.cache.verify()
+    model, num_stages = config.model, config.parallel.pipeline_parallel_size
     if num_stages == 1:
         return
-    flag, cache = f"--pipeline-parallel-size {num_stages}", config.cache
+    flag = f"--pipeline-parallel-size {num_stages}"
     if num_stages > spec.num_layers:
         raise ConfigError(
             f"{flag}: the model has {spec.num_layers} layers; give it at most as many"
         )
-    files = pooling.read(spec)
-    conflicts = {
-        "--speculative-config: leave it out": config.model.speculative_config is not None,
-        "--enable-lora: leave it out": config.lora.enable_lora,
-        "--kv-offloading-size and --kv-cache-dir: leave them out": cache.kv_offloading_size
-        or cache.kv_cache_dir,
-        "layers that transformers computes: use --tensor-parallel-size 1 and a model that has a "
-        "file in servd, or one device": "transformers" in (model_impl, config.model.model_impl),
-        "encoders: use --tensor-parallel-size": not files.is_causal,
-        "the check of vectors: add --no-check-vectors": files.task != "generate"
-        and config.model.check_vectors,
-    }
-    for what, is_asked in conflicts.items():
+    files, whole = pooling.read(spec), "leave --pipeline-parallel-size at 1"
+    has_tiers = config.cache.kv_offloading_size or config.cache.kv_cache_dir
+    for is_asked, what in (
+        (model.speculative_config, "--speculative-config: leave it out"),
+        (config.lora.enable_lora, "--enable-lora: leave it out"),
+        (has_tiers, "--kv-offloading-size and --kv-cache-dir: leave them out"),
+        (model.model_impl == "transformers", f"layers that transformers computes: {whole}"),
+        (not files.is_causal, f"encoders: {whole}"),
+        (
+            files.task != "generate" and model.check_vectors,
+            "the check of a model's vectors: add --no-check-vectors",
+        ),
+    ):
         if is_asked:
             raise ConfigError(f"{flag} does not work with {what}")
 

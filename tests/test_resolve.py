@@ -57,6 +57,13 @@ def test_two_devices_need_a_process_each():
     assert decide(CUDA, tensor_parallel_size=2).parallel.executor == "multiproc"
 
 
+def test_as_many_steps_are_in_flight_as_there_are_stages_and_one_that_is_scheduled():
+    config = decide(pipeline_parallel_size=2)
+    assert config.parallel.executor == "multiproc" and config.num_steps_in_flight == 2
+    assert decide(CUDA, pipeline_parallel_size=2).num_steps_in_flight == 3
+    assert [decide(each).num_steps_in_flight for each in (CPU, CUDA)] == [1, 2]
+
+
 def test_a_gpu_with_a_cpu_build_of_torch_falls_back_to_cpu_with_a_warning(caplog):
     config = decide(Machine(num_gpus=1, torch_has_cuda=False))
     assert config.parallel.device == "cpu"
@@ -139,6 +146,22 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
         ),
         (CPU, {"tensor_parallel_size": 3}, ["--tensor-parallel-size 3", "4 key-value heads"]),
         (CUDA, {"tensor_parallel_size": 2, "executor": "uniproc"}, ["uniproc", "multiproc"]),
+        (
+            CUDA,
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            ["--tensor-parallel-size 2 with --pipeline-parallel-size 2", "2 device"],
+        ),
+        (CPU, {"pipeline_parallel_size": 2, "executor": "uniproc"}, ["uniproc", "multiproc"]),
+        (CPU, {"pipeline_parallel_size": 3}, ["--pipeline-parallel-size 3", "2 layers"]),
+        *(
+            (CPU, {"pipeline_parallel_size": 2} | options, ["--pipeline-parallel-size 2", remedy])
+            for options, remedy in (
+                ({"speculative_config": '{"method": "ngram"}'}, "--speculative-config: leave"),
+                ({"enable_lora": True}, "--enable-lora: leave"),
+                ({"kv_offloading_size": 1.0}, "--kv-offloading-size and --kv-cache-dir: leave"),
+                ({"model_impl": "transformers"}, "layers that transformers computes"),
+            )
+        ),
         (CPU, {"max_model_len": 4096}, ["--max-model-len 4096", "2048"]),
         (CPU, {"max_num_batched_tokens": 8, "max_num_seqs": 9}, ["8", "--max-num-seqs 9"]),
         (CPU, {"headless": True, "attach": "/d"}, ["--headless", "--attach"]),

@@ -118,7 +118,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
     yield judge(quota is None or quota >= 1, "CPUs", text, "raise the container's quota")
     if os.path.isdir("/dev/shm"):
         size = shutil.disk_usage("/dev/shm").total
-        is_fine = size >= SMALLEST or config.parallel.tensor_parallel_size == 1
+        is_fine = size >= SMALLEST or config.parallel.num_workers == 1
         remedy = "docker run --shm-size 1g: the ranks of --tensor-parallel-size meet there"
         yield judge(is_fine, "shared memory", format_bytes(size), remedy)
 

@@ -149,7 +149,7 @@ class Report:
 
     def text(self, lengths: list[int]) -> str:
         """For a person."""
-        plan, sizes, size = self.plan, self.plan.sizes, self.config.parallel.tensor_parallel_size
+        plan, sizes, size = self.plan, self.plan.sizes, self.config.parallel.num_workers
         budget, lora = self.config.scheduler.max_num_batched_tokens, self.config.lora
         per_token = format_bytes(sizes.kv_per_block // self.block_size)
         rows = [

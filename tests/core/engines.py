@@ -85,8 +85,10 @@ def make_engine(
     config = Config.load(options | {"kv_cache_memory": memory, "async_scheduling": depth > 1})
     executor = executor_class(config, FAKE_SPEC, lambda phase, fraction: None)
     engine = EngineCore(config, FAKE_SPEC, executor, executor.start())
-    assert engine.depth == min(depth, 2)
-    engine.depth = depth  # the loop knows no limit, only the configuration does
+    num_stages = config.parallel.pipeline_parallel_size
+    assert engine.depth == min(depth, 2) - 1 + num_stages
+    if num_stages == 1:
+        engine.depth = depth  # the loop knows no limit, only the configuration does
     return engine
 
 

@@ -1,0 +1,199 @@
+"""Stages of a pipeline give the tokens of one worker, whatever the scheduler has to do."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from servd.core.engine_core import EngineCore
+from servd.core.executor import multiproc, uniproc
+from servd.errors import EngineDead
+from servd.hf import DEMO_MODEL, find_model, read_spec
+from servd.messages import EngineCoreRequest
+from servd.params import SamplingParams, StructuredOutput
+from servd.worker.ops import native
+from tests.core.engines import Log
+from tests.core.structured_output.test_manager import Driver
+from tests.parity.families import CASES, greedy
+from tests.worker import stages
+from tests.worker.driver import config_for
+
+NUM_OUTPUTS = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS)
+BLOCK_SIZE = 4
+FAST = {("gpt2", 0), ("gpt2", 1), ("llama", 0), ("gpt_oss", 0)}
+# Parameters outside of layers.
+EMBEDDING = {
+    "llama": {"model.embed_tokens.weight"},
+    "gpt2": {"transformer.wte.weight", "transformer.wpe.weight"},
+}
+NORM = {
+    "llama": {"model.norm.weight"},
+    "gpt2": {"transformer.ln_f.weight", "transformer.ln_f.bias"},
+}
+
+
+def make_requests() -> list[EngineCoreRequest]:
+    """Every second prompt has the same beginning; two draw their tokens."""
+    draw = random.Random(5)
+    shared = [draw.randrange(199) for _ in range(18)]
+    seeded = SamplingParams(
+        temperature=1.2, top_k=40, seed=3, repetition_penalty=1.2, max_tokens=NUM_OUTPUTS
+    )
+    return [
+        EngineCoreRequest(
+            str(i),
+            shared[: 18 * (i % 2)] + [draw.randrange(199) for _ in range(draw.randint(1, 17))],
+            seeded if i in (2, 5) else GREEDY,
+        )
+        for i in range(7)
+    ]
+
+
+def make_engine(executor_class: Any, folder: Path, **options: Any) -> EngineCore:
+    config, spec = config_for(folder, **options), read_spec(folder)
+    executor = executor_class(config, spec, lambda phase, fraction: None)
+    return EngineCore(config, spec, executor, executor.start())
+
+
+def cramped(folder: Path, **options: Any) -> dict[str, Any]:
+    """Options of an engine whose requests have to yield; each of two stages has half of the layers,
+    or one more.
+    """
+    spec = read_spec(folder)
+    layers = -(-spec.num_layers // options["pipeline_parallel_size"])
+    per_token = spec.kv_bytes_per_token(4) * layers // spec.num_layers
+    memory = 26 * BLOCK_SIZE * per_token // options.get("tensor_parallel_size", 1)
+    return options | {
+        "executor": "multiproc", "kv_cache_memory": memory, "max_num_seqs": 6,
+        "max_num_batched_tokens": 24, "max_model_len": 64,
+    }  # fmt: skip
+
+
+def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> Log:
+    """Some requests come later, when prefixes of the others are known."""
+    log = Log()
+    for request in requests[:4]:
+        engine.handle(request)
+    for _ in range(9):
+        log.step(engine)
+    for request in requests[4:]:
+        engine.handle(request)
+    return log.run(engine)
+
+
+def check(folder: Path, engine: EngineCore) -> None:
+    """Its tokens are those of transformers and of one worker; it had to work for them."""
+    requests = make_requests()
+    try:
+        log = run(engine, requests)
+    finally:
+        engine.executor.shutdown()
+    assert log.total("num_preemptions") > 0
+    assert log.total("prefix_cache_hits") > 0
+    whole = make_engine(uniproc.Executor, folder)
+    expected = run(whole, requests)
+    whole.executor.shutdown()
+    for request in requests:
+        prompt, name = request.prompt_token_ids, request.request_id
+        assert log.token_ids(name) == expected.token_ids(name)
+        if request.params == GREEDY:
+            assert prompt + log.token_ids(name) == greedy(folder, prompt, NUM_OUTPUTS)
+
+
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("model_type", "variant"),
+    [
+        pytest.param(name, variant, marks=[] if (name, number) in FAST else pytest.mark.slow)
+        for name, variants in CASES.items()
+        for number, variant in enumerate(variants)
+    ],
+)
+def test_stages_equal_one_worker(checkpoints, model_type: str, variant: str, num_stages: int):
+    folder = checkpoints(model_type, variant)
+    options = cramped(folder, pipeline_parallel_size=num_stages)
+    check(folder, make_engine(stages.Executor, folder, **options))
+
+
+@pytest.mark.parametrize(("model_type", "variant"), [("llama", "untied"), ("gpt2", "tied")])
+def test_each_weight_is_in_the_stage_that_needs_it(checkpoints, model_type: str, variant: str):
+    folder = checkpoints(model_type, variant)
+    whole = make_engine(uniproc.Executor, folder).executor.worker.runner.model
+    engine = make_engine(stages.Executor, folder, **cramped(folder, pipeline_parallel_size=3))
+    found = [
+        {name for name, _ in worker.runner.model.named_parameters()}
+        for worker in engine.executor.workers
+    ]
+    # One layer each; the embedding is first, the final norm and the head are last.
+    layers = [
+        {int(part) for name in own for part in name.split(".") if part.isdigit()} for own in found
+    ]
+    assert layers == [{0}, {1}, {2}]
+    ends = [{name for name in own if not re.search(r"\.\d\.", name)} for own in found]
+    first, norm = EMBEDDING[model_type], NORM[model_type]
+    assert ends == [first, set(), norm | {"lm_head.weight"}]
+    names = {name for name, _ in whole.named_parameters()}
+    assert set().union(*found) == names | {"lm_head.weight"}
+
+
+def test_tokens_that_a_grammar_forces_reach_all_stages():
+    """Several in a step, on a model whose decode steps are recorded programs."""
+    folder = Path(find_model(DEMO_MODEL))
+    structure = StructuredOutput("regex", "(The quick brown fox |A lazy dog )[a-z]{4}[0-9]{2}")
+    requests = [
+        EngineCoreRequest(
+            str(i), [5, 6, 7 + i],
+            SamplingParams(temperature=1.0, seed=i, max_tokens=40, structured_output=structure),
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    whole = make_engine(uniproc.Executor, folder, block_size=16)
+    engine = make_engine(stages.Executor, folder, block_size=16, pipeline_parallel_size=2)
+    sizes: list[int] = []
+    engine.on_scheduled = lambda record: sizes.append(record.num_tokens)
+    expected, log = Driver(whole, *requests).run(), Driver(engine, *requests).run()
+    for request in requests:
+        name = request.request_id
+        assert log.token_ids(name) == expected.token_ids(name)
+        assert re.fullmatch(structure.value, tokenizer.decode(log.token_ids(name)).strip())
+    assert max(sizes[1:]) > len(requests)  # some were forced
+    if native.library() is not None:
+        assert all(worker.runner.programs.programs for worker in engine.executor.workers)
+
+
+def test_stages_in_processes_of_their_own_and_the_death_of_one(checkpoints):
+    folder = checkpoints("llama", "untied")
+    engine = make_engine(multiproc.Executor, folder, **cramped(folder, pipeline_parallel_size=2))
+    executor = engine.executor
+    assert isinstance(executor, multiproc.Executor)
+    requests = make_requests()
+    try:
+        log = run(engine, requests)
+        executor.workers[0].process.kill()
+        engine.handle(EngineCoreRequest("late", [1, 2, 3], GREEDY))
+        began = time.monotonic()
+        with pytest.raises(EngineDead, match="worker-0 ended|worker-1|gloo|[Cc]onnection"):
+            log.run(engine)
+        assert time.monotonic() - began < 10
+    finally:
+        executor.shutdown()
+    for request in requests:
+        if request.params == GREEDY:
+            prompt = request.prompt_token_ids
+            assert prompt + log.token_ids(request.request_id) == greedy(folder, prompt, NUM_OUTPUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", CASES)
+def test_two_stages_of_two_ranks_equal_one_worker(checkpoints, model_type: str):
+    folder = checkpoints(model_type, next(iter(CASES[model_type])))
+    options = cramped(folder, pipeline_parallel_size=2, tensor_parallel_size=2)
+    check(folder, make_engine(multiproc.Executor, folder, **options))
