@@ -82,10 +82,10 @@ class WorkerProc:
 
     def output(self, result: Callable[[], messages.ModelRunnerOutput]) -> messages.FromWorker:
         """What came of a step; one worker tells for all, the others when they did it."""
-        output, rank = result(), self.start.rank
+        output = result()
         if not self.speaks:
             output = messages.ModelRunnerOutput([], times_ns=output.times_ns)
-        output.rank = rank
+        output.rank = self.start.rank
         return output
 
     def progress(self, phase: str, fraction: float) -> None:
