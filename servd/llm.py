@@ -291,11 +291,11 @@ class LLMEngine:
         Raises:
             EngineDead: the engine process is gone.
         """
-        deltas, stopped = self.output_processor.process(self.port.receive())
-        if stopped:  # ended by a stop string, which only this side knows about
-            self.port.send(AbortRequests(stopped))
         progressed: dict[str, RequestOutput] = {}
-        for request_id, delta in deltas:
+        outputs = self.port.receive()
+        for request_id, delta, stopped in self.output_processor.process(outputs):
+            if stopped:  # ended by a stop string, which only this side knows about
+                self.port.send(AbortRequests(stopped))
             progressed[request_id] = self.requests[request_id]
             progressed[request_id].outputs[delta.index].add(delta)
         for request_id, output in progressed.items():

@@ -248,44 +248,40 @@ class AsyncLLM:
             InvalidRequest: a request with the same id is running.
             DeadlineExceeded: the deadline came before the last delta.
         """
-        for one in prepared:
-            if any(one.request_id in engine.running for engine in self.engines):
+        ids = {one.request_id for one in prepared}
+        for engine in self.engines:
+            if taken := ids & engine.running.keys():
                 raise InvalidRequest(
-                    f"a request with the id {one.request_id!r} is running", param="request_id"
+                    f"a request with the id {min(taken)!r} is running", param="request_id"
                 )
         owner = prepared[0].request.options.owner
-        stream, num_open = DeltaStream(self.loop, owner, in_pieces), 0
+        stream = DeltaStream(self.loop, owner, in_pieces)
         timer = None
         if deadline is not None:  # one timer, and no work per delta
             error = DeadlineExceeded(DEADLINE_PASSED)
             timer = asyncio.get_running_loop().call_at(deadline, stream.fail, error)
         try:
-            for one in prepared:
-                if num_open:  # others run between the starts of many
-                    await stream.turn()
-                self._start(one, stream, num_open)
-                num_open += one.params.n
-            while num_open:
+            await self.loop.each(owner, prepared, lambda one: self._start(one, stream))
+            while stream.num_open:
                 for delta in await stream.take():
                     if delta.finish_reason is FinishReason.ERROR:
                         raise EngineError(delta.error or "the engine failed on this request")
-                    num_open -= delta.finish_reason is not None
+                    stream.num_open -= delta.finish_reason is not None
                     yield delta
         finally:
             if timer is not None:
                 timer.cancel()
-            for one in prepared:
-                self._end(one.request_id)
+            self.loop.each(owner, prepared, self._end)
 
-    def _start(self, one: Prepared, stream: DeltaStream, first: int) -> None:
-        """Send a prompt to an engine; `first` is the index of its first choice in the stream."""
+    def _start(self, one: Prepared, stream: DeltaStream) -> None:
+        """Send a prompt to an engine."""
         if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
             raise EngineDead(f"the engine is gone: {self.status.reason}")
-        if one.part_of:  # the first of parts that run side by side speaks for all
-            whole = None if first else self.tracer.running.get(one.part_of)
-            timeline = whole or Timeline(one.request_id)
-        else:
-            timeline = self.tracer.open(one.request_id)
+        first = stream.num_open  # index of its first choice
+        stream.num_open += one.params.n
+        # The first of parts that run side by side speaks for all.
+        known = "" if one.part_of and first else one.part_of or one.request_id
+        timeline = self.tracer.running.get(known) or Timeline(one.request_id)
         sent = now_ns()
         arrival = timeline.marks[0].at_ns if timeline.marks else sent
         trace_id = current_request.get().get("trace_id")
@@ -319,9 +315,9 @@ class AsyncLLM:
         else:
             engine.client.send(one.request)
 
-    def _end(self, request_id: str) -> None:
+    def _end(self, one: Prepared) -> None:
         for engine in self.engines:  # one of them has it
-            engine.end(request_id)
+            engine.end(one.request_id)
 
     def _engine_changed(self, engine: EngineClient) -> None:
         """Called when an engine begins to serve, falls asleep, wakes, has died, or is gone."""

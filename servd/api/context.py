@@ -23,6 +23,7 @@ from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, parse
 from servd.api.response_store import ResponseStores
 from servd.api.siblings import Siblings
+from servd.api.timeline import Timeline
 from servd.config import Config
 from servd.errors import Forbidden, InvalidRequest, NotFound, UnknownModel
 from servd.lora import Adapter
@@ -102,11 +103,9 @@ def shelf_of(request: Request) -> Shelf:
 def admit(
     request: Request,
     options: RequestOptions,
-    prompt_ids: Sequence[str],
-    *,
-    is_traced: bool = True,
+    num_prompts: int = 1,
 ) -> Iterator[tuple[Admitted, RequestOptions]]:
-    """Admit a request whose body has been read, with one prompt for each id; see `AsyncLLM.admit`.
+    """Admit a request whose body has been read; see `AsyncLLM.admit`.
 
     Yields the admission and the options with all that the API key decides. API keys share no cached
     prompts: `usage` and the time to the first token would tell one key what another has sent.
@@ -114,8 +113,7 @@ def admit(
     Args:
         request: its response gets the rate-limit headers of its key.
         options: as the body has them.
-        prompt_ids: unique among those running.
-        is_traced: each prompt gets a timeline; RequestContext ends it.
+        num_prompts: of the request.
     """
     context, state, key = context_of(request), request.state, request.state.key
     async_llm = context.async_llm
@@ -144,29 +142,31 @@ def admit(
         adapter=state.adapter,
         rank=None if rank is None else _rank(rank, len(async_llm.engines)),
     )
-    for prompt_id in prompt_ids if is_traced else ():
-        _trace(request, prompt_id)
     timeout = math.inf
     if state.deadline is not None:
         timeout = max(state.deadline - asyncio.get_running_loop().time(), 0)
-    num_prompts = len(prompt_ids)
     with async_llm.admit(num_prompts, key, state.client, options.lane, timeout) as admitted:
         state.headers = admitted.headers
         yield admitted, options
 
 
-def _trace(request: Request, prompt_id: str) -> None:
-    """Open the timeline of a prompt."""
-    state = request.state
+async def trace(request: Request, prompt_ids: Sequence[str]) -> None:
+    """Open a timeline for each prompt of a request whose body has been read; their ids are unique
+    among those running. RequestContext ends them.
+    """
+    state, async_llm = request.state, context_of(request).async_llm
     marks = [Mark("received", state.received_ns), Mark("parsed", state.parsed_ns)]
     if state.since_ns:
         marks[:1] = [Mark("received", state.since_ns), Mark("passed_on", state.received_ns)]
     if state.adapter is not None:
         marks.append(Mark("adapted", now_ns()))
-    path, tracer = request.scope["path"][:200], context_of(request).async_llm.tracer
-    timeline = tracer.open(prompt_id, state.owner, path, state.model, marks[0].at_ns)
-    timeline.marks += marks
-    state.traced.append(prompt_id)
+    path, running = request.scope["path"][:200], async_llm.tracer.running
+
+    def begin(prompt_id: str) -> None:
+        running[prompt_id] = Timeline(prompt_id, state.owner, path, state.model, [*marks])
+        state.traced.append(prompt_id)
+
+    await async_llm.loop.each(state.client, prompt_ids, begin)
 
 
 def _rank(text: str, size: int) -> int:

@@ -10,6 +10,9 @@ from servd.api.incremental import overlap
 from servd.api.tokenizer import Tokenizer
 from servd.params import SamplingParams
 
+Utf8Decoder = codecs.getincrementaldecoder("utf8")  # to look it up takes longer than to make one
+NEVER = re.compile("(?!)")
+
 
 class Detokenizer:
     """Turns token ids into text as they come. The work per token does not grow with the history.
@@ -40,12 +43,14 @@ class Detokenizer:
         self.stop_reason: str | None = None
         self.num_tokens = 0
         self._table = tokenizer.byte_table(params.skip_special_tokens, visible_ids)
-        self._utf8 = codecs.getincrementaldecoder("utf8")("replace")
+        self._utf8 = Utf8Decoder("replace")
         self._drops_space = tokenizer.strips_leading_space and not any(
             self._table[i] for i in prompt_token_ids
         )
         self._stop = params.stop
-        self._first_char = re.compile("|".join({re.escape(stop[0]) for stop in params.stop}))
+        self._first_char = NEVER
+        if params.stop:
+            self._first_char = re.compile("|".join({re.escape(stop[0]) for stop in params.stop}))
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._held = ""  # the end of the text, not emitted because a stop string may begin there

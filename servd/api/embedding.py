@@ -9,7 +9,7 @@ from contextlib import aclosing
 import msgspec
 from starlette.requests import Request
 
-from servd.api.context import admit, context_of, offload
+from servd.api.context import admit, context_of, offload, trace
 from servd.api.prompt import Pair, Prompt, SharedText
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest
@@ -64,12 +64,16 @@ async def embed(
         ClientDisconnect: the client left.
     """
     async_llm, deadline = context_of(request).async_llm, request.state.deadline
-    named = [
-        msgspec.structs.replace(prompt, request_id=f"{prefix}-{request.state.unique_id}-{number}")
-        for number, prompt in enumerate(prompts)
-    ]
+    prefix, named = f"{prefix}-{request.state.unique_id}", list[Prompt]()
+
+    def name(prompt: Prompt) -> None:
+        request_id = f"{prefix}-{len(named)}"
+        named.append(msgspec.structs.replace(prompt, request_id=request_id))
+
+    await async_llm.loop.each(request.state.client, prompts, name)
     vectors = [b""] * len(named)
-    with admit(request, options, [prompt.request_id for prompt in named]) as (admitted, own):
+    await trace(request, [prompt.request_id for prompt in named])
+    with admit(request, options, len(named)) as (admitted, own):
         async with while_connected(request.receive):
             prepared = await async_llm.prepare(named, params, own, deadline)
             num_tokens = sum(len(one.prompt_token_ids) for one in prepared)

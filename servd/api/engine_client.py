@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from uuid import uuid4
 
@@ -31,14 +32,15 @@ from servd.messages import (
     FromEngine,
 )
 from servd.messages import EngineDead as EngineDeadMessage
+from servd.outputs import CompletionOutput
 from servd.stats import SchedulerStats
 from servd.tracing import Mark, now_ns
 
 log = logging.getLogger("servd.api")
 
-# An engine faster than this process would otherwise hold its event loop ever longer. Outputs that
-# are read together are merged, so reading for a short time only would cost throughput.
-MAX_READ_NS = 5_000_000  # for reading messages, before others get the event loop
+# For reading messages, and then for making text of them, before others get the event loop: an
+# engine faster than this process would hold it ever longer. What is read together is merged.
+MAX_READ_NS = 400_000
 MAX_MESSAGES = 16  # between two looks at the clock
 STEPS_LOOKED_AT = 256  # to predict how long the next one should take
 REQUESTS_LOOKED_AT = 256  # by /health, which anybody may call
@@ -97,6 +99,9 @@ class EngineClient:
         self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
         self.cache_number = 0
         self._reading_on: asyncio.AbstractEventLoop | None = None
+        # Of what was read last, and when that was; deltas are made as they are taken.
+        self._received_ns = 0
+        self._deltas: Iterator[tuple[str, CompletionOutput, list[str]]] = iter(())
 
     def start(self) -> None:
         """Start receiving on the running event loop."""
@@ -179,18 +184,21 @@ class EngineClient:
     def _receive(self) -> None:
         if self._reading_on is None:  # closed meanwhile
             return
+        end = now_ns() + MAX_READ_NS
         try:
-            self._take_messages()
+            is_over = self._hand_on(end) and self._take_messages(end) and self._hand_on(end)
         except Exception:
             # Messages received with it are lost, and no request may wait for them.
             log.exception("messages of the engine could not be taken")
             self.fail(EngineError("an answer of the engine could not be read: see the log"))
-            # There may be more, and the channel is edge-triggered.
+            is_over = False
+        if not is_over and self._reading_on is not None:  # the channel is edge-triggered
             self._reading_on.call_soon(self._receive)
 
-    def _take_messages(self) -> None:
-        """Take the engine's messages; the outputs of several steps become one delta per choice."""
-        end = now_ns() + MAX_READ_NS
+    def _take_messages(self, end: int) -> bool:
+        """Take the engine's messages until `end`; the outputs of several steps become one delta
+        per choice. Returns whether that was all.
+        """
         outputs: list[EngineCoreOutput] = []
         while messages := self.client.drain(MAX_MESSAGES):
             for message in messages:
@@ -201,14 +209,14 @@ class EngineClient:
                     self._take_state(message)
                 else:
                     self._take_outputs(outputs)
+                    self._hand_on(math.inf)
                     outputs = []
                     self._take_status(message)
             if now_ns() >= end:
-                # The channel is edge-triggered, so come back by ourselves.
-                asyncio.get_running_loop().call_soon(self._receive)
                 break
         self._take_outputs(outputs)
         self.on_report()
+        return not messages
 
     def _take_status(self, message: FromEngine) -> None:
         match message:
@@ -263,6 +271,7 @@ class EngineClient:
             ]
         self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
         self._take_outputs(outputs)
+        self._hand_on(math.inf)
         self.on_change(self)
 
     def _take_state(self, message: EngineCoreOutputs) -> None:
@@ -272,7 +281,7 @@ class EngineClient:
             self.metrics.observe_step(message.stats)
 
     def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        received = now_ns()
+        self._received_ns = now_ns()
         for output in outputs:
             if output.marks and (owner := self.outputs.owner(output.request_id)):
                 request_id, index = owner
@@ -281,12 +290,16 @@ class EngineClient:
                 running.choices[index].add(output)
                 if running.routed is not None:
                     running.routed.answer(output.num_cached_tokens)
-        deltas, stopped = self.outputs.process(outputs)
-        if stopped:
-            self.client.send(AbortRequests(stopped))
-        now = now_ns()
-        for request_id, delta in deltas:
-            running = self.running[request_id]
+        self._deltas = self.outputs.process(outputs)
+
+    def _hand_on(self, end: float) -> bool:
+        """Make deltas of the outputs that were taken, and give them to their streams, until `end`.
+        Returns whether these were all.
+        """
+        for request_id, delta, stopped in self._deltas:
+            if stopped:
+                self.client.send(AbortRequests(stopped))
+            running, now = self.running[request_id], now_ns()
             times = running.choices[delta.index]
             if running.is_counted:
                 self.metrics.observe_tokens(times, len(delta.token_ids), now)
@@ -294,8 +307,12 @@ class EngineClient:
                 times.finish_reason = delta.finish_reason
                 if running.is_counted:
                     self.metrics.observe_finished(times, delta.finish_reason, now)
-                running.timeline.marks += [Mark("returned", received), Mark("detokenised", now)]
+                marks = [Mark("returned", self._received_ns), Mark("detokenised", now)]
+                running.timeline.marks += marks
             delta.index += running.first
             running.stream.put(delta)
+            if now >= end:
+                return False
         if self.recovery.is_trying:
             self.recovery.try_next()
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -22,6 +23,7 @@ from servd.api.timeline import Inquiry, Timeline
 from servd.tracing import Mark, StepRecord, now_ns
 
 MAX_NEIGHBOURS = 16
+MAX_PROMPTS = 64  # whose stages are looked at
 SECOND = 1_000_000_000  # nanoseconds
 Ran = tuple[int, int]  # from when to when a request ran, 0 for still
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # causes
@@ -199,10 +201,12 @@ def _ranks(times: list[int]) -> list[float] | UnsetType:
 
 
 def stage_times(timelines: Iterable[Timeline]) -> dict[str, float]:
-    """Milliseconds of the stages of a request with these prompts, as far as its marks tell."""
+    """Milliseconds of the stages of a request with these prompts, or the first of them, as far as
+    their marks tell.
+    """
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    for timeline in timelines:
+    for timeline in islice(timelines, MAX_PROMPTS):
         for mark in timeline.marks:
             first[mark.stage] = min(mark.at_ns, first.get(mark.stage, mark.at_ns))
             last[mark.stage] = max(mark.at_ns, last.get(mark.stage, 0))

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from servd.tracing import now_ns
+
+T = TypeVar("T")
 
 MAX_TURNS = 8  # between two looks at the sockets; to read a request takes about a millisecond
+PIECE_NS = 200_000  # that one turn of `each` takes
 
 
 class FairLoop:
@@ -35,6 +42,32 @@ class FairLoop:
         else:
             self._waiting.setdefault(client, deque()).append(future)
         return future
+
+    def each(
+        self, client: str, items: Iterable[T], work: Callable[[T], object]
+    ) -> asyncio.Future[None]:
+        """Work on every item: at once for as long as others may wait, then in the client's turns.
+        It goes on whether or not somebody waits for it, unless what it returns is cancelled.
+        """
+        done = asyncio.get_running_loop().create_future()
+        rest = iter(items)
+
+        def go_on(_: object = None) -> None:
+            if done.cancelled():
+                return
+            end = now_ns() + PIECE_NS
+            try:
+                for item in rest:
+                    work(item)
+                    if now_ns() >= end:
+                        self.turn(client).add_done_callback(go_on)
+                        return
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        go_on()
+        return done
 
     def _go_on(self) -> None:
         """Give more turns: the loop has looked at its sockets since the last ones."""

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from servd.api.auth import ANYONE, ON_BEHALF_OF, OPEN_PATHS
 from servd.api.batch_store import MAX_UPLOAD
 from servd.api.explanation import server_timing
+from servd.api.fair_loop import FairLoop
 from servd.api.metrics import Metrics
 from servd.api.protocol.errors import ErrorReply, error_reply
 from servd.api.protocol.validation import REQUEST_ID
@@ -69,6 +70,7 @@ class RequestContext:
     Args:
         app: what is surrounded.
         tracer: has the timelines.
+        loop: gives turns where there are many of them.
         metrics: count.
         access_log: as --access-log says.
         origins: --allowed-origins.
@@ -78,12 +80,14 @@ class RequestContext:
         self,
         app: ASGIApp,
         tracer: Tracer,
+        loop: FairLoop,
         metrics: Metrics,
         access_log: str = "off",
         origins: Collection[str] = (),
     ) -> None:
         self.app = app
         self.tracer = tracer
+        self.loop = loop
         self.metrics = metrics
         self.access_log = access_log
         self.origins = frozenset(origins)
@@ -201,14 +205,15 @@ class RequestContext:
         self, state: dict[str, Any], status: int, blocked: Iterable[Mark], written: bool
     ) -> None:
         """End the timelines, and the span that is made of them."""
-        for name in state["traced"]:
-            self.tracer.extend(name, blocked)
-            if written:
-                self.tracer.mark(name, "written")
-            self.tracer.mark(name, "done")
-        timelines = [self.tracer.finish(name) for name in state["traced"]]
-        if state["span"]:
-            state["span"].end(timelines, status or LEFT)
+        now, timelines = now_ns(), list[Timeline]()
+        marks = [*blocked, *([Mark("written", now)] if written else ()), Mark("done", now)]
+
+        def finish(name: str) -> None:
+            timelines.append(self.tracer.finish(name, marks))
+
+        done = self.loop.each(state["client"], state["traced"], finish)
+        if span := state["span"]:
+            done.add_done_callback(lambda _: span.end(timelines, status or LEFT))
 
 
 def _timeout(text: str) -> float:

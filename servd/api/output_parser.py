@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from servd.api.detokenizer import Utf8Decoder
 from servd.api.incremental import Brackets, Content, Delta, ToolCallArguments, ToolCallStart
 from servd.api.prompt import ToolOptions
 from servd.api.reasoning_parser import ReasoningParser
@@ -51,7 +51,7 @@ class OutputParser:
         self._tools = tools(options.tools) if tools and options else None
         self._only_first = options is not None and not options.parallel
         self._table = expected.table  # for counting the tokens of the reasoning
-        self._decoder = codecs.getincrementaldecoder("utf8")("replace")
+        self._decoder = Utf8Decoder("replace")
         self._num_chars = 0
         # Where tokens begin in the text, in characters, until the reasoning ends.
         self._token_starts: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
 import msgspec
 
@@ -16,11 +17,11 @@ from servd.outputs import CompletionOutput
 class _Choice(msgspec.Struct):
     """A running choice of a request."""
 
+    prepared: Prepared
     request_id: str
     index: int
-    detokenizer: Detokenizer
-    include_stop: bool
     token_ids: array[int]  # so far
+    detokenizer: Detokenizer | None = None  # made for the first output: there may be many choices
 
 
 class OutputProcessor:
@@ -38,17 +39,10 @@ class OutputProcessor:
 
     def add(self, prepared: Prepared) -> list[array[int]]:
         """Expect outputs for all choices of a request; returns where the tokens of each gather."""
-        params = prepared.params
-        engine_ids = self._engine_ids[prepared.request_id] = prepared.request.choice_ids
-        visible_ids, outputs = prepared.expected.visible_ids, [array("I") for _ in engine_ids]
+        request_id, engine_ids = prepared.request_id, prepared.request.choice_ids
+        self._engine_ids[request_id], outputs = engine_ids, [array("I") for _ in engine_ids]
         for index, engine_id in enumerate(engine_ids):
-            self._choices[engine_id] = _Choice(
-                prepared.request_id,
-                index,
-                Detokenizer(self.tokenizer, params, prepared.prompt_token_ids, visible_ids),
-                params.include_stop_str_in_output,
-                outputs[index],
-            )
+            self._choices[engine_id] = _Choice(prepared, request_id, index, outputs[index])
         return outputs
 
     def abort(self, request_id: str) -> list[str]:
@@ -82,30 +76,26 @@ class OutputProcessor:
 
     def process(
         self, outputs: list[EngineCoreOutput]
-    ) -> tuple[list[tuple[str, CompletionOutput]], list[str]]:
+    ) -> Iterator[tuple[str, CompletionOutput, list[str]]]:
         """Make one delta for each choice, of its outputs of one or several steps. Those of requests
         that are gone are dropped.
 
-        Returns:
-            Deltas with the ids of their requests, and the engine ids of choices that a stop string
-            ended: the engine does not know, so the caller has to abort them.
+        Yields:
+            The id of a request, a delta of it, and the engine id of the choice if a stop string
+            ended it: the engine does not know, so the caller has to abort it.
         """
         by_choice: dict[str, list[EngineCoreOutput]] = {}
         for output in outputs:
             by_choice.setdefault(output.request_id, []).append(output)
-        deltas: list[tuple[str, CompletionOutput]] = []
-        stopped: list[str] = []
         for engine_id, steps in by_choice.items():
             choice = self._choices.get(engine_id)
             if choice is None:
                 continue
-            delta = _delta(choice, steps)
+            delta = self._delta(choice, steps)
             if delta.finish_reason is not None:
                 self._end(engine_id)
-                if steps[-1].finish_reason is None:
-                    stopped.append(engine_id)
-            deltas.append((choice.request_id, delta))
-        return deltas, stopped
+            is_stopped = delta.finish_reason is not None and steps[-1].finish_reason is None
+            yield choice.request_id, delta, [engine_id] if is_stopped else []
 
     def _end(self, engine_id: str) -> None:
         choice = self._choices.pop(engine_id)
@@ -114,39 +104,43 @@ class OutputProcessor:
         if not engine_ids:
             del self._engine_ids[choice.request_id]
 
-
-def _delta(choice: _Choice, steps: list[EngineCoreOutput]) -> CompletionOutput:
-    """What some steps added to a choice."""
-    detokenizer, first, last = choice.detokenizer, steps[0], steps[-1]
-    token_ids = [token_id for step in steps for token_id in step.new_token_ids]
-    choice.token_ids.extend(token_ids)
-    delta = CompletionOutput(
-        index=choice.index,
-        token_ids=token_ids,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        num_cached_tokens=first.num_cached_tokens,
-        error=last.error,
-        prompt_logprobs=first.prompt_logprobs,
-        pooled=last.pooled,
-        drafts=[(step.num_drafts, step.num_accepted) for step in steps if step.num_drafts],
-    )
-    if first.logprobs is not None:
-        delta.logprobs = [each for step in steps for each in step.logprobs or ()]
-    ended_by_token = (
-        last.finish_reason is FinishReason.STOP
-        and not last.ended_by_grammar
-        and not choice.include_stop
-    )
-    num_before = detokenizer.num_tokens
-    # The token that ends generation is counted, but it is not text.
-    delta.text = detokenizer.push(token_ids[:-1] if ended_by_token else token_ids)
-    if last.finish_reason is not None:
-        delta.text += detokenizer.flush()
-    if detokenizer.stop_reason is not None:
-        num_tokens = detokenizer.num_tokens - num_before
-        delta.token_ids = token_ids[:num_tokens]
-        delta.logprobs = delta.logprobs and delta.logprobs[:num_tokens]
-        delta.finish_reason = FinishReason.STOP
-        delta.stop_reason = detokenizer.stop_reason
-    return delta
+    def _delta(self, choice: _Choice, steps: list[EngineCoreOutput]) -> CompletionOutput:
+        """What some steps added to a choice."""
+        one, detokenizer = choice.prepared, choice.detokenizer
+        if detokenizer is None:
+            detokenizer = choice.detokenizer = Detokenizer(
+                self.tokenizer, one.params, one.prompt_token_ids, one.expected.visible_ids
+            )
+        first, last = steps[0], steps[-1]
+        token_ids = [token_id for step in steps for token_id in step.new_token_ids]
+        choice.token_ids.extend(token_ids)
+        delta = CompletionOutput(
+            index=choice.index,
+            token_ids=token_ids,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            num_cached_tokens=first.num_cached_tokens,
+            error=last.error,
+            prompt_logprobs=first.prompt_logprobs,
+            pooled=last.pooled,
+            drafts=[(step.num_drafts, step.num_accepted) for step in steps if step.num_drafts],
+        )
+        if first.logprobs is not None:
+            delta.logprobs = [each for step in steps for each in step.logprobs or ()]
+        ended_by_token = (
+            last.finish_reason is FinishReason.STOP
+            and not last.ended_by_grammar
+            and not one.params.include_stop_str_in_output
+        )
+        num_before = detokenizer.num_tokens
+        # The token that ends generation is counted, but it is not text.
+        delta.text = detokenizer.push(token_ids[:-1] if ended_by_token else token_ids)
+        if last.finish_reason is not None:
+            delta.text += detokenizer.flush()
+        if detokenizer.stop_reason is not None:
+            num_tokens = detokenizer.num_tokens - num_before
+            delta.token_ids = token_ids[:num_tokens]
+            delta.logprobs = delta.logprobs and delta.logprobs[:num_tokens]
+            delta.finish_reason = FinishReason.STOP
+            delta.stop_reason = detokenizer.stop_reason
+        return delta

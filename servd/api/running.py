@@ -38,6 +38,7 @@ class DeltaStream:
     loop: FairLoop
     owner: str
     in_pieces: bool = True
+    num_open: int = 0  # choices that have been started and have not ended
     _waiting: dict[int, CompletionOutput] = field(default_factory=dict)  # by choice, merged
     _failure: ServdError | None = None
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
@@ -76,12 +77,6 @@ class DeltaStream:
             return [self._waiting.pop(index) for index in [*islice(self._waiting, MAX_TAKEN)]]
         deltas, self._waiting = self._waiting, {}
         return deltas.values()
-
-    async def turn(self) -> None:
-        """Wait for a turn of the consumer; raises the failure if there is one."""
-        await self.loop.turn(self.owner)
-        if self._failure is not None:
-            raise self._failure
 
     def _wake(self) -> None:
         woken, self._woken = self._woken, None

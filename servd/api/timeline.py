@@ -42,7 +42,6 @@ class Timeline(msgspec.Struct):
     owner: str = ""
     route: str = ""
     model: str = ""  # as the answer names it
-    created: float = 0.0  # Unix time of its first mark
     marks: list[Mark] = []
     choices: Sequence[ChoiceTimes] = ()
     params: SamplingParams | None = None
@@ -63,6 +62,11 @@ class Timeline(msgspec.Struct):
         """Another engine goes on with it."""
         self.earlier = [*self.earlier, (self.engine, now_ns())]
         self.engine, self.cache_number = engine, cache_number
+
+    @property
+    def created(self) -> float:
+        """Unix time of its first mark."""
+        return unix_time(self.marks[0].at_ns)
 
     @property
     def wall_ns(self) -> int:
@@ -145,27 +149,6 @@ class Tracer:
         self._num_prompt_tokens = 0
         self._accountant = ThreadPoolExecutor(1, "account")
 
-    def open(
-        self,
-        request_id: str,
-        owner: str = "",
-        route: str = "",
-        model: str = "",
-        since_ns: int | None = None,
-    ) -> Timeline:
-        """The timeline of a running request; a new one, that began at `since_ns`, if it has none
-        yet.
-        """
-        timeline = self.running.get(request_id)
-        if timeline is None:
-            timeline = Timeline(request_id, owner, route, model, unix_time(since_ns or now_ns()))
-            self.running[request_id] = timeline
-        return timeline
-
-    def mark(self, request_id: str, stage: str, at_ns: int | None = None, step: int = -1) -> None:
-        """Note that `request_id` reached `stage` (one of STAGES), now or at `at_ns`."""
-        self.open(request_id).marks.append(Mark(stage, at_ns or now_ns(), step))
-
     def add_steps(self, steps: Sequence[StepRecord], engine: int) -> None:
         """Keep steps of an engine."""
         for step in steps if engine else ():
@@ -185,14 +168,11 @@ class Tracer:
             lost = max(last_step, timeline.marks[-1].at_ns)
             timeline.marks.append(Mark("engine_lost", lost))
 
-    def extend(self, request_id: str, marks: Iterable[Mark]) -> None:
-        """Add marks that were taken elsewhere."""
-        self.open(request_id).marks.extend(marks)
-
-    def finish(self, request_id: str) -> Timeline:
-        """Close a request's timeline, with its marks in order of time."""
+    def finish(self, request_id: str, marks: Iterable[Mark] = ()) -> Timeline:
+        """Close a request's timeline, with these marks and its own in order of time."""
         timeline = self.running.pop(request_id, None) or Timeline(request_id)
-        timeline.marks = sorted(timeline.marks, key=BY_TIME)  # other threads may read them
+        # Other threads may read the list.
+        timeline.marks = sorted([*timeline.marks, *marks], key=BY_TIME)
         timeline.is_finished = True
         before = self.recent.pop(request_id, None)
         self.recent[request_id] = timeline

@@ -16,7 +16,7 @@ from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Prepared, Processor
 from servd.api.prompt import Chat, Prompt
-from servd.api.timeline import Tracer
+from servd.api.timeline import Timeline, Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded, ShuttingDown
@@ -356,7 +356,7 @@ async def test_loading(llm):
 
 async def test_timeline_and_stats(llm):
     begin = now_ns()
-    llm.tracer.mark("r", "received")
+    llm.tracer.running["r"] = Timeline("r", marks=[Mark("received", begin)])
     chat = Chat(messages=[{"role": "user", "content": "hi"}])
     prompts = [Prompt(content=chat, request_id="r")]
     (prepared,) = await llm.prepare(prompts, SamplingParams(temperature=0))

@@ -1,8 +1,12 @@
 """FairLoop: who has much to do holds up nobody for long."""
 
 import asyncio
+import itertools
+import time
 
-from servd.api.fair_loop import MAX_TURNS, FairLoop
+import pytest
+
+from servd.api.fair_loop import MAX_TURNS, PIECE_NS, FairLoop
 
 
 async def test_a_client_with_one_turn_passes_those_of_a_client_with_hundreds() -> None:
@@ -47,3 +51,42 @@ async def test_who_waits_and_is_cancelled_takes_no_turn() -> None:
     future = asyncio.get_running_loop().create_future()
     assert loop.turn("A", future) is future
     await asyncio.wait_for(future, 30)
+
+
+async def test_long_work_is_done_in_pieces_whether_or_not_somebody_waits() -> None:
+    loop, done, seen = FairLoop(), list[int](), list[int]()
+
+    def work(item: int) -> None:
+        done.append(item)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < PIECE_NS / 4e9:
+            pass
+
+    async def look() -> None:
+        while len(done) < 40:
+            seen.append(len(done))
+            await asyncio.sleep(0)
+
+    awaited = loop.each("A", range(20), work)
+    loop.each("B", range(20, 40), work)
+    await asyncio.wait_for(look(), 30)
+    await awaited
+    assert sorted(done) == [*range(40)]
+    assert [item for item in done if item < 20] == [*range(20)]
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= 2 * 4
+
+
+async def test_work_that_is_cancelled_or_fails_stops() -> None:
+    loop, done = FairLoop(), list[int]()
+
+    def work(item: int) -> None:
+        done.append(10 // item)
+        time.sleep(PIECE_NS / 1e9)
+
+    waiting = loop.each("A", range(1, 100), work)
+    waiting.cancel()
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(loop.each("B", [2, 1, 0, 1], work), 30)
+    await loop.turn("A")
+    await asyncio.sleep(0)
+    assert done == [10, 5, 10]

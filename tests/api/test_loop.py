@@ -87,24 +87,38 @@ TOOLS = [
     {"type": "function", "function": {"name": f"f{number}", "description": "what it does"}}
     for number in range(40)
 ]
-# Milliseconds of the longest piece: two or three times what it takes where `loop_seconds` is FAST.
 PIECES = {
-    "a chat": (CHAT, HI, 3),
-    "a chat with forty tools": (CHAT, HI | {"tools": TOOLS}, 3),
-    "a chat of two hundred short messages": (CHAT, HI | {"messages": 200 * user("hi")}, 1.5),
-    "a chat of ten long messages": (CHAT, HI | {"messages": 10 * user("hello " * 60)}, 1.5),
+    "a chat": (CHAT, HI),
+    "a chat with forty tools": (CHAT, HI | {"tools": TOOLS}),
+    "a chat of two hundred short messages": (CHAT, HI | {"messages": 200 * user("hi")}),
+    "a chat of ten long messages": (CHAT, HI | {"messages": 10 * user("hello " * 60)}),
+    "choices": (CHAT, HI | {"n": 128}),
     "choices in a stream": (
         CHAT,
         HI | {"n": 128, "max_tokens": 3, "ignore_eos": True, "stream": True},
-        5,
     ),
-    "hundreds of prompts": (COMPLETION, {"prompt": ["a"] * 300, "max_tokens": 1}, 25),
+    "a thousand prompts": (COMPLETION, {"prompt": ["a"] * 1000, "max_tokens": 1}),
+    "a thousand prompts in a stream": (
+        COMPLETION,
+        {"prompt": ["a"] * 1000, "max_tokens": 1, "stream": True},
+    ),
+    "hundreds of chats": (f"{CHAT}/batch", HI | {"messages": [HI["messages"]] * 256}),
+    "a thousand texts": ("/v1/embeddings", {"input": ["a"] * 1000}),
 }
+LONGEST = 1.25  # milliseconds where `loop_seconds` is FAST: a piece takes up to 1 there
 FAST = 0.012
 
 
+def is_of_engine(callback: Any) -> bool:
+    of = getattr(callback, "__self__", None)
+    name = of.get_coro().__qualname__ if isinstance(of, asyncio.Task) else type(of).__name__
+    return name.startswith("InProcessEngine")
+
+
 async def longest_piece(served: Served, path: str, body: dict[str, Any], monkeypatch: Any) -> float:
-    """CPU seconds that the server keeps the loop for answering, at most, without its engine."""
+    """CPU seconds that the server keeps the loop at most, for reading, answering and for what comes
+    after; its engine, which is on the same loop here, does not count.
+    """
     data, pieces = json.dumps(body).encode(), list[float]()
     messages = [{"type": "http.request", "body": data}]
     headers = [(b"content-type", b"application/json")]
@@ -126,26 +140,34 @@ async def longest_piece(served: Served, path: str, body: dict[str, Any], monkeyp
     def run(handle: asyncio.Handle, run: Any = asyncio.Handle._run) -> None:
         before = time.thread_time()
         run(handle)
-        task = getattr(handle._callback, "__self__", None)
-        if isinstance(task, asyncio.Task) and task.get_coro().__name__ == "answer":
+        if not is_of_engine(handle._callback):
             pieces.append(time.thread_time() - before)
 
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.Handle, "_run", run)
         await asyncio.create_task(answer())
+        while served.async_llm.tracer.running:
+            await asyncio.sleep(0)
     assert statuses == [200]
     return max(pieces)
 
 
-@pytest.mark.parametrize(("path", "body", "milliseconds"), PIECES.values(), ids=PIECES.keys())
-async def test_an_answer_is_made_in_short_pieces(path, body, milliseconds, monkeypatch):
+@pytest.mark.parametrize(("path", "body"), PIECES.values(), ids=PIECES.keys())
+async def test_an_answer_is_made_in_short_pieces(path, body, monkeypatch):
+    found = list[float]()
     async with serve(max_waiting_requests=4096, tool_call_parser="hermes") as served:
         send, loop = served.engine.send, asyncio.get_running_loop()
         served.engine.send = lambda message: loop.call_soon(send, message)  # type: ignore[method-assign]
         gc.collect()
         gc.disable()
         try:
-            found = [await longest_piece(served, path, body, monkeypatch) for _ in range(3)]
+            for _ in range(8):
+                before = loop_seconds()
+                longest = await longest_piece(served, path, body, monkeypatch)
+                speed = max(FAST, before, loop_seconds()) / FAST
+                found.append(longest * 1000 / speed)
+                if found[-1] < LONGEST:
+                    return
         finally:
             gc.enable()
-    assert min(found) * 1000 < milliseconds * max(1, loop_seconds() / FAST), found
+    raise AssertionError(f"longest pieces, in milliseconds: {found}")

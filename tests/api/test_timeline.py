@@ -10,8 +10,13 @@ from msgspec import UNSET
 from servd.api import timeline
 from servd.api.explanation import steps_of
 from servd.api.protocol.requests import TimelineStep
-from servd.api.timeline import MAX_SLOWEST, MAX_STEPS, Tracer
+from servd.api.timeline import MAX_SLOWEST, MAX_STEPS, Timeline, Tracer
 from servd.tracing import STAGES, Mark, StepRecord
+
+
+def mark(tracer: Tracer, request_id: str, stage: str, at_ns: int) -> None:
+    timeline = tracer.running.setdefault(request_id, Timeline(request_id))
+    timeline.marks.append(Mark(stage, at_ns))
 
 
 @given(
@@ -19,28 +24,20 @@ from servd.tracing import STAGES, Mark, StepRecord
 )
 def test_marks_are_in_order_of_time_wherever_they_were_taken(marks):
     tracer = Tracer()
-    for stage, at_ns, is_foreign in marks:
-        if is_foreign:
-            tracer.extend("r", [Mark(stage, at_ns)])
-        else:
-            tracer.mark("r", stage, at_ns)
-    finished = tracer.finish("r")
+    late = [Mark(stage, at_ns) for stage, at_ns, is_late in marks if is_late]
+    for stage, at_ns, is_late in marks:
+        if not is_late:
+            mark(tracer, "r", stage, at_ns)
+    finished = tracer.finish("r", late)
     assert finished is tracer.get("r")
     assert [m.at_ns for m in finished.marks] == sorted(at_ns for _, at_ns, _ in marks)
-
-
-def test_a_mark_without_a_time_is_now():
-    tracer = Tracer()
-    before = time.monotonic_ns()
-    tracer.mark("r", "received")
-    assert before <= tracer.finish("r").marks[0].at_ns <= time.monotonic_ns()
 
 
 def test_the_most_recent_and_the_slowest_finished_requests_are_kept():
     tracer = Tracer(keep=3)
     for i in range(100):
-        tracer.mark(str(i), "received", 1)
-        tracer.mark(str(i), "done", 10**9 if i == 7 else 10 + i)
+        mark(tracer, str(i), "received", 1)
+        mark(tracer, str(i), "done", 10**9 if i == 7 else 10 + i)
         tracer.finish(str(i))
     assert len(tracer.recent) == 3 and tracer.running == {}
     assert [t.id for t in tracer.latest("", 2)] == ["99", "98"]
@@ -54,7 +51,7 @@ def test_requests_with_many_marks_are_bounded_by_those(monkeypatch):
     tracer = Tracer()
     for i in range(200):
         for number in range(11 if i % 2 else 10):
-            tracer.mark(str(i), "sent", number + 1)
+            mark(tracer, str(i), "sent", number + 1)
         tracer.finish(str(i))
         assert sum(len(t.marks) for t in tracer.recent.values()) <= timeline.MAX_MARKS
     assert len(tracer.recent) >= timeline.MAX_MARKS // 11
@@ -64,7 +61,7 @@ def test_requests_with_many_marks_are_bounded_by_those(monkeypatch):
 def test_a_timeline_is_shown_to_its_owner_alone():
     tracer = Tracer()
     for i, owner in enumerate("aabb"):
-        tracer.open(str(i), owner).marks.append(Mark("received", 1))
+        tracer.running[str(i)] = Timeline(str(i), owner, marks=[Mark("received", 1)])
     for i in "13":
         tracer.finish(i)
     for owner, own in (("a", ["0", "1"]), ("b", ["2", "3"]), ("", [])):
@@ -90,8 +87,8 @@ def test_a_slow_request_is_accounted_for_before_its_steps_are_forgotten_and_off_
     monkeypatch.setattr(timeline, "account", account_later)
     tracer = Tracer()
     tracer.add_steps(steps(0, 100), 0)
-    tracer.mark("r", "received", 500)
-    tracer.mark("r", "done", 905)
+    mark(tracer, "r", "received", 500)
+    mark(tracer, "r", "done", 905)
     finished = tracer.finish("r")
     for first in range(100, MAX_STEPS + 40, 8):  # some of its steps are still kept
         assert finished.account is None
@@ -107,8 +104,8 @@ def test_a_slow_request_is_accounted_for_before_its_steps_are_forgotten_and_off_
 def test_a_request_that_began_long_ago_is_accounted_for_as_it_ends():
     tracer = Tracer()
     tracer.add_steps(steps(0, MAX_STEPS), 0)
-    tracer.mark("r", "received", 5)
-    tracer.mark("r", "done", 10 * MAX_STEPS)
+    mark(tracer, "r", "received", 5)
+    mark(tracer, "r", "done", 10 * MAX_STEPS)
     finished = tracer.finish("r")
     tracer._accountant.shutdown()
     assert finished.account is not None
@@ -117,8 +114,8 @@ def test_a_request_that_began_long_ago_is_accounted_for_as_it_ends():
 def test_inquiries_take_the_steps_of_a_request_and_some_before():
     tracer = Tracer()
     tracer.steps[0] += [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(1000)]
-    tracer.mark("r", "received", 5000)
-    tracer.mark("r", "done", 5100)
+    mark(tracer, "r", "received", 5000)
+    mark(tracer, "r", "done", 5100)
     (inquiry,) = tracer.inquiries([tracer.finish("r")])
     assert [inquiry.known[0].step, inquiry.known[-1].step] == [500 - timeline.STEPS_BEFORE, 509]
 
@@ -127,10 +124,10 @@ def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypa
     tracer = Tracer()
     for engine in (0, 1):
         tracer.add_steps(steps(0, 1000), engine)
-    tracer.mark("r", "received", 4000)
+    mark(tracer, "r", "received", 4000)
     monkeypatch.setattr(timeline, "now_ns", lambda: 5000)
     tracer.running["r"].move(1, 0)
-    tracer.mark("r", "done", 6000)
+    mark(tracer, "r", "done", 6000)
     (inquiry,) = tracer.inquiries([tracer.finish("r")])
     own = [(step.engine, step.step) for step in inquiry.known if step.started_ns >= 4000]
     assert own == [(0, i) for i in range(400, 500)] + [(1, i) for i in range(500, 600)]

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api import beam_search
-from servd.api.context import admit, context_of
+from servd.api.context import admit, context_of, trace
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.processor import Prepared
@@ -27,6 +27,8 @@ from servd.messages import EngineReady
 from servd.outputs import CompletionOutput
 from servd.receipt import Receipt, RepeatablePrompt
 from servd.tracing import now_ns
+
+CHOICE_SIZE = 16  # what a choice takes besides its tokens, in the same measure
 
 
 class ResponseBuilder(ABC):
@@ -77,6 +79,11 @@ class ResponseBuilder(ABC):
         self.token_ids: list[list[int]] = []  # by choice, for the receipt
         if self.wants_receipt and asked.use_beam_search:
             raise InvalidRequest("there is no receipt of a beam search: leave out X-Servd-Receipt")
+
+    def expect(self, prepared: Prepared) -> None:
+        """Set up what takes the outputs of a prompt."""
+        self.parsers += [OutputParser(prepared.expected) for _ in range(self.n)]
+        self.token_ids += [[] for _ in range(self.n)]
 
     def start(self) -> None:  # noqa: B027
         """Set up per-choice state once the request has been validated."""
@@ -136,7 +143,8 @@ class ResponseBuilder(ABC):
                     whole = {**msgspec.to_builtins(whole), **receipt}
                 return msgspec.json.encode(whole)
 
-            content = await self.async_llm.offload(self.options.owner, self.size, encode)
+            size = self.size + CHOICE_SIZE * len(self.parsers)
+            content = await self.async_llm.offload(self.options.owner, size, encode)
         return Response(content, headers=headers, media_type="application/json")
 
     @asynccontextmanager
@@ -151,12 +159,12 @@ class ResponseBuilder(ABC):
         """
         async_llm, asked, deadline = self.async_llm, self.asked, self.request.state.deadline
         prompt_ids = [prompt.request_id for prompt in self.prompts]
-        with admit(self.request, self.options, prompt_ids) as (admitted, self.options):
+        await trace(self.request, prompt_ids)
+        with admit(self.request, self.options, len(prompt_ids)) as (admitted, self.options):
             prepared = await async_llm.prepare(self.prompts, self.params, self.options, deadline)
             self.prepared = prepared
             admitted.add_tokens(self.num_prompt_tokens)
-            self.parsers = [OutputParser(one.expected) for one in prepared for _ in range(self.n)]
-            self.token_ids = [[] for _ in self.parsers]
+            await async_llm.loop.each(self.options.owner, prepared, self.expect)
             self.start()
             if asked.use_beam_search:
                 length_penalty = 1.0 if asked.length_penalty is None else asked.length_penalty

@@ -28,7 +28,8 @@ class CompletionBuilder(ChunkBuilder):
         self.num_logprobs, self.echo = self.asked.logprobs, bool(self.asked.echo)
         skips = self.params.skip_special_tokens
         skipped = self.tokenizer.special_ids if skips else frozenset[int]()
-        self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in self.choices]
+        counted = self.choices if self.num_logprobs is not None else ()
+        self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in counted]
 
     def chunks(self, output: CompletionOutput) -> list[Completion]:
         """One chunk; the first of a choice also has what is sent once."""

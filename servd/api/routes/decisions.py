@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import admit, context_of, json_response, read_body
+from servd.api.context import admit, context_of, json_response, read_body, trace
 from servd.api.decisions import OptionScorer, gather
 from servd.api.openapi import describes
 from servd.api.prompt import Chat, Prompt
@@ -50,7 +50,8 @@ async def create_decision(request: Request) -> Response:
     body = await read_body(request, DecisionsRequest)
     request_id = f"decision-{request.state.unique_id}"
     asked = RequestOptions(cache_salt=body.prompt_cache_key)
-    with admit(request, asked, [request_id]) as (_, options):
+    await trace(request, [request_id])
+    with admit(request, asked) as (_, options):
         scorer = OptionScorer(async_llm, request_id, options, request.state.deadline)
         async with while_connected(request.receive):
             answers = await _answers(scorer, body)

@@ -22,8 +22,7 @@ async def render_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatCompletionRequest)
     params = body.sampling_params(context.async_llm.processor.default_params)
     prompt = body.prompt(f"render-{request.state.unique_id}")
-    admission = admit(request, body.request_options, [prompt.request_id], is_traced=False)
-    with admission as (_, options):
+    with admit(request, body.request_options) as (_, options):
         (prepared,) = await context.async_llm.prepare([prompt], params, options)
     params = msgspec.structs.asdict(prepared.params)
     answer = RenderedChat(request.state.model, prepared.prompt, prepared.prompt_token_ids, params)
