@@ -43,8 +43,8 @@ class Admitted:
     num_tokens: int = 0
     headers: dict[str, str] = field(default_factory=dict)  # for its response
 
-    def add_tokens(self, num_tokens: int) -> None:
-        """Count the tokens of its prompts.
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count the tokens of its prompts, in place of those counted before.
 
         Raises:
             InvalidRequest: more tokens than may ever wait.
@@ -57,9 +57,11 @@ class Admitted:
                 "(--max-waiting-tokens): send fewer",
                 param="prompt",
             )
-        admission.check("max_waiting_tokens", admission.tokens, self.owner, num_tokens, limit)
+        more = num_tokens - self.num_tokens
+        if more > 0:
+            admission.check("max_waiting_tokens", admission.tokens, self.owner, more, limit)
         self.num_tokens = num_tokens
-        admission.tokens[self.owner] += num_tokens
+        admission.tokens[self.owner] += more
 
 
 class Admission:
@@ -168,7 +170,7 @@ class Admission:
             reason,
             Overloaded(
                 f"{total} {'prompt tokens' if used is self.tokens else 'requests'} are unfinished "
-                f"and this one has {more}, the limit is {limit} (--{reason.replace('_', '-')}): "
+                f"and this one adds {more}, the limit is {limit} (--{reason.replace('_', '-')}): "
                 "retry later",
                 retry_after=_whole(self._seconds_to_serve(share * self.prompts.total())),
             ),

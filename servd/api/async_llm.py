@@ -191,14 +191,24 @@ class AsyncLLM:
         params: SamplingParams | PoolingParams,
         options: RequestOptions = NO_OPTIONS,
         deadline: float | None = None,
+        admitted: Admitted | None = None,
     ) -> list[Prepared]:
         """`Processor.process` for all prompts of a request, in a thread if they are long. A
         structured output not seen before is checked in another, which may take seconds.
 
+        Args:
+            prompts: with the same parameters and options.
+            params: see `Processor.process`.
+            options: the same.
+            deadline: on the clock of the event loop.
+            admitted: counts the tokens: as many as there must be, before anything is done for one
+                of them, and then as many as there are.
+
         Raises:
-            InvalidRequest: see `Processor.process` and `Processor.check_structured_output`.
-            Overloaded: see `Processor.check_structured_output`.
-            DeadlineExceeded: the deadline, on the clock of the event loop, came before the end.
+            InvalidRequest: see `Processor.process`, `Processor.check_structured_output` and
+                `Admitted.count_tokens`.
+            Overloaded: see `Processor.check_structured_output` and `Admitted.count_tokens`.
+            DeadlineExceeded: the deadline came before the end.
         """
         processor, owner = self.processor, options.owner
         each = PROMPT_SIZE
@@ -207,9 +217,17 @@ class AsyncLLM:
         size = sum(each + prompt.num_chars for prompt in prompts)
         try:
             async with asyncio.timeout_at(deadline):
+                if admitted is not None:
+                    keep = options.truncate_prompt_tokens
+                    fewest = await self.offload(
+                        owner, size, lambda: sum(processor.fewest_tokens(p, keep) for p in prompts)
+                    )
+                    admitted.count_tokens(fewest)
                 prepared = await self.offload(
                     owner, size, lambda: [processor.process(p, params, options) for p in prompts]
                 )
+                if admitted is not None:
+                    admitted.count_tokens(sum(len(one.prompt_token_ids) for one in prepared))
                 for one in prepared:
                     output = one.params.structured_output
                     if output is not None and not processor.grammars.knows(output):

@@ -75,10 +75,9 @@ async def embed(
     await trace(request, [prompt.request_id for prompt in named])
     with admit(request, options, len(named)) as (admitted, own):
         async with while_connected(request.receive):
-            prepared = await async_llm.prepare(named, params, own, deadline)
+            prepared = await async_llm.prepare(named, params, own, deadline, admitted)
             num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
             check(num_tokens)
-            admitted.add_tokens(num_tokens)
             async with aclosing(async_llm.generate(prepared, deadline)) as outputs:
                 async for output in outputs:
                     assert output.pooled is not None

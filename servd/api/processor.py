@@ -171,6 +171,24 @@ class Processor:
         shown = text if isinstance(text, str) and not was_cut else None
         return Prepared(prompt=shown, params=asked, request=request, expected=expected, marks=marks)
 
+    def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
+        """How many token ids `process` makes of a prompt, at least; a chat template may leave much
+        out. `keep` is `truncate_prompt_tokens`.
+        """
+        match prompt.content:
+            case list(token_ids):
+                found = len(token_ids)
+            case Chat(messages=messages):
+                texts = [m.get("content") for m in messages if m.get("role") == "user"]
+                num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))
+                found = num_chars // self.tokenizer.longest_token
+            case str() | Pair(keep_first=None, keep_second=None):
+                found = prompt.num_chars // self.tokenizer.longest_token
+            case Pair():
+                found = 0
+        limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
+        return min([found, *(limit for limit in limits if limit is not None)])
+
     def check_structured_output(self, prepared: Prepared) -> None:
         """Block until the requested form of output is known to be possible.
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 OBJECT_SIZE = 64  # what a message takes besides its text, in characters
+MANY = 1 << 16  # characters; no more of a chat are counted
 
 
 class ToolOptions(msgspec.Struct, frozen=True):
@@ -69,14 +70,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """About how much there is to render and to tokenise."""
+        """About how much there is to render and to tokenise; of a large chat, that it is much."""
         if isinstance(self.content, Pair):
             return len(self.content.first.text) + len(self.content.second)
         if not isinstance(self.content, Chat):
             return len(self.content)
         chat = self.content
         total, waiting = 0, [chat.messages, chat.tools, chat.chat_template_kwargs]
-        while waiting:
+        while waiting and total < MANY:
             match waiting.pop():
                 case str() as text:
                     total += len(text)

@@ -93,15 +93,60 @@ def test_a_full_queue_admits_clients_below_their_share(clock, entered):
 
 def test_the_queue_is_bounded_by_tokens(clock, entered):
     admission = make(clock, max_waiting_tokens=1000)
-    enter(admission, entered, "a").add_tokens(900)
+    enter(admission, entered, "a").count_tokens(900)
     more = enter(admission, entered, "a")
     with pytest.raises(Overloaded, match="900 prompt tokens .* 200, .*--max-waiting-tokens"):
-        more.add_tokens(200)
+        more.count_tokens(200)
     with pytest.raises(InvalidRequest, match="at most 1000"):
-        more.add_tokens(1001)
-    enter(admission, entered, "b").add_tokens(400)  # less than half of the limit
+        more.count_tokens(1001)
+    enter(admission, entered, "b").count_tokens(400)  # less than half of the limit
     entered.close()
     assert not admission.tokens.total() and not admission.prompts
+
+
+def test_what_a_prompt_has_replaces_what_it_was_thought_to_have(clock, entered):
+    admission = make(clock, max_waiting_tokens=1000)
+    first, second = enter(admission, entered, "a"), enter(admission, entered, "a")
+    first.count_tokens(600)
+    with pytest.raises(Overloaded, match="600 prompt tokens .* adds 500"):
+        second.count_tokens(500)
+    first.count_tokens(400)
+    second.count_tokens(500)
+    assert admission.tokens == {"a": 900}
+    with pytest.raises(Overloaded, match="900 prompt tokens .* adds 200"):
+        second.count_tokens(700)
+    assert admission.tokens == {"a": 900}
+
+
+LONG = "word " * 800  # a little less than the context has
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [LONG] * 1024, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [[65] * 4000] * 100, "max_tokens": 1}),
+        (f"{CHAT}/batch", {"messages": [user(LONG)] * 1024, "max_tokens": 1}),
+        ("/v1/embeddings", {"input": [LONG] * 1024}),
+    ],
+)
+async def test_many_prompts_each_just_short_enough_are_refused_before_they_are_tokenised(
+    path, body, monkeypatch
+):
+    async with serve(max_waiting_tokens=200_000) as served:
+        processed = []
+        monkeypatch.setattr(served.async_llm.processor, "process", processed.append)
+        answer = await served.http.post(path, json=body)
+        assert answer.status_code == 400 and "--max-waiting-tokens" in answer.text
+        assert not processed and not served.async_llm.admission.tokens
+
+
+async def test_prompts_that_fit_are_not_refused_for_their_length():
+    async with serve(max_waiting_tokens=200_000) as served:
+        body = {"prompt": [LONG] * 49, "max_tokens": 1}  # 196,000 tokens
+        assert (await served.http.post("/v1/completions", json=body)).status_code == 200
+        body = {"input": [LONG] * 1024, "truncate_prompt_tokens": 100}
+        assert (await served.http.post("/v1/embeddings", json=body)).status_code == 200
 
 
 def test_the_background_leaves_half_of_the_queue(clock, entered):

@@ -309,7 +309,7 @@ async def test_too_many_requests(llm):
 
 async def test_a_request_is_admitted_with_all_its_prompts_or_not_at_all(llm):
     with llm.admit(2):
-        with pytest.raises(Overloaded, match="2 requests are unfinished and this one has 2,"):
+        with pytest.raises(Overloaded, match="2 requests are unfinished and this one adds 2,"):
             with llm.admit(2):
                 pass
         assert llm.num_unfinished == 2

@@ -244,3 +244,32 @@ def test_a_text_for_an_encoder_is_cut_between_its_special_tokens():
     assert kept(keep_last=5) == "[CLS]def[SEP]"
     processor.pooling = PoolingSpec(size=processor.spec.hidden_size)
     assert kept(RequestOptions(truncate_prompt_tokens=4)) == "def[SEP]"
+
+
+@given(
+    st.one_of(
+        st.text(max_size=80),
+        st.lists(st.integers(0, 255), min_size=1, max_size=80),
+        st.lists(
+            st.fixed_dictionaries(
+                {"role": st.sampled_from(["user", "assistant"]), "content": st.text(max_size=80)}
+            ),
+            min_size=1,
+            max_size=3,
+        ).map(lambda messages: Chat(messages=messages)),
+    ),
+    st.sampled_from([None, -1, 1, 7]),
+    st.sampled_from([None, 3]),
+    st.sampled_from([None, 5]),
+)
+def test_the_tokens_of_a_prompt_are_not_overestimated(content, keep, keep_first, keep_last):
+    processor = make(1000)
+    prompt = asked(content, keep_first=keep_first, keep_last=keep_last)
+    fewest = processor.fewest_tokens(prompt, keep)
+    try:
+        prepared = processor.process(
+            prompt, PoolingParams(), RequestOptions(truncate_prompt_tokens=keep)
+        )
+    except InvalidRequest:  # empty, or not Unicode
+        return
+    assert fewest <= len(prepared.prompt_token_ids)

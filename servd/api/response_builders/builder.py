@@ -161,9 +161,9 @@ class ResponseBuilder(ABC):
         prompt_ids = [prompt.request_id for prompt in self.prompts]
         await trace(self.request, prompt_ids)
         with admit(self.request, self.options, len(prompt_ids)) as (admitted, self.options):
-            prepared = await async_llm.prepare(self.prompts, self.params, self.options, deadline)
-            self.prepared = prepared
-            admitted.add_tokens(self.num_prompt_tokens)
+            prepared = self.prepared = await async_llm.prepare(
+                self.prompts, self.params, self.options, deadline, admitted
+            )
             await async_llm.loop.each(self.options.owner, prepared, self.expect)
             self.start()
             if asked.use_beam_search:
