@@ -44,29 +44,29 @@ class FairLoop:
         return future
 
     def each(
-        self, client: str, items: Iterable[T], work: Callable[[T], object]
+        self,
+        client: str,
+        items: Iterable[T],
+        work: Callable[[T], object],
+        done: asyncio.Future[None] | None = None,
     ) -> asyncio.Future[None]:
         """Work on every item: at once for as long as others may wait, then in the client's turns.
-        It goes on whether or not somebody waits for it, unless what it returns is cancelled.
+        It goes on whether or not somebody waits for it, unless what it returns, `done` or a new
+        one, is cancelled.
         """
-        done = asyncio.get_running_loop().create_future()
-        rest = iter(items)
-
-        def go_on(_: object = None) -> None:
-            if done.cancelled():
-                return
-            end = now_ns() + PIECE_NS
-            try:
-                for item in rest:
-                    work(item)
-                    if now_ns() >= end:
-                        self.turn(client).add_done_callback(go_on)
-                        return
-                done.set_result(None)
-            except Exception as error:
-                done.set_exception(error)
-
-        go_on()
+        done = asyncio.get_running_loop().create_future() if done is None else done
+        rest, end = iter(items), now_ns() + PIECE_NS
+        try:
+            for item in rest if not done.cancelled() else ():
+                work(item)
+                if now_ns() >= end:
+                    turn = self.turn(client)
+                    turn.add_done_callback(lambda _: self.each(client, rest, work, done))
+                    return done
+        except Exception as error:
+            done.set_exception(error)
+        if not done.done():
+            done.set_result(None)
         return done
 
     def _go_on(self) -> None:

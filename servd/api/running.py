@@ -19,7 +19,7 @@ from servd.api.timeline import Timeline
 from servd.errors import ServdError
 from servd.outputs import CompletionOutput
 
-MAX_TAKEN = 16  # deltas between two turns of a consumer: to write one takes some 30 us
+MAX_TAKEN = 8  # deltas between two turns of a consumer: to write one takes some 50 us
 
 
 @dataclass(slots=True)

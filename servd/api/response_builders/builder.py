@@ -28,7 +28,7 @@ from servd.outputs import CompletionOutput
 from servd.receipt import Receipt, RepeatablePrompt
 from servd.tracing import now_ns
 
-CHOICE_SIZE = 16  # what a choice takes besides its tokens, in the same measure
+CHOICE_SIZE = 32  # what a choice takes besides its tokens, in the same measure
 
 
 class ResponseBuilder(ABC):
@@ -72,18 +72,13 @@ class ResponseBuilder(ABC):
         self.options = asked.request_options  # once admitted, with what the API key decides
         self.n = self.params.n
         self.prepared: list[Prepared] = []
-        self.parsers: list[OutputParser] = []  # by choice
+        self.parsers: dict[int, OutputParser] = {}  # by choice, once it has one
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prompts)
         self.wants_receipt = request.headers.get("x-servd-receipt") == "1"
         self.token_ids: list[list[int]] = []  # by choice, for the receipt
         if self.wants_receipt and asked.use_beam_search:
             raise InvalidRequest("there is no receipt of a beam search: leave out X-Servd-Receipt")
-
-    def expect(self, prepared: Prepared) -> None:
-        """Set up what takes the outputs of a prompt."""
-        self.parsers += [OutputParser(prepared.expected) for _ in range(self.n)]
-        self.token_ids += [[] for _ in range(self.n)]
 
     def start(self) -> None:  # noqa: B027
         """Set up per-choice state once the request has been validated."""
@@ -143,7 +138,7 @@ class ResponseBuilder(ABC):
                     whole = {**msgspec.to_builtins(whole), **receipt}
                 return msgspec.json.encode(whole)
 
-            size = self.size + CHOICE_SIZE * len(self.parsers)
+            size = self.size + CHOICE_SIZE * self.n * len(self.prompts)
             content = await self.async_llm.offload(self.options.owner, size, encode)
         return Response(content, headers=headers, media_type="application/json")
 
@@ -164,7 +159,7 @@ class ResponseBuilder(ABC):
             prepared = self.prepared = await async_llm.prepare(
                 self.prompts, self.params, self.options, deadline, admitted
             )
-            await async_llm.loop.each(self.options.owner, prepared, self.expect)
+            self.token_ids = [[] for _ in range(self.n * len(prepared))]
             self.start()
             if asked.use_beam_search:
                 length_penalty = 1.0 if asked.length_penalty is None else asked.length_penalty
@@ -228,9 +223,16 @@ class ResponseBuilder(ABC):
         """Tokens of all prompts."""
         return sum(len(one.prompt_token_ids) for one in self.prepared)
 
+    def parser_of(self, index: int) -> OutputParser:
+        """The parser of a choice, made when it is needed: there may be thousands of choices."""
+        parser = self.parsers.get(index)
+        if parser is None:
+            parser = self.parsers[index] = OutputParser(self.prepared[index // self.n].expected)
+        return parser
+
     def deltas_of(self, output: CompletionOutput) -> list[Delta]:
         """Parsed deltas of an output, and of text held back before it."""
-        parser = self.parsers[output.index]
+        parser = self.parser_of(output.index)
         began = now_ns()
         deltas = parser.feed(output.text, output.token_ids)
         if output.finish_reason is not None:

@@ -98,7 +98,7 @@ class ChatBuilder(ChunkBuilder):
         """Tokens so far; of a model that reasons, also those of its reasoning."""
         usage = super().usage()
         if self.async_llm.processor.model_format.reasoning_parser is not None:
-            num_tokens = sum(parser.num_reasoning_tokens for parser in self.parsers)
+            num_tokens = sum(parser.num_reasoning_tokens for parser in self.parsers.values())
             usage.completion_tokens_details = CompletionTokensDetails(num_tokens)
         return usage
 
@@ -126,7 +126,7 @@ class ChatBuilder(ChunkBuilder):
         return _joined(deltas)
 
     def _finish_reason(self, output: CompletionOutput) -> ChatFinishReason | None:
-        parser = self.parsers[output.index]
+        parser = self.parser_of(output.index)
         if output.finish_reason is not FinishReason.STOP or not parser.num_calls:
             return output.finish_reason
         # A call that a stop string cut cannot be run. OpenAI says "stop" too where the request

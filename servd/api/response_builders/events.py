@@ -74,7 +74,7 @@ class EventBuilder(ResponseBuilder):
     @property
     def parser(self) -> OutputParser:
         """The only choice's."""
-        return self.parsers[0]
+        return self.parser_of(0)
 
     def events_of(self, output: CompletionOutput) -> Iterator[Event]:
         """Add an output to the body."""
