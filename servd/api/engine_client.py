@@ -99,6 +99,7 @@ class EngineClient:
         self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
         self.cache_number = 0
         self._reading_on: asyncio.AbstractEventLoop | None = None
+        self._reading: asyncio.Handle | None = None  # is to go on
         # Of what was read last, and when that was; deltas are made as they are taken.
         self._received_ns = 0
         self._deltas: Iterator[tuple[str, CompletionOutput, list[str]]] = iter(())
@@ -184,6 +185,8 @@ class EngineClient:
     def _receive(self) -> None:
         if self._reading_on is None:  # closed meanwhile
             return
+        if self._reading is not None:
+            self._reading.cancel()  # one piece in each turn of the loop
         end = now_ns() + MAX_READ_NS
         try:
             is_over = self._hand_on(end) and self._take_messages(end) and self._hand_on(end)
@@ -192,8 +195,9 @@ class EngineClient:
             log.exception("messages of the engine could not be taken")
             self.fail(EngineError("an answer of the engine could not be read: see the log"))
             is_over = False
+        self._reading = None
         if not is_over and self._reading_on is not None:  # the channel is edge-triggered
-            self._reading_on.call_soon(self._receive)
+            self._reading = self._reading_on.call_soon(self._receive)
 
     def _take_messages(self, end: int) -> bool:
         """Take the engine's messages until `end`; the outputs of several steps become one delta
