@@ -116,7 +116,7 @@ def tables() -> dict[str, list[Row]]:
                 "429",
             ),
             (
-                "their tokens",
+                "their tokens, by their lengths until they are tokenised",
                 f"{scheduler.max_waiting_tokens:,} (`--max-waiting-tokens`)",
                 "429",
             ),

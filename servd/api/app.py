@@ -67,16 +67,8 @@ def create_app(
     keys = Keys(config.access)
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
     access_log, origins = config.observability.access_log, config.access.allowed_origins
-    middleware = [  # fmt: skip
-        Middleware(
-            RequestContext,
-            async_llm.tracer,
-            async_llm.loop,
-            async_llm.metrics,
-            access_log,
-            origins,
-        ),
-    ]
+    tracer, loop, metrics = async_llm.tracer, async_llm.loop, async_llm.metrics
+    middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, origins)]
     if keys.are_needed:
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
     if origins:  # outermost: browsers ask without a key, and read errors, too
