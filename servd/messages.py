@@ -71,6 +71,7 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     lane: int = 0  # 1: in the background, with what lane 0 leaves
     adapter: Adapter | None = None  # None: the model as it is
     rank: int | None = None  # the engine that it asks for, under --data-parallel-size
+    is_watched: bool = False  # its outputs tell which blocks it has
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:
@@ -231,6 +232,7 @@ class EngineCoreOutput(Message):
     num_accepted: int = 0  # drafts that were kept
     # On the first output: those of num_cached_tokens that came from tiers below the device.
     num_external_tokens: int = 0
+    block_ids: list[int] = []  # its block table, on the first and the last output if it is watched
 
 
 class EngineCoreOutputs(Message, tag=True):

@@ -78,7 +78,10 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_drafts: int = 0  # tokens computed as drafts
     num_accepted: int = 0  # drafts that were kept
     prefills: dict[str, int] = {}  # engine ids with more than one token -> how many
-    engine: int = 0  # the rank; an API server fills it in
+    # What an API server fills in: the rank, and how large the message was that told of the step, if
+    # it had a watched request then.
+    engine: int = 0
+    num_bytes: int = 0
 
 
 PATIENCE = 5  # a step is overdue after this many times the expected time, plus some seconds

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from servd.access import Key
 from servd.api.admission import Admission, Admitted
 from servd.api.auth import ANYONE
@@ -328,6 +330,9 @@ class AsyncLLM:
         if engine.is_asleep:
             timeline.marks.append(Mark("asleep", sent))
         engine.running[one.request_id] = running
+        if one.request.options.is_watched:
+            timeline.num_bytes = len(msgspec.msgpack.encode(one.request))
+            engine.watched.add(one.request_id)
         if engine.recovery.is_restarting:  # the next one gets it
             timeline.marks.append(Mark("engine_lost", sent))
         else:

@@ -140,6 +140,7 @@ def admit(
         cache_salt=salt,
         lane=lane,
         adapter=state.adapter,
+        is_watched="x-servd-watch" in request.headers and "metrics" in key.scopes,
         rank=None if rank is None else _rank(rank, len(async_llm.engines)),
     )
     timeout = math.inf

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from uuid import uuid4
 
+import msgspec
+
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.progress import Progress, progress
@@ -98,6 +100,7 @@ class EngineClient:
         self.recovery = Recovery(client, outputs, self.running)
         self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
         self.cache_number = 0
+        self.watched: set[str] = set()  # ids of running requests
         self._reading_on: asyncio.AbstractEventLoop | None = None
         self._reading: asyncio.Handle | None = None  # is to go on
         # Of what was read last, and when that was; deltas are made as they are taken.
@@ -141,6 +144,7 @@ class EngineClient:
         running = self.running.pop(request_id, None)
         if running is None:
             return
+        self.watched.discard(request_id)
         if running.routed is not None:
             running.routed.end([choice.num_tokens for choice in running.choices])
         if self.tracer.recorder is not None and isinstance(self.status, EngineReady):
@@ -279,6 +283,10 @@ class EngineClient:
         self.on_change(self)
 
     def _take_state(self, message: EngineCoreOutputs) -> None:
+        if self.watched:
+            num_bytes = len(msgspec.msgpack.encode(message))
+            for step in message.steps:
+                step.num_bytes = num_bytes
         self.tracer.add_steps(message.steps, self.rank)
         if message.stats is not None:
             self.stats = message.stats

@@ -89,6 +89,8 @@ def explain(inquiry: Inquiry, others: Mapping[str, Ran | None]) -> RequestTimeli
         ],
         behind=_behind(inquiry, account, others),
         blocked_ms=_ms(blocked["resumed"] - blocked["blocked"]),
+        message_bytes=timeline.num_bytes or UNSET,
+        block_ids=[each.block_ids for each in timeline.choices] if timeline.num_bytes else UNSET,
     )
 
 
@@ -176,6 +178,7 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
             num_cached_tokens=record.num_cached_tokens,
             num_drafts=record.num_drafts,
             num_accepted=record.num_accepted,
+            message_bytes=record.num_bytes or UNSET,
         )
         for engine in sorted({record.engine for record in records})
         for begin, end, record, _ in busy_times([r for r in records if r.engine == engine])

@@ -57,6 +57,7 @@ class ChoiceTimes(msgspec.Struct):
     evicted_at_ns: int = 0  # see EngineCoreOutput
     last_ns: int = 0  # when the latest tokens came
     finish_reason: FinishReason | None = None  # None also if its client left
+    block_ids: list[int] = []  # if it is watched
     marks: dict[str, int] = {}  # the engine's stages of this choice
     exemplar: dict[str, str] | None = None  # for OpenMetrics: what leads to its trace
 
@@ -64,6 +65,7 @@ class ChoiceTimes(msgspec.Struct):
         """Take what an output says about this choice besides its tokens."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.num_external_tokens = max(self.num_external_tokens, output.num_external_tokens)
+        self.block_ids = output.block_ids or self.block_ids
         self.evicted_at_ns = max(self.evicted_at_ns, output.evicted_at_ns)
         for mark in output.marks:
             # The first time counts: after a preemption a request is scheduled again.

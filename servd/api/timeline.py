@@ -51,6 +51,7 @@ class Timeline(msgspec.Struct):
     parsed_from_ns: int = 0
     parsed_to_ns: int = 0
     parsing_ns: int = 0
+    num_bytes: int = 0  # of its message to the engine, if it is watched
     engine: int = 0  # the rank of the one that has it, or had it
     earlier: list[tuple[int, int]] = []  # those that had it before, and until when
     cache_number: int = 0  # how often the engine's cache had been emptied before

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from math import exp
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from servd import ipc, launch
 from servd.api.async_llm import AsyncLLM
@@ -24,7 +24,7 @@ from servd.api.processor import Processor
 from servd.api.prompt import Chat, Prompt
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
-from servd.cli import _calls, _client, _options
+from servd.cli import _calls, _client, _options, _timeline
 from servd.config import Config
 from servd.core.client import EngineCoreClient, identity
 from servd.core.engine_core_proc import EngineCoreProc, Start
@@ -45,7 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=8, metavar="N", help="longest answer [%(default)s]"
     )
-    parser.add_argument("--url", help="ask a running server instead, and draw its timeline")
+    parser.add_argument(
+        "--url", help="ask a running server instead, and draw its timeline as calls"
+    )
     parser.add_argument("--html", metavar="FILE", help="write a page instead")
     _options.add_options(parser)
 
@@ -93,28 +95,49 @@ def ask_server(
     """
     keys = config.access.api_key
     client = _client.Client(arguments.url, keys[0] if keys else None)
+    client.headers["x-servd-watch"] = "1"
+    path, asked = "/v1/chat/completions", {"messages": [_message(arguments.prompt)]}
+    if arguments.raw:
+        path, asked = "/v1/completions", {"prompt": arguments.prompt}
     body = {
+        **asked,
         "model": client.first_model(),
-        "messages": [{"role": "user", "content": arguments.prompt}],
         "max_tokens": arguments.max_tokens,
-        "logprobs": True,
-        "top_logprobs": NUM_CANDIDATES,
+        "logprobs": NUM_CANDIDATES if arguments.raw else True,
+        "return_token_ids": True,
     }
-    answer = json.load(client.open("POST", "/v1/chat/completions", body))
-    timeline = json.load(client.open("GET", f"/v1/requests/{answer['id']}/timeline"))
-    content = answer["choices"][0]["logprobs"]["content"]
-    tokens = [
-        Token(None, [(t["token"], t["logprob"]) for t in (each, *each["top_logprobs"])])
-        for each in content
+    if not arguments.raw:
+        body["top_logprobs"] = NUM_CANDIDATES
+    tokens: list[Token] = []
+    name, prompt, began = "", [], time.perf_counter()
+    for chunk in client.stream(path, body):
+        name, seconds = chunk["id"], time.perf_counter() - began
+        for choice in chunk["choices"]:
+            prompt = choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or prompt
+            pairs = zip(choice.get("token_ids") or (), _candidates(choice), strict=True)
+            tokens += [Token(token_id, candidates, seconds) for token_id, candidates in pairs]
+    timeline = json.load(client.open("GET", f"/v1/requests/{name}/timeline"))
+    client.connection.close()
+    sampled = [token.id for token in tokens if token.id is not None]
+    return _timeline.calls_of(timeline, prompt, sampled), tokens
+
+
+def _candidates(choice: dict[str, Any]) -> list[list[tuple[str, float]]]:
+    """Of each token in a chunk, itself first."""
+    logprobs = choice.get("logprobs") or {}
+    if "tokens" in logprobs:  # of a completion
+        found = zip(
+            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+        )
+        return [[(token, own), *top.items()] for token, own, top in found]
+    return [
+        [(each["token"], each["logprob"]) for each in (found, *found["top_logprobs"])]
+        for found in logprobs.get("content") or ()
     ]
-    request = _calls.Call(timeline["id"], text=timeline["explanation"])
-    request.seconds = timeline["wall_ms"] / 1000
-    meanings = {cause["cause"]: cause["meaning"] for cause in timeline["causes"]}
-    for span in timeline["spans"]:
-        call = _calls.Call(span["cause"], text=meanings.get(span["cause"], ""))
-        call.seconds = (span["end_ms"] - span["begin_ms"]) / 1000
-        request.calls.append(call)
-    return [request], tokens
+
+
+def _message(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 # ---- API server and engine as threads of this process, with their sockets between them ----
@@ -144,7 +167,7 @@ def ask_here(
     llm = AsyncLLM(config, spec, [client], processor, outputs, Tracer(), metrics)
     content = arguments.prompt
     if not arguments.raw:
-        content = Chat(messages=[{"role": "user", "content": content}])
+        content = Chat(messages=[_message(content)])
     try:
         calls, answer = asyncio.run(ask(llm, ended, recorder, content, arguments.max_tokens))
     finally:

@@ -89,6 +89,7 @@ class Request:
     # Something of every prompt token is asked for, so none may come from the prefix cache.
     reads_prompt: bool
     repetition: RepetitionDetector | None
+    is_watched: bool  # see RequestOptions
     is_prompt_only: bool  # ends when its prompt is computed; its sampled token is dropped
 
     status: RequestStatus = RequestStatus.WAITING
@@ -157,6 +158,7 @@ class Request:
             min_tokens=min_tokens,
             reads_prompt=reads_prompt,
             repetition=RepetitionDetector(detection) if detection else None,
+            is_watched=message.options.is_watched,
             is_prompt_only=max_output == 0,
             acceptance=Acceptance() if is_drafted_for else None,
             marks=[*message.marks, Mark("queued", now_ns())],
@@ -280,6 +282,8 @@ class Request:
             output.evicted_at_ns = self.evicted_at_ns
             output.prompt_logprobs = self.prompt_logprobs or None
             self.marks.append(Mark("first_token", now, step))
+        if self.is_watched and (is_first or finish_reason or end):
+            output.block_ids = self.block_ids.copy()
         if self.marks:
             output.marks, self.marks = self.marks, []
         if end is not None and num_tokens == end.num_tokens:

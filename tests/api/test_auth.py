@@ -314,3 +314,19 @@ async def test_keys_need_a_restart_where_there_were_none():
             keys.load(AccessConfig(api_key=["k"]))
         assert not keys.current
         assert (await served.http.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize(("name", "sees"), [("alice", False), ("root", True)])
+async def test_the_blocks_of_a_request_are_for_who_may_see_the_cache(key_file, name, sees):
+    async with serve(api_key_file=str(key_file)) as served:
+        headers = {"authorization": f"Bearer {SECRETS[name]}"}
+        for watch in ({}, {"x-servd-watch": "1"}):
+            body = {"prompt": "abc", "max_tokens": 2}
+            answer = await served.http.post("/v1/completions", json=body, headers=headers | watch)
+            url = f"/v1/requests/{answer.json()['id']}/timeline"
+            timeline = (await served.http.get(url, headers=headers)).json()
+            assert (
+                ("block_ids" in timeline) == ("message_bytes" in timeline) == (sees and bool(watch))
+            )
+            if watch and sees:
+                assert [len(blocks) for blocks in timeline["block_ids"]] == [1]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import re
 from argparse import Namespace
 from html.parser import HTMLParser
 from itertools import chain
+from pathlib import Path
 
+import msgspec
 import pytest
 
-from servd.cli import _calls, trace
+import servd
+from servd.cli import _calls, _timeline, trace
 from servd.cli._calls import Call
 from servd.config import Config
+from servd.messages import EngineCoreRequest
+from servd.tracing import STAGES
+from tests.api.harness import chat_prompt, output_text, serve
 
 PROMPT = "Say <b>hi</b>"
 NUM_TOKENS = 3
@@ -78,6 +86,66 @@ def test_messages_and_tokens(traced):
     prompt = named(calls, "Processor.process")[0].text
     assert f"computes {prompt.split()[0]} tokens, new blocks [" in first.text
     assert [token.seconds for token in tokens] == sorted(token.seconds for token in tokens)
+
+
+def functions() -> set[str]:
+    """Methods with their classes, functions with their modules, of all of servd."""
+    found: set[str] = set()
+    for path in Path(servd.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found |= {f"{node.name}.{each.name}" for each in node.body if hasattr(each, "name")}
+            elif hasattr(node, "name"):
+                found.add(f"{path.stem}.{node.name}")
+    return found
+
+
+def test_functions_of_a_timeline_exist():
+    tables = _timeline.BEFORE, _timeline.ENGINE, _timeline.AFTER, _timeline.STEP
+    named = {name for table in tables for name in table.values()}
+    assert named | {"EngineCore.step", "ModelRunner.execute_model", "Outbox.send"} <= functions()
+    stages = {stage for table in tables[:3] for stage in table}
+    assert stages <= {*STAGES}
+
+
+@pytest.mark.parametrize("raw", [False, True])
+async def test_a_running_server_is_asked(raw):
+    sizes: list[int] = []
+    async with serve(listen=True, block_size=4) as served:
+        tell = served.engine.tell
+
+        def weigh(message):
+            sizes.append(len(msgspec.msgpack.encode(message)))
+            tell(message)
+
+        served.engine.tell = weigh
+        arguments = Namespace(prompt=PROMPT, raw=raw, max_tokens=NUM_TOKENS, url=served.url)
+        calls, tokens = await asyncio.to_thread(trace.ask_server, arguments, Config())
+        [sent] = [each for each in served.engine.sent if isinstance(each, EngineCoreRequest)]
+        [request] = served.async_llm.tracer.recent.values()
+    prompt = PROMPT if raw else chat_prompt(PROMPT)
+    assert "".join(token.candidates[0][0] for token in tokens) == output_text(prompt, NUM_TOKENS)
+    assert [len(token.candidates) for token in tokens] == [5] * NUM_TOKENS
+    times = [token.seconds for token in tokens]
+    assert times == sorted(times)
+    own = sent.prompt_token_ids
+    assert [call.text for call in named(calls, "Tokenizer.encode")] == [
+        f"{len(own)} prompt tokens {_calls.shorten(own)}"
+    ]
+    was = msgspec.structs.replace(sent, block_hashes=[], marks=[])  # the engine fills them in
+    size = len(msgspec.msgpack.encode(was))
+    assert named(calls, "EngineCoreClient.send")[0].text == f"EngineCoreRequest, {size} bytes"
+    told = [call.text for call in named(calls, "Outbox.send")]
+    assert told == [f"EngineCoreOutputs, {each} bytes" for each in sizes] and len(told) == 3
+    [first, *_] = named(calls, "EngineCore.step")
+    blocks = request.choices[0].block_ids
+    assert len(blocks) == -(-(len(own) + NUM_TOKENS - 1) // 4)
+    assert first.text.endswith(f"its blocks in the end: {_calls.shorten(blocks)}")
+    assert first.text.startswith(f"step 0: {len(own)} tokens of 1 requests")
+    for call in chain.from_iterable(map(walk, calls)):
+        assert sum(each.seconds for each in call.calls) <= call.seconds * 1.01 + 1e-4 or (
+            call.seconds == 0
+        )
 
 
 def test_a_page_of_it(traced, tmp_path, monkeypatch):

@@ -84,6 +84,7 @@ class TimelineStep(msgspec.Struct, kw_only=True):
     num_drafts: int
     num_accepted: int
     engine: int  # its rank
+    message_bytes: int | UnsetType = UNSET  # that brought its outputs, while a request was watched
 
 
 class TimelineNeighbour(msgspec.Struct):
@@ -134,6 +135,9 @@ class RequestTimeline(RequestSummary, kw_only=True):
     behind: list[str]  # requests of the same API key that ran while it queued
     blocked_ms: float
     prefix_cache: PrefixCache | UnsetType = UNSET  # once it is scheduled
+    # With the header X-Servd-Watch: of its message to the engine; the block table of each choice.
+    message_bytes: int | UnsetType = UNSET
+    block_ids: list[list[int]] | UnsetType = UNSET
 
 
 class Trace(msgspec.Struct, rename="camel"):
