@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from servd.core.executor import PendingOutput
 from servd.core.executor.fake import FakeExecutor
@@ -16,10 +16,11 @@ from servd.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 FOLDER = "SERVD_FAULTS"
 STEP_SECONDS = 0.01  # of the fake executor
-ERRORS = {
+ERRORS: dict[str, Exception] = {
     "error in forward": RuntimeError("a kernel failed"),
     "out of memory": MemoryError("Unable to allocate 10 GiB"),
 }
+NAN, ONE = "NaN", "error of one request"  # that request ends, and the engine goes on
 
 
 def fault() -> str:
@@ -33,20 +34,26 @@ def fault() -> str:
     return ""
 
 
+def is_hit(scheduled: SchedulerOutput) -> bool:
+    """Whether a step is one for a fault: of several requests, the last of which gets a token."""
+    return len(scheduled.scheduled) > 1 and scheduled.scheduled[-1].samples
+
+
 class Executor(UniProcExecutor):
-    """A worker whose forward pass fails, from then on, or whose logits are NaN in one row."""
+    """A worker whose forward pass fails, from then on or of one request, or has NaN in one row."""
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """The faults are those of a step that computes something."""
+        """With the fault that has come, if any."""
         runner = self.worker.runner
-        name = fault() if any(each.samples for each in scheduled.scheduled) else ""
+        name = fault() if is_hit(scheduled) else ""
         if name in ERRORS:
-
-            def forward(batch: Any) -> NoReturn:
-                raise ERRORS[name]
-
-            runner.forward = forward
-        elif name:
+            runner.forward = self.failing(name)
+        elif name == ONE:
+            runner.forward = self.failing(name, scheduled.scheduled[-1].slot)
+            super().execute_model(scheduled)
+            del runner.forward
+            return
+        elif name == NAN:
             compute = runner.model.compute_logits
 
             def compute_wrong(hidden: Any) -> Any:
@@ -58,6 +65,17 @@ class Executor(UniProcExecutor):
             runner.model.compute_logits = compute_wrong
         super().execute_model(scheduled)
 
+    def failing(self, name: str, slot: int | None = None) -> Any:
+        """A forward pass that fails of a slot, or of all."""
+        forward = self.worker.runner.forward
+
+        def failing(batch: Any) -> Any:
+            if slot is None or slot in batch.host_slots:
+                raise ERRORS.get(name, RuntimeError(name))
+            return forward(batch)
+
+        return failing
+
 
 class Fake(FakeExecutor):
     """The same without a model, so that a round takes no time for torch."""
@@ -65,23 +83,23 @@ class Fake(FakeExecutor):
     is_wrong = False
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """The faults are those of a step that computes something."""
+        """With the fault that has come, if any."""
         time.sleep(STEP_SECONDS)
-        name = fault() if any(each.samples for each in scheduled.scheduled) else ""
+        name = fault() if is_hit(scheduled) else ""
         if name in ERRORS:
             raise ERRORS[name]
         self.is_wrong = bool(name)
         super().execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
-        """With the error that a worker reports for logits that are NaN."""
+        """With the error that a worker reports of one request."""
         self.is_wrong, is_wrong = False, self.is_wrong
         pending = super().sample_tokens(bitmask)
         return Wrong(pending) if is_wrong else pending
 
 
 class Wrong:
-    """The output of a step whose first row that sampled has NaN."""
+    """The output of a step whose last row failed."""
 
     def __init__(self, pending: PendingOutput) -> None:
         self.pending = pending
@@ -89,6 +107,5 @@ class Wrong:
     def result(self) -> ModelRunnerOutput:
         """Wait for it."""
         output = self.pending.result()
-        row = next(i for i, each in enumerate(output.sampled_token_ids) if each)
-        output.errors = {row: "the model's logits are NaN or infinite for this request"}
+        output.errors = {len(output.sampled_token_ids) - 1: "the model failed on this request"}
         return output

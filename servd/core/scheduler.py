@@ -432,17 +432,15 @@ class Scheduler:
     # ---- the end of a request ----
 
     def _fail(self, step: Step, index: int, error: str) -> None:
-        """End a request that failed in a step. If that was its first, all that it computed is
-        wrong, and whoever builds on it fails, too.
+        """End a request that failed in a step. What it computed from that step on is wrong, and
+        whoever builds on it fails, too.
         """
-        request, failed = step.requests[index], [step.requests[index]]
-        if any(new.slot == step.scheduled[index].slot for new in step.new_requests):
-            # One that has left meanwhile has blocks in the cache, too.
-            left = {each for later in (step, *self._in_flight) for each in later.requests}
-            failed += self.kv_cache.adopters(request, {*self.running, *left} - {request})
-            for each in failed:
-                self.kv_cache.forget_computed(each)
-        for each in failed:
+        request, num_tokens = step.requests[index], step.scheduled[index].num_computed_tokens
+        # One that has left meanwhile has blocks in the cache, too.
+        left = {each for later in (step, *self._in_flight) for each in later.requests}
+        others = {*self.running, *left} - {request}
+        for each in [request, *self.kv_cache.adopters(request, num_tokens, others)]:
+            self.kv_cache.forget_computed(each)
             if each.status is not RequestStatus.FINISHED:
                 self.kv_cache.forget(each)
                 self._finish(each)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -116,6 +116,20 @@ class InputBatch:
             sample_positions=positions.index_select(0, sample_tokens_d) + 1,
         )
 
+    def part(self, first: int, end: int) -> InputBatch:
+        """What the forward pass needs of the rows [first, end)."""
+        ends = np.cumsum(self.query_lens)
+        begin, stop = int(ends[first] - self.query_lens[first]), int(ends[end - 1])
+        return replace(
+            self,
+            tokens=self.tokens[:, begin:stop],
+            positions=self.positions[begin:stop],
+            host_slots=self.host_slots[first:end],
+            query_lens=self.query_lens[first:end],
+            num_drafts=self.num_drafts[first:end],
+            attention_rows=self.attention_rows.part(begin, stop),
+        )
+
     @property
     def is_decode(self) -> bool:
         """Whether each row of the attention computes one token."""
@@ -161,6 +175,12 @@ class AttentionRows:
     query_lens: np.ndarray  # int64 [num_rows], on the host
     seq_lens: np.ndarray  # int64 [num_rows], on the host: at most
     ends: torch.Tensor  # int64 [num_rows]: index in the step of the last token
+
+    def part(self, begin: int, stop: int) -> AttentionRows:
+        """The rows of the tokens [begin, stop), none of which is cut."""
+        ends = np.cumsum(self.query_lens)
+        rows = slice(*np.searchsorted(ends, [begin, stop], side="right").tolist())
+        return AttentionRows(self.query_lens[rows], self.seq_lens[rows], self.ends[rows] - begin)
 
     def gather(
         self,

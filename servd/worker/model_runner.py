@@ -34,6 +34,7 @@ from servd.worker.attention import AttentionBatch, Backend, make_backend
 from servd.worker.block_store import BlockStore
 from servd.worker.device import upload
 from servd.worker.input_batch import Decode, Forward, InputBatch, decode_attention
+from servd.worker.isolation import Failures, forward_apart
 from servd.worker.layers.attention import ForwardContext, spec_of
 from servd.worker.lora.adapters import Adapters, check_modules
 from servd.worker.parallel import Parallel
@@ -73,19 +74,6 @@ class SampledTokens:
             if logprobs is not None and (asked := [each for each in logprobs[found] if each]):
                 output.logprobs[row] = asked
             first += num_drafts + 1
-
-
-@dataclass(frozen=True)
-class Failures:
-    """The StepPart of requests that could not enter."""
-
-    errors: dict[int, str]  # index in `scheduled` -> why
-
-    def to_host(self) -> Failures:
-        return self
-
-    def write(self, output: ModelRunnerOutput) -> None:
-        output.errors = self.errors
 
 
 @dataclass(frozen=True)
@@ -150,7 +138,7 @@ class ModelRunner(ABC):
         self.kv_caches: list[torch.Tensor] = []
         self.block_store: BlockStore | None = None
         self.launched: LaunchedStep | None = None
-        self.failed: dict[int, str] = {}  # slot -> why its request could not enter
+        self.failed: dict[int, str] = {}  # slot -> why its request cannot enter, or go on
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -288,20 +276,32 @@ class ModelRunner(ABC):
         if num_scheduled == 0:
             return
         batch = InputBatch.gather(scheduled.scheduled, self.states)
-        if self.adapters is not None:
-            self.adapters.begin_step(batch)
         prepared = now_ns()
-        hidden = self.forward(batch)
-        parts: list[StepPart] = [
-            part for reader in self.readers if (part := reader.read(hidden, batch)) is not None
-        ]
+        hidden = self._forward(batch)
+        read = (reader.read(hidden, batch) for reader in self.readers)
+        parts: list[StepPart] = [part for part in read if part is not None]
         if self.failed:
-            slots = enumerate(batch.host_slots.tolist())
-            parts.append(
-                Failures({i: self.failed[slot] for i, slot in slots if slot in self.failed})
-            )
+            parts.append(Failures.of(batch, self.failed))
         times_ns = (begin, prepared, now_ns())
         self.launched = LaunchedStep(num_scheduled, (batch, hidden), parts, times_ns)
+
+    def _forward(self, batch: InputBatch) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden]; requests that the model fails on are in `failed`."""
+        try:
+            return self._begin(batch)
+        except Exception as error:
+            if self.parallel.size > 1:  # the other ranks wait for this one
+                raise
+            hidden, errors = forward_apart(batch, self._begin, error)
+            if self.adapters is not None:
+                self.adapters.begin_step(batch)
+        self.failed |= {int(batch.host_slots[row]): why for row, why in errors.items()}
+        return hidden
+
+    def _begin(self, batch: InputBatch) -> torch.Tensor:
+        if self.adapters is not None:
+            self.adapters.begin_step(batch)
+        return self.forward(batch)
 
     def _copy_blocks(self, copies: BlockCopies) -> None:
         """Between the cache and the engine's memory, which is mapped with the first copies."""

@@ -207,18 +207,18 @@ class KVCacheManager:
             self.pool.register(request.block_ids[i], request.block_hashes[i])
         request.num_registered_blocks = num_full
 
-    def adopters(self, request: Request, others: Iterable[Request]) -> list[Request]:
-        """Those who found blocks in the cache that a request filled, though any of them may have
-        given them back since.
+    def adopters(
+        self, request: Request, num_tokens: int, others: Iterable[Request]
+    ) -> list[Request]:
+        """Those who found blocks in the cache that a request filled after its first `num_tokens`,
+        though any of them may have given them back since.
         """
-        filled = self._filled_by(request)
+        first = max(request.num_adopted_blocks, num_tokens // self.block_size)
+        filled = self._blocks_of(request, slice(first, None))
         adopted = ((each, slice(each.num_adopted_blocks)) for each in others)
         return [
             each for each, part in adopted if not filled.isdisjoint(self._blocks_of(each, part))
         ]
-
-    def _filled_by(self, request: Request) -> set[int]:
-        return self._blocks_of(request, slice(request.num_adopted_blocks, None))
 
     def _blocks_of(self, request: Request, part: slice) -> set[int]:
         blocks = request.block_ids[part] or map(self.pool.find, request.block_hashes[part])
@@ -226,7 +226,7 @@ class KVCacheManager:
 
     def forget_computed(self, request: Request) -> None:
         """What a request computed is wrong: nobody is to find it any more."""
-        self.pool.forget(self._filled_by(request))
+        self.pool.forget(self._blocks_of(request, slice(request.num_adopted_blocks, None)))
         if self.tiers is not None:
             self.tiers.forget(request.block_hashes[request.num_adopted_blocks :])
 

@@ -1,0 +1,190 @@
+"""Storms of bad clients, again and again: `python -m benchmarks.storms [SERVER OPTION ...]`.
+
+In each round come 2,000 streams that are cut, 500 slow readers, 1,000 connections whose headers
+never end and 50 explosive schemas, beside a client of another key. It prints how that client's
+latency changes, and what is left after each round: requests, memory, descriptors, threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+MINE, THEIRS = "key-of-the-one-beside", "key-of-the-storm"
+SCHEMA = {"allOf": [{"anyOf": [{"pattern": f"(a{{1,{i}}}){{1,900}}"}] * 50} for i in range(9)]}
+LIMITS = ["--write-timeout", "5", "--header-timeout", "10", "--max-connections", "4096"]
+OPTIONS = ["--api-key", MINE, "--api-key", THEIRS, "--max-waiting-requests", "4000", *LIMITS]
+SETTLE_TIMEOUT = 120.0  # seconds
+
+
+class Storms:
+    """All rounds against one server."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.random = random.Random(0)
+        self.problems: list[str] = []
+        self.is_over = False
+        self.seconds: list[float] = []  # of the requests beside
+
+    async def run(self) -> None:
+        """Start the server, and do everything to it."""
+        command = [sys.executable, "-m", "servd", "serve", "--port", "0", *OPTIONS]
+        command += self.arguments.options or ["--executor", "fake"]
+        self.server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            url = await asyncio.to_thread(self.read_url)
+            self.address = urlsplit(url)
+            headers = {"authorization": f"Bearer {MINE}"}
+            async with httpx.AsyncClient(base_url=url, timeout=120, headers=headers) as self.http:
+                await self.settle()
+                await self.measure("alone", lambda: asyncio.sleep(self.arguments.alone))
+                storms = [self.cut, self.read_slowly, self.send_half, self.send_schemas]
+                for number in range(self.arguments.rounds):
+                    for storm in storms:
+                        await self.measure(f"{number + 1}: {storm.__name__}", storm)
+                    await self.settle()
+        finally:
+            self.server.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(self.server.wait, 60)
+
+    def read_url(self) -> str:
+        """From the log, the rest of which nobody needs."""
+        assert self.server.stderr is not None
+        line = next(line for line in self.server.stderr if "listening on" in line)
+        threading.Thread(target=self.server.stderr.read, daemon=True).start()
+        return line.split("listening on ")[1].split()[0]
+
+    async def measure(self, name: str, storm: Callable[[], Awaitable[Any]]) -> None:
+        """The latencies of one request after the other beside a storm."""
+        begin, self.seconds, self.is_over = time.monotonic(), [], False
+        beside = asyncio.create_task(self.ask())
+        await storm()
+        self.is_over = True
+        await beside
+        p99 = statistics.quantiles(self.seconds, n=100, method="inclusive")[98]
+        middle, took = statistics.median(self.seconds), time.monotonic() - begin
+        figures = f"{1000 * middle:.0f} | {1000 * p99:.0f} | {len(self.seconds)} in {took:.0f} s"
+        print(f"| {name} | {figures} |", flush=True)
+
+    async def ask(self) -> None:
+        """A client that behaves."""
+        body = {"prompt": "a normal request", "max_tokens": 20, "ignore_eos": True}
+        while not self.is_over or len(self.seconds) < 2:
+            begin = time.monotonic()
+            answer = await self.http.post("/v1/completions", json=body)
+            if answer.status_code != 200:
+                self.problems.append(answer.text)
+            self.seconds.append(time.monotonic() - begin)
+            await asyncio.sleep(0.02)
+
+    async def settle(self) -> None:
+        """Wait until nothing is open, and say what there is."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT
+        found: dict[str, Any] = {}
+        await asyncio.sleep(12)  # the timeouts of connections
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError, KeyError):
+                found = (await self.http.get("/debug/audit")).json()
+                if not found["engine_requests"] and not found["server"]["admitted"]:
+                    break
+            await asyncio.sleep(0.2)
+        else:
+            self.problems.append(f"not idle: {found}")
+        self.problems += found.get("problems", [])
+        for process in psutil.Process(self.server.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words, memory = process.cmdline(), process.memory_info().rss / 2**20
+                name = next((each for each in words if each.startswith("servd.")), "")
+                counts = f"{process.num_fds()} descriptors, {process.num_threads()} threads"
+                print(f"  {name}: {memory:.1f} MiB, {counts}", flush=True)
+
+    # ---- storms ----
+
+    async def send(self, data: bytes, hold: float, buffer: int | None = None) -> None:
+        """A connection that sends this, reads nothing and is cut after a time."""
+        with socket.socket() as one:
+            one.setblocking(False)
+            if buffer:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+            loop = asyncio.get_running_loop()
+            with contextlib.suppress(OSError):
+                await loop.sock_connect(one, (self.address.hostname, self.address.port))
+                await loop.sock_sendall(one, data)
+                await asyncio.sleep(hold)
+
+    async def many(self, count: int, at_once: int, one: Callable[[], Awaitable[None]]) -> None:
+        """So many of one kind."""
+        for begin in range(0, count, at_once):
+            await asyncio.gather(*(one() for _ in range(min(at_once, count - begin))))
+
+    async def cut(self) -> None:
+        """Streams that are left at random moments."""
+        data = post({"prompt": "cut", "max_tokens": 500, "stream": True, "ignore_eos": True})
+        await self.many(2000, 50, lambda: self.send(data, self.random.uniform(0, 1)))
+
+    async def read_slowly(self) -> None:
+        """Clients that do not read what they ask for."""
+        body = {"prompt": "slow", "max_tokens": 3000, "n": 2, "stream": True, "ignore_eos": True}
+        await self.many(500, 100, lambda: self.send(post(body), 8, 4096))
+
+    async def send_half(self) -> None:
+        """Connections whose headers never end."""
+        data = b"POST /v1/completions HTTP/1.1\r\nhost: "
+        await self.many(1000, 250, lambda: self.send(data, 12))
+
+    async def send_schemas(self) -> None:
+        """Schemas that would explode; no two are the same."""
+        numbers = iter(range(50))
+
+        async def one() -> None:
+            schema = {**SCHEMA, "title": f"{time.monotonic()} {next(numbers)}"}
+            await self.send(post({"prompt": "x", "guided_json": schema}), 5)
+
+        await self.many(50, 10, one)
+
+
+def post(body: dict[str, Any]) -> bytes:
+    """A request of the storm's key."""
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {THEIRS}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+def main() -> int:
+    """Entry point; 1 if something was left or refused."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="[%(default)s]")
+    parser.add_argument("--alone", type=float, default=20, metavar="S", help="[%(default)s]")
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of servd serve")
+    arguments = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, most), most))
+    storms = Storms(arguments)
+    print("| beside | p50 ms | p99 ms | requests |\n|---|---|---|---|")
+    asyncio.run(storms.run())
+    print("load", *(f"{each:.1f}" for each in os.getloadavg()), *storms.problems[:20], sep="\n")
+    return int(bool(storms.problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
