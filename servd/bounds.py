@@ -36,7 +36,7 @@ def verify(params: msgspec.Struct, vocab_size: int, param: str | None = None) ->
             continue
         if problem := _problem(field.type, value, vocab_size):
             of, rule, wrong = problem
-            name = _made_of(field)
+            name = made_of(type(params)).get(field.name, field.name)
             raise InvalidRequest(
                 f"{of}{f'{param}.' if param else ''}{name} must be {rule}, got {shorten(wrong)}",
                 param=param or name,
@@ -63,10 +63,15 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
     return info.fields
 
 
-def _made_of(field: inspect.Field) -> str:
-    """The client's name of a field: what it is made of has no field of its own in a request."""
-    extra = field.type.extra if isinstance(field.type, inspect.Metadata) else None
-    return (extra or {}).get("made_of", field.name)
+@cache
+def made_of(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Fields that no request has -> the field of the request that each is made of."""
+    extra = {
+        field.name: field.type.extra or {}
+        for field in _fields(kind)
+        if isinstance(field.type, inspect.Metadata)
+    }
+    return {name: each["made_of"] for name, each in extra.items() if "made_of" in each}
 
 
 def _problem(kind: inspect.Type, value: Any, vocab_size: int) -> Problem | None:

@@ -27,6 +27,9 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_BAD_WORD_TOKENS = 32
 
+# These concern text: the API room alone uses them.
+TEXT_PARAMS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words")
+
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
@@ -91,9 +94,8 @@ class SamplingParams(
 ):
     """How tokens are chosen and when generation ends. Defaults are neutral, as in vLLM.
 
-    `stop`, `include_stop_str_in_output`, `skip_special_tokens` and `bad_words` concern text and are
-    used by the API room alone; the rest is used by the engine, which makes `n` requests of one.
-    Bounds are those of the annotations; `verify` checks them.
+    The engine, which makes `n` requests of one, uses all but TEXT_PARAMS. Bounds are those of the
+    annotations; `verify` checks them. A field with `made_of` is that field's texts as token ids.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
@@ -170,6 +172,11 @@ class SamplingParams(
             seed = (seed + index + INT64_MAX + 1) % 2**64 - INT64_MAX - 1
         prompt_logprobs = self.prompt_logprobs if index == 0 else None
         return msgspec.structs.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+
+    @property
+    def size(self) -> int:
+        """About how many characters and ids it takes to look at all of it."""
+        return sum(map(len, self.bad_words)) + len(self.allowed_token_ids or ())
 
     @property
     def is_greedy(self) -> bool:

@@ -215,7 +215,7 @@ class AsyncLLM:
         processor, owner = self.processor, options.owner
         each = PROMPT_SIZE
         if isinstance(params, SamplingParams):  # tokenised, or looked at, with every prompt
-            each += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
+            each += params.size
         size = sum(each + prompt.num_chars for prompt in prompts)
         try:
             async with asyncio.timeout_at(deadline):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from servd import hf, pooling
+from servd import bounds, hf, pooling
 from servd.api import score_template
 from servd.api.chat_template import SPLIT_HERE, ChatTemplate
 from servd.api.fill_in_middle import FillInMiddle
@@ -22,7 +22,13 @@ from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest, RequestOptions
-from servd.params import MAX_LOGPROBS, PoolingParams, ReasoningTags, SamplingParams
+from servd.params import (
+    MAX_LOGPROBS,
+    TEXT_PARAMS,
+    PoolingParams,
+    ReasoningTags,
+    SamplingParams,
+)
 from servd.tracing import Mark, now_ns
 
 log = logging.getLogger("servd.api")
@@ -32,9 +38,7 @@ NO_OPTIONS = RequestOptions()
 # of memory for each.
 MAX_CHARS = 2 << 20
 # What replaces the parameters of the text, which the engine does not need.
-NO_TEXT: dict[str, Any] = {
-    "stop": [], "include_stop_str_in_output": False, "skip_special_tokens": True, "bad_words": [],
-}  # fmt: skip
+NO_TEXT: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in TEXT_PARAMS}
 PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
 
@@ -432,27 +436,32 @@ class Processor:
             # this --seed.
             root = f"{self.config.model.seed}/{self.client}/{next(self._ordinal)}"
             filled["seed"] = random.Random(root).getrandbits(63)
-        if params.bad_words:
-            filled["bad_words_token_ids"] = self._encode_bad_words(params.bad_words)
+        for field, source in bounds.made_of(SamplingParams).items():
+            if texts := getattr(params, source):
+                filled[field] = self._encode_each(texts)
         if prompt.suffix and self.fill_in_middle:
             ends = self.fill_in_middle.end_token_ids
             filled["stop_token_ids"] = [*params.stop_token_ids, *ends]
         if params.thinking_token_budget is not None and params.reasoning_tags is None:
-            if isinstance(prompt.content, Chat):  # tags in its messages say nothing of the answer
-                tags = self.reasoning_tags(None if expected.is_reasoning else [])
-                if expected.reasoning_parser is None:
-                    filled["thinking_token_budget"] = None
-            else:
-                tags = self.reasoning_tags(token_ids)
-            filled["reasoning_tags"] = tags
+            filled |= self._limit_reasoning(prompt, expected, token_ids)
         completed = msgspec.structs.replace(params, **filled)
-        if params.bad_words or prompt.suffix:  # lists have become longer
+        if any(isinstance(value, list) for value in filled.values()):  # they have become longer
             completed.verify(self.spec.vocab_size)
         return completed
 
-    def _encode_bad_words(self, bad_words: list[str]) -> list[list[int]]:
-        """Each word as it is written after a space and without one."""
-        variants = [text for word in bad_words for text in (word, f" {word.lstrip()}")]
+    def _limit_reasoning(
+        self, prompt: Prompt, expected: ExpectedOutput, token_ids: list[int]
+    ) -> dict[str, Any]:
+        if not isinstance(prompt.content, Chat):
+            return {"reasoning_tags": self.reasoning_tags(token_ids)}
+        # Tags in its messages say nothing of the answer.
+        tags = self.reasoning_tags(None if expected.is_reasoning else [])
+        off = {} if expected.reasoning_parser else {"thinking_token_budget": None}
+        return {"reasoning_tags": tags, **off}
+
+    def _encode_each(self, texts: list[str]) -> list[list[int]]:
+        """Each text as it is written after a space and without one."""
+        variants = [variant for text in texts for variant in (text, f" {text.lstrip()}")]
         return list(
             map(list, dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants))
         )
