@@ -25,7 +25,7 @@ from servd.config import Config
 from servd.hf import ModelSpec
 from servd.lora import Adapter
 from servd.params import PoolingParams, SamplingParams
-from servd.stats import SchedulerStats
+from servd.stats import SchedulerStats, TierStats
 from servd.tracing import Mark, StepRecord
 
 
@@ -181,6 +181,7 @@ class EngineReady(Message, tag=True):
     startup_seconds: dict[str, float] = {}  # by phase, from the user's command on
     incarnation: int = 0
     is_asleep: bool = False  # the next request waits until the model is loaded again
+    tiers: list[TierStats] = []  # below the device's KV cache, as they begin
 
 
 class EngineAudit(Message, tag=True):

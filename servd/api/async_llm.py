@@ -323,8 +323,7 @@ class AsyncLLM:
         timeline.marks += [*one.marks, Mark("sent", sent)]
         engine = self.engines[0]
         if self.router is not None:
-            ready = [each.rank for each in self.engines if each.is_ready]
-            running.routed = self.router.route(one.request, ready or range(len(self.engines)))
+            running.routed = self.router.route(one.request, self._open_ranks())
             engine = self.engines[running.routed.rank]
         timeline.engine, timeline.cache_number = engine.rank, engine.cache_number
         if engine.is_asleep:
@@ -337,6 +336,16 @@ class AsyncLLM:
             timeline.marks.append(Mark("engine_lost", sent))
         else:
             engine.client.send(one.request)
+
+    def _open_ranks(self) -> Sequence[int]:
+        """Engines for a new request. One that sleeps would load its model first: it is woken when
+        no other has a free slot.
+        """
+        ready = [engine for engine in self.engines if engine.is_ready]
+        if any(engine.is_asleep for engine in ready):
+            awake = [each for each in ready if not each.is_asleep and each.num_free_slots > 0]
+            ready = awake or ready
+        return [engine.rank for engine in ready or self.engines]
 
     def _end(self, one: Prepared) -> None:
         for engine in self.engines:  # one of them has it

@@ -186,6 +186,7 @@ class EngineCoreProc:
             config.cache.block_size,
             self.clock.seconds,
             self.start.incarnation,
+            tiers=engine.scheduler.report(0).tiers,
         )
         self.outputs.put((None, self.ready))
         self.pulse.get_ready()

@@ -97,8 +97,9 @@ class InProcessEngine:
         self._readable, self._written = os.pipe()
         self._steps: asyncio.Task[None] | None = None
         self.ready = EngineReady(
-            self.worker, config.model.max_model_len or 0, config.cache.block_size
-        )
+            self.worker, config.model.max_model_len or 0, config.cache.block_size,
+            tiers=self.core.scheduler.report(0).tiers,
+        )  # fmt: skip
         if is_ready:
             self.tell(self.ready)
 

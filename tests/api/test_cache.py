@@ -8,8 +8,10 @@ from tests.api.harness import serve
 async def test_the_tiers_are_shown_with_what_they_hold():
     async with serve(kv_offloading_size=1 / 1024, block_size=4) as served:
         body = {"prompt": "a long beginning of a text", "max_tokens": 4}
+        before = (await served.http.get("/v1/cache")).json()
         assert (await served.http.post("/v1/completions", json=body)).status_code == 200
         found = (await served.http.get("/v1/cache")).json()
+    assert before["engines"][0]["tiers"][1] == found["engines"][0]["tiers"][1]
     [engine] = found["engines"]
     device, host = engine["tiers"]
     assert (device["name"], host["name"], engine["block_size"]) == ("device", "host", 4)

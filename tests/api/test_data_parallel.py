@@ -216,6 +216,24 @@ async def test_requests_move_to_an_engine_that_is_awake():
         assert [(await task).status_code for task in tasks] == [200, 200]
 
 
+async def test_an_engine_that_sleeps_is_woken_when_no_other_has_a_free_slot():
+    async with serve(data_parallel_size=3, max_num_seqs=2) as served:
+        for rank in (0, 2):
+            engine = served.engines[rank]
+            engine.tell(msgspec.structs.replace(engine.ready, is_asleep=True))
+        await until(lambda: all(served.async_llm.engines[rank].is_asleep for rank in (0, 2)))
+        for i in range(6):  # it has no work, and by its share it has had too little
+            assert (await post(served, prompt=f"p{i}")).status_code == 200
+        assert [len(prompts(engine)) for engine in served.engines] == [0, 6, 0]
+        assert (await post(served, 2)).status_code == 200, "asked for by name"
+        served.engines[1].may_step.clear()
+        busy = [asyncio.create_task(post(served, prompt=f"busy{i}")) for i in range(3)]
+        await until(lambda: sum(len(prompts(engine)) for engine in served.engines) == 10)
+        assert [len(prompts(engine)) for engine in served.engines] in ([1, 8, 1], [0, 8, 2])
+        served.engines[1].may_step.set()
+        assert [(await task).status_code for task in busy] == [200] * 3
+
+
 async def test_who_waits_for_all_engines_goes_on_in_the_first_that_is_there():
     async with serve(data_parallel_size=2) as served:
         for engine in served.engines:

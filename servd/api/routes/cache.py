@@ -77,6 +77,6 @@ def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats) -> EngineCac
             each.name, each.num_blocks, each.max_blocks, each.num_bytes, each.max_bytes,
             each.num_hits, each.num_bad, each.is_skipped,
         )
-        for each in stats.tiers
+        for each in stats.tiers or ready.tiers
     ]  # fmt: skip
     return EngineCache(rank, ready.block_size, stats.num_swapped, tiers)
