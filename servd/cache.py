@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from servd.errors import ConfigError
+from servd.kv_events import KVEventsConfig
 
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -54,6 +55,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "faster than to compute them. Default: none."
         ),
     ] = None
+    kv_events_config: Annotated[
+        str | None,
+        Meta(
+            description="Tell routers over ZMQ which blocks the prefix cache has, as JSON with "
+            'vLLM\'s keys: `{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}`. Whoever '
+            "can connect reads the tokens of prompts."
+        ),
+    ] = None
     kv_cache_metrics: Annotated[
         bool, Meta(description="Measure how long blocks live, lie idle and wait to be used again.")
     ] = False
@@ -65,8 +74,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Check what is resolved.
 
         Raises:
-            ConfigError: tiers without a prefix cache.
+            ConfigError: tiers without a prefix cache, or events that cannot be read.
         """
+        if self.kv_events_config is not None:
+            KVEventsConfig.of(self.kv_events_config)
         has_tiers = self.kv_cache_dir is not None or self.kv_offloading_size is not None
         if has_tiers and not self.enable_prefix_caching:
             raise ConfigError(

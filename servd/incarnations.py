@@ -15,6 +15,7 @@ from servd import hf, ipc
 from servd.child import Child
 from servd.config import Config, ServerConfig
 from servd.core.client import engine_address
+from servd.kv_events import KVEventsConfig
 from servd.messages import EngineRestarting
 from servd.parallel import ParallelConfig
 from servd.pulse import Pulse, Watch, make_file
@@ -127,6 +128,8 @@ class Incarnations:
         on_exit: Callable[[Child], None],
         rank: int = 0,
     ) -> None:
+        if rank and (events := config.cache.kv_events_config):
+            config = config.replace(kv_events_config=KVEventsConfig.of(events).of_rank(rank))
         self.config = config
         self.spec = spec
         self.ipc_dir = ipc_dir

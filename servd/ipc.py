@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+from collections import deque
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
+
+from servd.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -156,3 +160,75 @@ class Outbox:
     def close(self) -> None:
         """Close; queued messages get at most half a second."""
         self.socket.close()
+
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+
+class Publisher:
+    """Numbered batches for any number of subscribers, and again for those who ask for what they
+    have missed. Batches are frames: topic, number (8 bytes, big-endian), data.
+
+    Args:
+        endpoint: bound if it has a * or is ipc://, else connected to.
+        topic: of all batches.
+        limit: batches queued for each subscriber; a slower one loses some.
+        replay: where to ask, with the number of the first one wanted: they come as (number, data),
+            and END_OF_REPLAY at last. None: nowhere.
+        kept: the newest batches, which can be asked for.
+
+    Raises:
+        ConfigError: an endpoint cannot be had.
+    """
+
+    def __init__(
+        self, endpoint: str, topic: str, limit: int, replay: str | None, kept: int
+    ) -> None:
+        self._topic, self._count = topic.encode(), 0
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept)
+        self._lock = threading.Lock()  # of what is kept
+        self._socket = self._open(zmq.PUB, endpoint, limit)
+        if replay is not None:
+            asked = self._open(zmq.ROUTER, replay, limit)
+            threading.Thread(target=self._replay, args=[asked], name="replay", daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        """Publish a batch; never blocks."""
+        number = self._count.to_bytes(8, "big")
+        self._count += 1
+        with self._lock:
+            self._kept.append((number, data))
+        self._socket.send_multipart([self._topic, number, data], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Leave the endpoint of batches; a replay ends with the process."""
+        self._socket.close()
+
+    def _open(self, kind: int, endpoint: str, limit: int) -> zmq.Socket[bytes]:
+        socket = zmq.Context.instance().socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.set_hwm(limit)
+        is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+        try:
+            if is_bound or kind == zmq.ROUTER:
+                socket.bind(endpoint)
+            else:
+                socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ConfigError(f"--kv-events-config: {endpoint}: {error}") from None
+        return socket
+
+    def _replay(self, socket: zmq.Socket[bytes]) -> None:
+        """In a thread."""
+        while True:
+            frames = socket.recv_multipart()
+            if len(frames) != 3:  # as of a REQ socket: who asks, nothing, the number
+                continue
+            who, _, first = frames
+            with self._lock:
+                kept = [*self._kept]
+            for number, data in kept:
+                if number >= first:
+                    socket.send_multipart([who, b"", number, data])
+            socket.send_multipart([who, b"", END_OF_REPLAY, b""])

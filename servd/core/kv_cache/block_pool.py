@@ -25,6 +25,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, times: BlockTimes | None = None) -> None:
         self.times = times
         self.on_evict: Callable[[int, bytes], None] | None = None  # block, what it still holds
+        self.on_remove: Callable[[bytes], None] | None = None  # what is found no longer
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
@@ -37,6 +38,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that `take` can hand out."""
         return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found, owned or free."""
+        return len(self._block_of_hash)
 
     def take(self, num_blocks: int) -> list[int]:
         """Own `num_blocks` free blocks alone and forget what they held. There must be that many."""
@@ -88,6 +94,8 @@ class BlockPool:
             if (block_hash := self.hashes[block]) is not None:
                 del self._block_of_hash[block_hash]
                 self.hashes[block] = None
+                if self.on_remove is not None:
+                    self.on_remove(block_hash)
                 if self.ref_counts[block] == 0:
                     del self._cached[block]
                     self._blank.append(block)
@@ -109,6 +117,8 @@ class BlockPool:
             on_evict(block, block_hash)
         del self._block_of_hash[block_hash]
         self.hashes[block] = None
+        if self.on_remove is not None:
+            self.on_remove(block_hash)
         self.evicted_at_ns[block_hash] = now_ns()
         if self.times is not None:
             self.times.evict(block)

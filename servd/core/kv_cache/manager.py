@@ -8,9 +8,11 @@ from servd.config import CacheConfig
 from servd.core.kv_cache.block_hash import block_hash, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.block_times import BlockTimes
+from servd.core.kv_cache.events import KVEvents
 from servd.core.kv_cache.tiers import Tiers
 from servd.core.request import Request, RequestStatus
 from servd.core.step import Step
+from servd.kv_events import KVEventsConfig
 from servd.messages import BlockCopies
 from servd.stats import SchedulerStats
 from servd.tracing import Mark, now_ns
@@ -33,6 +35,9 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, times)
         self.tiers: Tiers | None = None
         self.num_swapped = 0  # requests
+        self.events = None
+        if config.kv_events_config and (wanted := KVEventsConfig.of(config.kv_events_config)).is_on:
+            self.events = KVEvents(wanted, self.pool, config.block_size)
         self.reading: set[Request] = set()  # that wait, since files were read for them
 
     def connect(self, tiers: Tiers | None) -> None:
@@ -94,6 +99,9 @@ class KVCacheManager:
             self.pool.register(block, each)
             tiers.load(slot, block)
         request.block_ids += blocks
+        if self.events is not None:
+            end = len(request.block_ids)
+            self.events.store(request, end - len(blocks), end)
         if request.num_preemptions == 0:
             request.num_external_tokens = len(slots) * self.block_size
         request.reads_until_ns = 0
@@ -161,6 +169,8 @@ class KVCacheManager:
         """Add the state now."""
         stats.kv_cache_usage, stats.num_swapped = self.usage, self.num_swapped
         stats.evictions = self.pool.take_evictions()
+        if self.events is not None:
+            self.events.publish()
         if self.tiers is not None:
             self.tiers.report(stats)
             for request in self.reading:
@@ -205,6 +215,8 @@ class KVCacheManager:
         self._extend_hashes(request)
         for i in range(request.num_registered_blocks, num_full):
             self.pool.register(request.block_ids[i], request.block_hashes[i])
+        if self.events is not None:
+            self.events.store(request, request.num_registered_blocks, num_full)
         request.num_registered_blocks = num_full
 
     def adopters(
@@ -235,6 +247,8 @@ class KVCacheManager:
         self.pool.forget_cached()
         if self.tiers is not None:
             self.tiers.reset()
+        if self.events is not None:
+            self.events.publish()
 
     def forget(self, request: Request) -> None:
         """Share no more of what only this request has, nor of its blocks in lower tiers: they may

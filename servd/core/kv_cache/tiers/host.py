@@ -27,11 +27,6 @@ class Host(BlockPool):
         self._memory = mmap.mmap(self._file, num_slots * slot_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"  # for the processes of the same user
 
-    @property
-    def num_cached(self) -> int:
-        """Slots that hold a block."""
-        return len(self._block_of_hash)
-
     def buffer(self, slot: int) -> memoryview:
         """Its bytes, to read and to write."""
         first = slot * self.slot_bytes

@@ -1,0 +1,127 @@
+"""KVEvents: tells routers which blocks the prefix cache has, in the form that vLLM's publish.
+
+A batch for each step: `[time, [event, ...], rank]`, events as maps with a `type`. A block's hash is
+SHA-256 of its parent's and its tokens as little-endian u32 (`block_hash`); the first one's parent,
+which is no block, is `root_hash` of salt and adapter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from servd.core.kv_cache.block_hash import NO_KEYS, root_hash
+from servd.core.kv_cache.block_pool import BlockPool
+from servd.core.request import Request
+from servd.ipc import Publisher
+from servd.kv_events import KVEventsConfig
+
+DEVICE = "GPU"  # whatever it is: routers tell it from CPU and STORAGE, the tiers below
+
+
+class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Base of all."""
+
+
+class BlockStored(Event):
+    """Blocks in a row can be found."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Sequence[str] | None] | None = None  # of each; of salt and adapter a hash
+
+
+class BlockRemoved(Event):
+    """Blocks can be found no longer."""
+
+    block_hashes: list[bytes]
+    medium: str | None
+
+
+class AllBlocksCleared(Event):
+    """No block can be found."""
+
+
+class Batch(msgspec.Struct, array_like=True, gc=False):
+    """What changed since the batch before."""
+
+    ts: float  # Unix time
+    events: list[Event]
+    data_parallel_rank: int
+
+
+class KVEvents:
+    """Collects what a pool says, and publishes it.
+
+    Args:
+        config: where.
+        pool: of the device.
+        block_size: tokens.
+    """
+
+    def __init__(self, config: KVEventsConfig, pool: BlockPool, block_size: int) -> None:
+        self.pool, self.block_size, self.rank = pool, block_size, config.data_parallel_rank
+        self._publisher = Publisher(
+            config.endpoint, config.topic, config.hwm, config.replay_endpoint, config.buffer_steps
+        )
+        self._events: list[Event] = [AllBlocksCleared()]  # the engine before it may have had some
+        pool.on_remove = self._remove
+        self.publish()
+
+    def store(self, request: Request, first: int, end: int) -> None:
+        """Blocks `first` to `end` of a request were registered; where another block has the same
+        content, that is no news.
+        """
+        hashes, size = request.block_hashes, self.block_size
+        keys = root_hash(*request.cache_keys)
+        for start, stop in self._new(request.block_ids, first, end):
+            count = stop - start
+            self._events.append(
+                BlockStored(
+                    hashes[start:stop],
+                    hashes[start - 1] if start else None,
+                    request.token_ids[start * size : stop * size],
+                    size,
+                    None,
+                    DEVICE,
+                    request.adapter.name if request.adapter else None,
+                    None if keys == NO_KEYS else [(keys.hex(),)] * count,
+                )
+            )
+
+    def publish(self) -> None:
+        """Send what was collected."""
+        if self._events:
+            events, self._events = self._events, []
+            if self.pool.num_cached == 0 and not isinstance(events[-1], AllBlocksCleared):
+                events.append(AllBlocksCleared())
+            self._publisher.send(msgspec.msgpack.encode(Batch(time.time(), events, self.rank)))
+
+    def close(self) -> None:
+        """Leave the endpoints."""
+        self._publisher.close()
+
+    def _new(self, blocks: Sequence[int], first: int, end: int) -> Iterable[tuple[int, int]]:
+        """Runs of those from `first` to `end` that can be found under their own number."""
+        start = first
+        for at in range(first, end):
+            if self.pool.hashes[blocks[at]] is None:
+                if start < at:
+                    yield start, at
+                start = at + 1
+        if start < end:
+            yield start, end
+
+    def _remove(self, block_hash: bytes) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(block_hash)
+        else:
+            self._events.append(BlockRemoved([block_hash], DEVICE))

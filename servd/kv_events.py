@@ -1,0 +1,64 @@
+"""KVEventsConfig: where an engine tells what its prefix cache has; keys as in vLLM's JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from servd.errors import ConfigError
+
+FLAG = "--kv-events-config"
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The value of `--kv-events-config`."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = "tcp://*:5557"  # bound if it has a * or is ipc://, else connected to
+    replay_endpoint: str | None = None
+    buffer_steps: Annotated[int, Meta(ge=1)] = 10_000  # batches that can be replayed
+    hwm: Annotated[int, Meta(ge=1)] = 100_000  # batches queued for a slow subscriber
+    max_queue_size: int = 100_000  # accepted: servd has no other queue
+    topic: str = ""
+    data_parallel_rank: int = 0  # an engine's own
+
+    @classmethod
+    def of(cls, text: str) -> KVEventsConfig:
+        """Read the option.
+
+        Raises:
+            ConfigError: not JSON, or a wrong key or value.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{FLAG} {text}: {error}") from None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is told."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    def of_rank(self, rank: int) -> str:
+        """The option for an engine of --data-parallel-size: TCP ports are counted on."""
+        replay = self.replay_endpoint and _shifted(self.replay_endpoint, rank)
+        own = msgspec.structs.replace(
+            self, endpoint=_shifted(self.endpoint, rank), replay_endpoint=replay,
+            data_parallel_rank=rank,
+        )  # fmt: skip
+        return msgspec.json.encode(own).decode()
+
+
+def _shifted(endpoint: str, rank: int) -> str:
+    """Raises ConfigError if there is no port."""
+    if not rank:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigError(f"{FLAG}: {endpoint} has no port, as tcp://*:5557 has")
+    return f"{host}:{int(port) + rank}"

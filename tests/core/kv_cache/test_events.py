@@ -1,0 +1,184 @@
+"""KV events, read with a decoder that knows nothing of servd, against the pool's own truth."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from servd.core.engine_core import EngineCore
+from servd.core.kv_cache.events import AllBlocksCleared
+from servd.errors import ConfigError
+from servd.kv_events import KVEventsConfig
+from servd.lora import Adapter
+from servd.messages import ResetPrefixCache
+from tests.core.engines import Log, make_engine, make_request
+
+SIZE = 4
+
+
+class Router:
+    """What a router makes of the batches."""
+
+    def __init__(self, endpoint: str, topic: str = "") -> None:
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.subscribe(topic)
+        self.socket.connect(endpoint)
+        self.known: dict[bytes, tuple[Any, list[int]]] = {}  # hash -> parent, tokens
+        self.numbers: list[int] = []
+        self.events: list[dict[str, Any]] = []
+
+    def take(self, number: bytes, data: bytes) -> None:
+        self.numbers.append(int.from_bytes(number, "big"))
+        at, events, rank = msgspec.msgpack.decode(data)
+        assert abs(at - time.time()) < 60 and rank == 0
+        for event in events:
+            self.events.append(event)
+            match event:
+                case {"type": "BlockStored", "block_hashes": hashes, "token_ids": token_ids}:
+                    assert event["block_size"] == SIZE and event["medium"] == "GPU"
+                    assert len(token_ids) == SIZE * len(hashes)
+                    parent = event["parent_block_hash"]
+                    for i, each in enumerate(hashes):
+                        assert each not in self.known, "told twice"
+                        tokens = token_ids[SIZE * i : SIZE * (i + 1)]
+                        self.known[each], parent = (parent, tokens), each
+                case {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}:
+                    for each in hashes:
+                        del self.known[each]
+                case {"type": "AllBlocksCleared"}:
+                    self.known.clear()
+                case _:
+                    raise AssertionError(event)
+
+    def receive(self) -> None:
+        while self.socket.poll(200):
+            _, number, data = self.socket.recv_multipart()
+            self.take(number, data)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., tuple[EngineCore, Router]]]:
+    made: list[tuple[EngineCore, Router]] = []
+
+    def one(depth: int = 1, **options: Any) -> tuple[EngineCore, Router]:
+        made.append(start(tmp_path, depth, **options))
+        return made[-1]
+
+    yield one
+    for engine, router in made:
+        router.socket.close()
+        assert engine.scheduler.kv_cache.events is not None
+        engine.scheduler.kv_cache.events.close()
+
+
+def start(tmp_path: Path, depth: int, **options: Any) -> tuple[EngineCore, Router]:
+    endpoint = f"ipc://{tmp_path}/events"
+    config = {
+        "enable_kv_cache_events": True,
+        "endpoint": endpoint,
+        "replay_endpoint": f"ipc://{tmp_path}/replay",
+        "topic": "kv",
+        "buffer_steps": 500,
+    }
+    engine = make_engine(depth=depth, kv_events_config=json.dumps(config), **options)
+    router = Router(endpoint, "kv")
+    events = engine.scheduler.kv_cache.events
+    for _ in range(1000):  # a subscription takes effect when it arrives, of which nobody hears
+        events._events.append(AllBlocksCleared())
+        events.publish()
+        if router.socket.poll(20):
+            break
+    return engine, router
+
+
+@pytest.mark.parametrize(
+    ("depth", "options"), [(1, {}), (2, {}), (1, {"kv_offloading_size": 1 / 1024})]
+)
+def test_a_router_knows_what_the_pool_has(make, depth, options):
+    engine, router = make(depth, num_blocks=24, **options)
+    rng, log = random.Random(3), Log()
+    beginnings = [[rng.randrange(200) for _ in range(16)] for _ in range(3)]
+    for i in range(40):
+        prompt = rng.choice(beginnings) + [rng.randrange(200) for _ in range(rng.randrange(1, 20))]
+        salt = rng.choice([None, "salt"])
+        engine.handle(make_request(str(i), prompt, rng.randrange(1, 9), cache_salt=salt))
+        for _ in range(rng.randrange(6)):
+            log.step(engine)
+    log.run(engine)
+    router.receive()
+    pool = engine.scheduler.kv_cache.pool
+    assert {*router.known} == {each for each in pool.hashes if each is not None}
+    assert sum(event["type"] == "BlockRemoved" for event in router.events) > 3
+    salted = sha256(sha256(b"salt").digest() + bytes(32)).digest()
+    for each, (parent, tokens) in router.known.items():  # a reader can make them itself
+        data = array("I", tokens).tobytes()
+        roots = [parent] if parent is not None else [bytes(32), salted]
+        assert each in [sha256(root + data).digest() for root in roots]
+    for event in router.events:
+        if event["type"] == "BlockStored":
+            assert event.get("extra_keys") in (None, [[salted.hex()]] * len(event["block_hashes"]))
+    engine.handle(ResetPrefixCache())
+    router.receive()
+    assert not router.known and router.events[-1] == {"type": "AllBlocksCleared"}
+    first = router.numbers[0]
+    assert router.numbers == [*range(first, first + len(router.numbers))]
+
+
+def test_missed_batches_can_be_had_again(make, tmp_path):
+    engine, router = make()
+    log = Log()
+    for i in range(4):
+        engine.handle(make_request(str(i), [i] * 9, 2, adapter=Adapter("x", "0" * 64, "/x")))
+        log.run(engine)
+    router.receive()
+    late = Router(f"ipc://{tmp_path}/events")
+    for start in (0, 2):
+        dealer = zmq.Context.instance().socket(zmq.DEALER)
+        dealer.connect(f"ipc://{tmp_path}/replay")
+        dealer.send_multipart([b"harms nobody"])
+        dealer.send_multipart([b"", start.to_bytes(8, "big")])
+        late.numbers, late.known = [], {}
+        while (frames := dealer.recv_multipart())[1] != (-1).to_bytes(8, "big", signed=True):
+            late.take(*frames[1:])
+        assert late.numbers[0] == start
+        if start == 0:
+            assert late.known == router.known and late.known
+            assert late.events[0] == {"type": "AllBlocksCleared"}
+        dealer.close()
+    late.socket.close()
+    assert {event.get("lora_name") for event in router.events} == {"x", None}
+
+
+def test_each_rank_has_ports_of_its_own():
+    config = KVEventsConfig.of(
+        '{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:6000"}'
+    )
+    assert (
+        config.is_on
+        and config.of_rank(0) == '{"enable_kv_cache_events":true,"replay_endpoint":"tcp://*:6000"}'
+    )
+    other = KVEventsConfig.of(config.of_rank(2))
+    assert (other.endpoint, other.replay_endpoint) == ("tcp://*:5559", "tcp://*:6002")
+    assert other.data_parallel_rank == 2 and not KVEventsConfig().is_on
+    for wrong in ("", "{", '{"endpoints": 1}', '{"publisher": "kafka"}'):
+        with pytest.raises(ConfigError, match="--kv-events-config"):
+            KVEventsConfig.of(wrong)
+    with pytest.raises(ConfigError, match="has no port"):
+        KVEventsConfig(endpoint="tcp://x").of_rank(1)
+
+
+def test_an_endpoint_that_cannot_be_had_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--kv-events-config: ipc:///no"):
+        make_engine(
+            kv_events_config='{"enable_kv_cache_events": true, "endpoint": "ipc:///no/where"}'
+        )
