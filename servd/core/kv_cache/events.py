@@ -35,7 +35,7 @@ class BlockStored(Event):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[Sequence[str] | None] | None = None  # of each; of salt and adapter a hash
+    extra_keys: Sequence[Sequence[str]] | None = None  # of each; of salt and adapter a hash
 
 
 class BlockRemoved(Event):
