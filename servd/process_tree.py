@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +28,7 @@ from servd.config import Config
 from servd.core.client import engine_dir
 from servd.errors import ConfigError
 from servd.incarnations import LOOK_INTERVAL, Deaths, Incarnations, newest_engine
-from servd.lora import parse_module
+from servd.lora import AdapterFiles, parse_module
 from servd.messages import EngineDead, EngineRestarting
 from servd.pulse import Pulse, Watch, make_file
 from servd.resolve import Decision
@@ -107,6 +107,7 @@ class ProcessTree:
         self.clients: dict[str, int] = {}  # numbers of our API servers by name
         self.watches: dict[str, Watch] = {}  # API servers by name
         self.metrics_dir: str | None = None
+        self.adapters: set[str] = set()  # names of those in --lora-modules
 
     def start(self) -> None:
         """Start the children.
@@ -115,7 +116,9 @@ class ProcessTree:
             ConfigError: an adapter of --lora-modules cannot be served.
         """
         if not self.config.server.attach:
-            self.config = self.config.replace(lora_modules=self.copy_adapters())
+            AdapterStore.beside(self.ipc_dir).clear()
+            modules = self.load_adapters(self.config.lora.lora_modules)
+            self.config = self.config.replace(lora_modules=modules)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
                 signal.signal(signum, self.on_signal)
@@ -135,13 +138,21 @@ class ProcessTree:
         for engine in self.engines:
             engine.start(self.started_at)
 
-    def copy_adapters(self) -> list[str]:
-        """--lora-modules, of copies that stay what they are when the engine is started again."""
-        store, lora = AdapterStore.beside(self.ipc_dir), self.config.lora
-        store.clear()
-        loaded = [
-            store.load(*parse_module(entry), lora.max_lora_rank, {}) for entry in lora.lora_modules
-        ]
+    def load_adapters(self, entries: Sequence[str]) -> list[str]:
+        """--lora-modules, of copies that stay what they are when the engine is started again; those
+        that the option had before and has no more are gone.
+
+        Raises:
+            ConfigError: one cannot be served, and nothing has changed.
+        """
+        store, max_rank = AdapterStore.beside(self.ipc_dir), self.config.lora.max_lora_rank
+        sources = dict(map(parse_module, entries))
+        for source in sources.values():
+            AdapterFiles(source).check(max_rank, {})
+        loaded = [store.load(name, source, max_rank, {}) for name, source in sources.items()]
+        for name in self.adapters - sources.keys():
+            store.unload(name)
+        self.adapters = {*sources}
         return [f"{adapter.name}={adapter.folder}" for adapter in loaded]
 
     def start_api_server(self, name: str, waits: bool) -> Child:
@@ -249,6 +260,9 @@ class ProcessTree:
             check_access(new.access)
             if (new.access.ssl_certfile is None) != (self.config.access.ssl_certfile is None):
                 raise ConfigError("--ssl-certfile: TLS begins and ends only with a restart")
+            if self.config.lora.enable_lora and not self.config.server.attach:
+                modules = self.load_adapters(new.lora.lora_modules)
+                self.config = self.config.replace(lora_modules=modules)
         except ConfigError as error:
             logger.error("SIGHUP: %s: nothing has changed", error)
             return
@@ -261,7 +275,7 @@ class ProcessTree:
         for child in [*self.api_servers, *(engine.child for engine in self.engines)]:
             if child is not None:
                 child.post(self.config)
-        logger.info("SIGHUP: keys, their limits, certificates and log level were read again")
+        logger.info("SIGHUP: keys, limits, certificates, log level and adapters were read again")
 
     def next_event(self, deadline: float = math.inf) -> Child | signal.Signals | None:
         """Wait for a child's end or a signal, and look at the others meanwhile; None after the

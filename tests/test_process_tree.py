@@ -11,11 +11,13 @@ import pytest
 import trustme
 
 from servd import process_tree
+from servd.adapter_store import AdapterStore
 from servd.config import Config
 from servd.hf import FAKE_SPEC
 from servd.messages import EngineDead
 from servd.process_tree import ProcessTree
 from servd.pulse import Pulse, Watch
+from tests.adapters import write_adapter
 
 
 class Reader:
@@ -153,6 +155,31 @@ def test_tls_begins_and_ends_only_with_a_restart(tree, reader, tmp_path: Path, c
     caplog.clear()
     tree.reload()
     assert "nothing has changed" in caplog.text and tree.config.access.ssl_certfile
+
+
+def test_adapters_are_read_again(tmp_path: Path, caplog):
+    def entries(**seeds: int) -> list[str]:
+        return [f"{name}={write_adapter(tmp_path / name, each)}" for name, each in seeds.items()]
+
+    reader = Reader()
+    reader.options = {"enable_lora": True, "max_lora_rank": 8}
+    tree = ProcessTree(reader(), FAKE_SPEC, {}, str(tmp_path / "ipc"), None, 0.0, reader)
+    store = AdapterStore.beside(tree.ipc_dir)
+    tree.load_adapters(entries(a=1, b=2))
+    store.load("c", str(write_adapter(tmp_path / "other", 3)), 8, {})  # by a route
+    before = {name: each.digest for name, each in store.named().items()}
+
+    reader.options["lora_modules"] = entries(a=4, d=5)
+    tree.reload()
+    after = {name: each.digest for name, each in store.named().items()}
+    assert after.keys() == {"a", "c", "d"}
+    assert after["a"] != before["a"] and after["c"] == before["c"]
+    assert [each.partition("=")[0] for each in tree.config.lora.lora_modules] == ["a", "d"]
+
+    reader.options["lora_modules"] = [*entries(a=6), f"e={tmp_path / 'nowhere'}"]
+    tree.reload()
+    assert "nothing has changed" in caplog.text
+    assert {name: each.digest for name, each in store.named().items()} == after
 
 
 def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_not(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import random
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -137,6 +139,32 @@ async def test_no_key_sees_in_the_cache_what_another_has_sent(path: str, body: d
         assert await cached("first-key", cache_salt="mine") == 0
         assert await cached("second-key", cache_salt="mine") == 0
         assert await cached("second-key", cache_salt="mine") > 0
+
+
+async def test_time_tells_nobody_what_another_key_has_sent():
+    """Measured, with steps of 10 ms: what another key has sent takes as long as what nobody has."""
+    async with serve(api_key=["first-key", "second-key"]) as served:
+
+        async def send(key: str, prompt: str) -> float:
+            begin, headers = time.perf_counter(), {"x-api-key": key}
+            body = {"prompt": prompt, "max_tokens": 1}
+            answer = await served.http.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            return time.perf_counter() - begin
+
+        taken: dict[str, list[float]] = {"mine": [], "hers": [], "none": []}
+        for number in range(8):
+            prompts = {name: f"{number} {name} " + "word " * 700 for name in taken}
+            served.engine.step_seconds = 0.0
+            await send("second-key", prompts["mine"])
+            await send("first-key", prompts["hers"])
+            served.engine.step_seconds = 0.01
+            for name in random.Random(number).sample([*taken], 3):
+                taken[name].append(await send("second-key", prompts[name]))
+        own, others, new = (min(each) for each in taken.values())
+        print(f"own {own * 1000:.2f} ms, another's {others * 1000:.2f}, nobody's {new * 1000:.2f}")
+        assert own < 0.5 * new  # else there would be nothing to tell
+        assert abs(others - new) < 0.3 * (new - own)
 
 
 async def test_vectors_share_no_cache_between_keys_either():
