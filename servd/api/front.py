@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from servd.api import console
 from servd.api.app import answer_error, cross_origin
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.context import json_response
@@ -51,7 +52,8 @@ OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-reque
 OF_REQUESTS = OWN | {
     b"host", b"content-length", b"expect", b"sec-fetch-site", b"x-forwarded-for", SINCE.encode(),
 }  # fmt: skip
-OF_ALL_MODELS = {"/openapi.json", "/docs", "/redoc", "/version"}  # each would say the same
+# Each would say the same.
+OF_ALL_MODELS = {"/openapi.json", "/docs", "/redoc", "/version", "/", "/console/{file:path}"}
 # Beside GET and DELETE, what needs no weights.
 LOOKS = {
     "/detokenize", "/tokenize", "/v1/chat/completions/render", "/v1/messages/count_tokens",
@@ -77,7 +79,7 @@ class Front:
     def routes(self) -> list[Route]:
         """Those of the server of one model."""
         own = {
-            "/": self.health, "/health": self.health, "/ping": self.health,
+            "/health": self.health, "/ping": self.health,
             "/metrics": self.metrics, "/sleep": self.sleep, "/is_sleeping": self.is_sleeping,
             "/v1/models": self.list_models, "/v1/models/{name:path}": self.retrieve_model,
         }  # fmt: skip
@@ -89,8 +91,7 @@ class Front:
                 endpoint = route.endpoint
             elif route.path.startswith(("/v1/files", "/v1/batches")):
                 endpoint = no_batches
-            if not route.path.startswith("/console"):
-                found.append(Route(route.path, endpoint, methods=route.methods))
+            found.append(Route(route.path, endpoint, methods=route.methods))
         return found
 
     async def health(self, request: Request) -> Response:
@@ -267,7 +268,8 @@ def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette
     )
     middleware = [context]
     if keys.are_needed:
-        middleware.append(Middleware(ApiKeyAuth, keys, OPEN_PATHS))
+        open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
+        middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
     if config.access.allowed_origins:
         middleware.insert(0, cross_origin(config.access))
     routes, handlers = (
@@ -277,5 +279,5 @@ def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.state.routes = routes
-    app.state.context = SimpleNamespace(keys=keys)  # of which OF_ALL_MODELS know
+    app.state.context = SimpleNamespace(keys=keys, config=config)  # for OF_ALL_MODELS
     return app

@@ -516,6 +516,20 @@ async def test_the_folder_is_read_beside_what_is_served(tmp_path: Path):
         assert len((await listing).json()["data"]) == 1
 
 
+async def test_the_console_is_there_for_all_models(tmp_path: Path):
+    browser = {"accept": "text/html"}
+    for has_console in (True, False):
+        options = {"api_key": ["secret"], "console": has_console}
+        async with front(tmp_path, **options) as (http, servers):  # it needs no model, and no key
+            page = await http.get("/", headers=browser)
+            script = await http.get("/console/app.js")
+        if has_console:
+            assert "<!doctype html>" in page.text and script.status_code == 200
+            assert page.headers["content-security-policy"] and "servd" not in servers.served
+        else:
+            assert page.json()["models"] == "/v1/models" and script.status_code in (401, 404)
+
+
 async def test_who_looks_wakes_nothing_up(tmp_path: Path):
     async with front(tmp_path, "one") as (http, servers):
         one = {"model": "one"}
@@ -523,7 +537,7 @@ async def test_who_looks_wakes_nothing_up(tmp_path: Path):
         assert len((await http.get("/openapi.json")).json()["paths"]) > 20
         answer = await http.get("/v1/cache", params=one)
         assert answer.status_code == 503 and "is stopped" in answer.json()["error"]["message"]
-        for path in ("/favicon.ico", "/console/app.js", "/v1/nothing"):
+        for path in ("/favicon.ico", "/v1/nothing"):
             answer = await http.post(path, json=one)
             assert answer.status_code == 404 and "no route" in answer.json()["error"]["message"]
         answer = await http.delete("/v1/models")

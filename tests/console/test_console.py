@@ -290,6 +290,37 @@ def test_a_key_is_asked_for_and_forgotten():
             page.wait("#key input")
 
 
+def test_one_of_several_models_is_chosen(tmp_path: Path):
+    for name in ("first", "second"):
+        (tmp_path / name).symlink_to(DEMO_FOLDER)
+    options = ["--models-dir", str(tmp_path), "--device", "cpu", "--models-max", "2"]
+    for server in shared(*options):
+        with browser(server.url) as page:
+            page.open()
+            page.wait("#model option", "first (stopped)")
+            page.ask("What is servd?")
+            page.wait("#model option", "first (awake)")
+            page.emulate(width=360)
+            page.check()
+            page.emulate()
+            page.click("#model option", "second")
+            page.wait(".empty h2", "second")
+            page.click("nav a", "Live")
+            page.wait(".live .problem", "second is stopped")  # to look starts none
+            page.click("nav a", "Playground")
+            page.ask("What is servd?")
+            page.wait("#model option", "second (awake)")
+            for view in ("live", "requests", "server"):
+                page.click(f'nav a[href="#/{view}"]')
+                page.wait(f".{view} {VIEWS[view]}")
+            shown = page.wait(".server h2").text
+            page.click("#model option", "first")
+            page.wait(".server h2", "first")
+            assert shown == "second"
+            page.click("nav a", "Requests")
+            assert "second" not in page.wait(".requests tbody", "first").text
+
+
 def test_the_page_is_there_at_once_and_small(page: Page):
     """The goal is 300 ms; on a busy machine, beside what the browser takes for a page of a word."""
     script = "return performance.getEntriesByName('first-contentful-paint')[0]?.startTime"

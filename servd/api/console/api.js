@@ -2,9 +2,12 @@
 import { h } from "./dom.js";
 
 let key = "";
+let model = ""; // of several, the one that all views are about
 let asking = null; // while the user is asked for a key: all requests wait for one answer
 
 export const needsKey = () => key !== "";
+export const chosenModel = () => model;
+export const choose = (name) => (model = name);
 
 /** What went wrong, as the server says it. */
 export class Failure extends Error {
@@ -33,9 +36,11 @@ export async function send(path, { body, signal, accept } = {}) {
     if (body) headers["content-type"] = "application/json";
     const init = { method: body ? "POST" : "GET", headers, signal, cache: "no-store" };
     if (body) init.body = JSON.stringify(body);
+    const target = new URL(url(path));
+    if (model) target.searchParams.set("model", model);
     let response;
     try {
-      response = await fetch(url(path), init);
+      response = await fetch(target, init);
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new Failure("The server cannot be reached. Is it still running?", 0);

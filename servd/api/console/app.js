@@ -1,10 +1,11 @@
 // The frame: which view is shown, and how the server is.
-import { json } from "./api.js";
+import { choose, chosenModel, json } from "./api.js";
 import { h } from "./dom.js";
 
 const VIEWS = { playground: "Playground", live: "Live", requests: "Requests", server: "Server" };
 const main = document.getElementById("main");
 const status = document.getElementById("status");
+const picker = document.getElementById("model");
 const shown = {}; // view name -> { root, view }
 let current = "";
 
@@ -30,6 +31,30 @@ async function route() {
   shown[current]?.view.show?.(decodeURIComponent(rest.join("/")));
 }
 
+/** Let one of several models be chosen (--models-dir); an awake one at first. */
+async function listModels() {
+  const { data } = await json("v1/models");
+  const models = data.filter((model) => model.state);
+  if (!models.length || document.activeElement === picker) return;
+  if (!chosenModel()) choose((models.find(({ state }) => state === "awake") ?? models[0]).id);
+  picker.replaceChildren(...models.map(({ id, state }) =>
+    h("option", { value: id, selected: id === chosenModel() }, `${id} (${state})`)));
+  picker.hidden = false;
+}
+
+/** Show all views anew, for another model. */
+picker.addEventListener("change", () => {
+  choose(picker.value);
+  picker.blur();
+  for (const [name, { root, view }] of Object.entries(shown)) {
+    view.hide?.();
+    root.remove();
+    delete shown[name];
+  }
+  current = "";
+  route();
+});
+
 /** Say whether the server is ready: often while it loads, seldom afterwards. */
 async function watch() {
   let pause = 5000;
@@ -40,6 +65,7 @@ async function watch() {
     status.textContent = text ?? health.reason ?? health.status;
     status.dataset.state = health.status;
     if (health.status === "loading") pause = 500;
+    if (chosenModel()) await listModels();
   } catch (error) {
     status.textContent = error.message;
     status.dataset.state = "dead";
@@ -48,5 +74,4 @@ async function watch() {
 }
 
 window.addEventListener("hashchange", route);
-route();
-watch();
+listModels().catch(() => {}).then(route).then(watch);

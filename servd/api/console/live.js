@@ -1,5 +1,5 @@
 // What the server does now: each panel is a file in panels/, and draws what a poll found.
-import { json, send } from "./api.js";
+import { chosenModel, json, send } from "./api.js";
 import { h } from "./dom.js";
 
 const REFRESH = 1000; // milliseconds
@@ -56,8 +56,11 @@ class Metrics {
         [...(labels ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)].map(([, k, v]) => [k, v])) }));
   }
 
+  /** Of several models, those of the one that was chosen. */
   all(name) {
-    return this.samples.filter((sample) => sample.name === name);
+    const own = chosenModel();
+    return this.samples.filter((sample) => sample.name === name
+      && (!own || (sample.labels.model_name ?? own) === own));
   }
 
   /** The sum over all engines and processes. */

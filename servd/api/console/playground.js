@@ -1,5 +1,5 @@
 // A conversation with the model.
-import { events, json } from "./api.js";
+import { chosenModel, events, json } from "./api.js";
 import { curl, python, showCode } from "./code.js";
 import { button, counted, h, problem, short, span } from "./dom.js";
 import { requestBody, settingsForm } from "./settings.js";
@@ -29,7 +29,7 @@ export default function playground(root) {
   async function begin() {
     try {
       const { data } = await json("v1/models");
-      form = settingsForm(data.map((model) => model.id));
+      form = settingsForm(chosenModel() ? [chosenModel()] : data.map((model) => model.id));
       aside.append(form);
       clear();
     } catch (error) {

@@ -38,8 +38,9 @@ async def index(request: Request) -> Response:
 
 @router.api_route("/console/{file:path}", methods=["GET", "HEAD"])
 @describes(str, media_types=("text/css", "text/html", "text/javascript", "image/svg+xml"))
-async def console_file(request: Request, file: str) -> Response:
+async def console_file(request: Request) -> Response:
     """A file of the page."""
+    file = request.path_params["file"]
     if file not in files() or not context_of(request).config.server.console:
         raise NotFound(f"there is no route {request.method} /console/{file[:200]}")
     return _answer(request, file)
