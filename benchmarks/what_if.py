@@ -1,0 +1,81 @@
+"""`servd what-if` against what it simulates: `python -m benchmarks.what_if [MODEL] [OPTION ...]`.
+
+A server of this machine is recorded under a load that its costs are fitted to, and under three
+others. Each of those is replayed with the costs of the first, and with its own: the difference
+between the two is what costs depend on beside the steps. Wants a machine with nothing else on it,
+for four minutes with the demo model; options but --json are those of `servd serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from servd.cli._client import Client
+from servd.cli._server import running
+
+PORT = 18437
+SERVD = [sys.executable, "-m", "servd"]
+CALIBRATION = "--num-prompts 160 --input-len 200 --output-len 60 --range-ratio 0.9 --concurrency 8"
+LOADS = {
+    "few at a time": "--num-prompts 150 --input-len 120 --output-len 40 --range-ratio 0.5 "
+    "--request-rate 4",
+    "all slots taken": "--num-prompts 200 --input-len 150 --output-len 80 --range-ratio 0.5 "
+    "--concurrency 32",
+    "a common beginning": "--num-prompts 200 --prefix-len 400 --input-len 60 --output-len 20 "
+    "--range-ratio 0.5 --request-rate 8",
+}
+COMPARED = ("ttft_ms_mean", "request_ms_mean", "output_tokens_per_s", "prefix_hits_%")
+
+
+def record(file: Path, model: list[str], load: str, seed: int) -> None:
+    """Serve, send, and keep what the server recorded."""
+    command = [*SERVD, "serve", *model, "--device", "cpu", "--port", str(PORT)]
+    client = Client(f"http://127.0.0.1:{PORT}", None)
+    with running([*command, "--record-trace", str(file)], client, 300):
+        bench = [*SERVD, "bench", "serve", "--url", client.url, "--warmup", "20"]
+        more = ["--data-seed", str(seed), *load.split()]
+        subprocess.run([*bench, *more], check=True, stdout=subprocess.DEVNULL)
+
+
+def compare(trace: Path, costs: Path, out: Path) -> dict[str, Any]:
+    """Measured and simulated figures of a recording, with the costs of one."""
+    command = [*SERVD, "what-if", str(trace), "--costs", str(costs), "--json", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return json.loads(out.read_text())
+
+
+def main() -> None:
+    """Print a line for each figure of each load."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE")
+    arguments, model = parser.parse_known_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        calibration = Path(folder, "calibration.jsonl")
+        record(calibration, model, CALIBRATION, 0)
+        print(f"{'':42}  measured  simulated      own costs")
+        for seed, (name, load) in enumerate(LOADS.items(), 1):
+            trace = Path(folder, f"{seed}.jsonl")
+            record(trace, model, load, seed)
+            out = Path(folder, "found.json")
+            found = [compare(trace, costs, out) for costs in (calibration, trace)]
+            results[name] = found
+            for figure in COMPARED:
+                was, line = found[0]["measured"][figure], ""
+                for each in found:
+                    is_now = each["simulated"][figure]
+                    by = f"{100 * (is_now / was - 1):+6.1f} %" if was else ""
+                    line += f" {is_now:10.2f} {by:8}"
+                print(f"{name:20} {figure:22} {was:8.2f}{line}", flush=True)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
