@@ -51,6 +51,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=100, help="requests of B [%(default)s]")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer [%(default)s]")
     parser.add_argument("--port", type=int, default=8767, help="[%(default)s]")
+    parser.add_argument(
+        "--flex", action="store_true", help="A in the background, and B's time to first token"
+    )
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)  # A's process
     return parser.parse_args()
 
@@ -66,13 +69,23 @@ def body(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": arguments.tokens, "ignore_eos": True}
 
 
+def body_of_a(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
+    """One request of A."""
+    return body(arguments, text) | ({"service_tier": "flex"} if arguments.flex else {})
+
+
+def body_of_b(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
+    """One request of B."""
+    return body(arguments, text) | ({"max_tokens": 1} if arguments.flex else {})
+
+
 def load(arguments: argparse.Namespace) -> None:
     """A: always so many requests, until this process is ended."""
 
     def ask(number: int) -> None:
         mine = client(arguments, "A")
         for turn in range(10**9):
-            mine.ask("POST", "/v1/completions", body(arguments, f"{number} {turn}"))
+            mine.ask("POST", "/v1/completions", body_of_a(arguments, f"{number} {turn}"))
 
     with ThreadPoolExecutor(arguments.requests) as pool:
         list(pool.map(ask, range(arguments.requests)))
@@ -109,7 +122,7 @@ def measure(arguments: argparse.Namespace, name: str, rounds: int) -> Row:
     begin, before = time.monotonic(), generated(mine)
     for number in range(rounds):
         asked = time.monotonic()
-        answer = mine.ask("POST", "/v1/completions", body(arguments, f"B {number}"))
+        answer = mine.ask("POST", "/v1/completions", body_of_b(arguments, f"B {number}"))
         assert answer.status == 200, answer.body
         seconds = time.monotonic() - asked
         replies.append(Reply(seconds, causes_of(mine, answer.body["id"])))
@@ -158,8 +171,9 @@ def main() -> None:
     def run(name: str, rounds: int = arguments.rounds) -> Row:
         return fast.submit(measure, arguments, name, rounds).result()
 
-    with serving(arguments, SLOTS // 2, TOKENS // 2):
-        half = run("B alone, half the capacity")
+    share = 1 if arguments.flex else 2
+    with serving(arguments, SLOTS // share, TOKENS // share):
+        half = run("B alone" if arguments.flex else "B alone, half the capacity")
     with serving(arguments, SLOTS, TOKENS):
         alone = run("B alone")
         with loaded(arguments):
@@ -172,7 +186,8 @@ def main() -> None:
         print(f"| {row.name} | {times[0]} | {times[1]} | {row.tokens_per_second:.0f} |")
     total = both.tokens_per_second / crowd.tokens_per_second
     slower = both.quantile(0.99) / half.quantile(0.99)
-    print(f"\nB's p99 {slower:.2f} times that of half the capacity; total {total:.2f} of A alone")
+    reference = "alone" if arguments.flex else "half the capacity"
+    print(f"\nB's p99 {slower:.2f} times that of {reference}; total {total:.2f} of A alone")
 
 
 if __name__ == "__main__":

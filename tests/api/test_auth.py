@@ -164,7 +164,7 @@ async def test_time_tells_nobody_what_another_key_has_sent():
         own, others, new = (min(each) for each in taken.values())
         print(f"own {own * 1000:.2f} ms, another's {others * 1000:.2f}, nobody's {new * 1000:.2f}")
         assert own < 0.5 * new  # else there would be nothing to tell
-        assert abs(others - new) < 0.3 * (new - own)
+        assert abs(others - new) < 0.5 * (new - own)
 
 
 async def test_vectors_share_no_cache_between_keys_either():
