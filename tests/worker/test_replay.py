@@ -1,0 +1,81 @@
+"""A request that goes on in another engine gets the tokens, and the bits of log-probabilities, that
+it would have got: its output so far is computed as a prompt there, among others.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from servd.config import Config
+from servd.core.engine_core import EngineCore
+from servd.core.engine_core_proc import start_executor
+from servd.hf import DEMO_FOLDER, read_spec
+from servd.messages import EngineCoreRequest
+from servd.params import SamplingParams
+from servd.resolve import Machine, resolve
+from servd.worker.ops import native
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no CPU kernels")
+
+
+def make_engine() -> EngineCore:
+    """One of the demo model, with real blocks and steps small enough to cut prompts."""
+    options = {"model": "demo", "device": "cpu", "kv_cache_memory": 1 << 26}
+    spec = read_spec(str(DEMO_FOLDER))
+    config = resolve(Config.load({**options, "max_num_batched_tokens": 96}), spec, Machine())
+    executor, worker = start_executor(config, spec, lambda phase, progress: None)
+    return EngineCore(config, spec, executor, worker)
+
+
+def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, list[Any]]:
+    """By request, each token with its log-probabilities."""
+    found: dict[str, list[Any]] = {}
+    for request in requests:
+        engine.handle(request)
+    while engine.has_work:
+        for outputs in engine.step().values():
+            for each in outputs.outputs:
+                scores = each.logprobs or [None] * len(each.new_token_ids)
+                found.setdefault(each.request_id, []).extend(
+                    zip(each.new_token_ids, scores, strict=True)
+                )
+    return found
+
+
+def make_request(
+    name: str, draw: random.Random, size: int, length: int, **params: Any
+) -> EngineCoreRequest:
+    """A prompt of random tokens."""
+    prompt = [draw.randrange(3, 3999) for _ in range(size)]
+    sampling = SamplingParams(max_tokens=length, ignore_eos=True, **params)
+    return EngineCoreRequest(name, prompt, sampling, eos_token_ids=[])
+
+
+@pytest.mark.parametrize("size", [1, 17, 40])
+def test_replayed_at_any_position_a_request_gets_the_same_bits(size):
+    draw, living, next_one = random.Random(size), make_engine(), make_engine()
+    request = make_request("r", draw, size, 120, temperature=1.0, seed=size, logprobs=2)
+    whole = run(living, [request])["r"]
+    # Beginnings and ends of blocks, and several positions at once: they find one another's blocks.
+    for places in ([1], [15, 16, 17], [31], [64, 3, 100], [draw.randrange(120) for _ in range(8)]):
+        replayed = [
+            msgspec.structs.replace(
+                request,
+                request_id=f"{place}/{number}",
+                output_token_ids={0: [token_id for token_id, _ in whole[:place]]},
+                block_hashes=[],
+            )
+            for number, place in enumerate(places)
+        ]
+        others = [
+            make_request(f"o{i}", draw, draw.randrange(1, 90), draw.randrange(1, 60), seed=i)
+            for i in range(draw.randrange(5))
+        ]
+        both = draw.sample([*replayed, *others], len(replayed) + len(others))
+        found = run(next_one, both)
+        for each, place in zip(replayed, places, strict=True):
+            assert found[each.request_id] == whole[place:], (place, len(others))
