@@ -53,7 +53,7 @@ def api_server() -> None:
     def count(metrics: Metrics, choice: ChoiceTimes, num_tokens: int, now_ns: int) -> None:
         choice.num_tokens += num_tokens
 
-    def forget(tracer: Tracer, request_id: str) -> Timeline:
+    def forget(tracer: Tracer, request_id: str, *_: object) -> Timeline:
         return tracer.running.pop(request_id, None) or Timeline(request_id)
 
     async def send_on(send: Send, message: Message, blocked: object) -> None:
