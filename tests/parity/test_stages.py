@@ -23,6 +23,7 @@ from tests.core.structured_output.test_manager import Driver
 from tests.parity.families import CASES, greedy
 from tests.worker import stages
 from tests.worker.driver import config_for
+from tests.worker.recorded import use_recorded_runner
 
 NUM_OUTPUTS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS)
@@ -141,6 +142,17 @@ def test_each_weight_is_in_the_stage_that_needs_it(checkpoints, model_type: str,
     assert ends == [first, set(), norm | {"lm_head.weight"}]
     names = {name for name, _ in whole.named_parameters()}
     assert set().union(*found) == names | {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_stages_whose_decode_steps_are_graphs(checkpoints, monkeypatch, is_async: bool):
+    """As on CUDA: what is recorded reads and writes the same memory in each step."""
+    use_recorded_runner(monkeypatch)
+    folder = checkpoints("llama", "untied")
+    options = cramped(folder, pipeline_parallel_size=2) | {"async_scheduling": is_async}
+    engine = make_engine(stages.Executor, folder, **options)
+    assert all(worker.runner.graphs.graphs for worker in engine.executor.workers)
+    check(folder, engine)
 
 
 def test_tokens_that_a_grammar_forces_reach_all_stages():
