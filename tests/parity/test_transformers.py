@@ -218,7 +218,36 @@ def test_biases_of_routers_keep_their_32_bits(tmp_path: Path):
     assert precise == {"e_score_correction_bias"}
 
 
-def build(folder: Path) -> Any:
+def build(folder: Path, num_ranks: int = 1) -> Any:
+    ranks = Parallel(0, num_ranks)
     return build_model(
-        hf.read_spec(folder), torch.bfloat16, torch.device("cpu"), Parallel(), "transformers"
+        hf.read_spec(folder), torch.bfloat16, torch.device("cpu"), ranks, "transformers"
     )
+
+
+@pytest.mark.parametrize(("model_type", "num_heads"), [("gpt_neox", 2), ("olmo2", 4)])
+def test_a_rank_has_its_share(tmp_path: Path, model_type: str, num_heads: int):
+    """That ranks together are right: tests/worker/test_parallel.py. The plan of OLMo 2, which
+    norms all heads at once, leaves attention whole."""
+    folder = make(tmp_path, model_type, CLASSES[model_type])
+    whole, share = build(folder), build(folder, 2)
+    sizes = [
+        sum(weight.numel() for name, weight in model.named_parameters() if "mlp" in name)
+        for model in (whole, share)
+    ]
+    assert sizes[1] < 0.55 * sizes[0]
+    assert {layer.query_shape[1] for layer in attention_layers(share)} == {num_heads}
+    assert {layer.query_shape[1] for layer in attention_layers(whole)} == {4}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("qwen2_moe", r"mlp\.experts.*: --tensor-parallel-size splits no experts"),
+        ("opt", "transformers has no plan for it"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(tmp_path: Path, model_type: str, reason: str):
+    folder = make(tmp_path, model_type, CLASSES[model_type])
+    with pytest.raises(UnsupportedModel, match=f"cannot run in servd: .*{reason}"):
+        build(folder, 2)

@@ -15,6 +15,7 @@ from servd.lora import Adapter
 from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.worker.worker import Worker
 from tests.adapters import write_adapter
+from tests.parity.causal_classes import make
 from tests.parity.families import CASES, GPT2, LLAMA, QWEN3_MOE, greedy, make_checkpoint
 from tests.worker.driver import GREEDY, config_for
 
@@ -26,8 +27,10 @@ def generate(
     rank: int, size: int, folder: str, adapter: Adapter | None, address: str | None, result: str
 ) -> None:
     """Run one rank of a model, then with an adapter; write tokens and logits of the first steps."""
+    impl = "transformers" if folder.endswith("through") else "auto"
+    options = {"enable_lora": adapter is not None, "model_impl": impl}
     worker = Worker(
-        config_for(folder, tensor_parallel_size=size, enable_lora=adapter is not None),
+        config_for(folder, tensor_parallel_size=size, **options),
         read_spec(folder),
         rank,
         lambda *_: None,
@@ -101,10 +104,36 @@ def adapter_of(folder: Path) -> Adapter:
 )
 def test_two_ranks_equal_one(tmp_path: Path, model_type: str, options: dict[str, object]):
     folder = make_checkpoint(tmp_path / "model", model_type, options)
+    check(folder, adapter_of(tmp_path) if model_type == "llama" else None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("gpt_neox", "GPTNeoXForCausalLM"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("llama", "LlamaForCausalLM"),
+                ("glm", "GlmForCausalLM"),
+                ("olmo2", "Olmo2ForCausalLM"),
+                ("starcoder2", "Starcoder2ForCausalLM"),
+            )
+        ),
+    ],
+)
+def test_two_ranks_equal_one_through_transformers(
+    tmp_path: Path, model_type: str, architecture: str
+):
+    check(make(tmp_path / "through", model_type, architecture))
+
+
+def check(folder: Path, adapter: Adapter | None = None) -> None:
+    """Tokens and logits of two ranks are those of one; of greedy tokens, transformers' own."""
+    tmp_path = folder.parent
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    adapter = adapter_of(tmp_path) if model_type == "llama" else None
     generate(0, 1, str(folder), adapter, None, str(tmp_path / "one"))
     address, two = f"tcp://127.0.0.1:{port}", str(tmp_path / "two")
     mp.spawn(generate, (2, str(folder), adapter, address, two), nprocs=2)

@@ -40,16 +40,29 @@ from servd.worker.parallel import Parallel
 
 # Found by tests/parity/test_causal_classes.py.
 DIFFERENT = ("MoshiForCausalLM",)
+# Styles of transformers' plans for tensor parallelism: which dimension of a linear layer ranks
+# share, and those that leave it whole here.
+SPLIT = {"colwise": 0, "rowwise": 1}
+WHOLE = {
+    "colwise_gather_output", "rowwise_split_input", "mla_kv_a_proj", "replicate",
+    "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise",
+}  # fmt: skip
 
 
 class Linear(nn.Linear):
     """With servd's product."""
 
     weight: Matrix  # pyright: ignore[reportIncompatibleVariableOverride]
+    servd_ranks: Parallel | None = None  # each has a slice of the inputs
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        out = self.weight.product(input.reshape(-1, input.shape[-1]), self.bias)
+        x = input.reshape(-1, input.shape[-1])
+        if self.servd_ranks is None:
+            out = self.weight.product(x, self.bias)
+        else:
+            out = self.servd_ranks.all_reduce(self.weight.product(x))
+            out = out if self.bias is None else out + self.bias
         return out.view(*input.shape[:-1], -1)
 
 
@@ -109,13 +122,10 @@ class TransformersForCausalLM(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        if parallel.size > 1:
-            raise UnsupportedModel(
-                f"{spec.architecture} runs through transformers, on one device so far: leave "
-                "--tensor-parallel-size at 1"
-            )
         try:
             self.hf = build(spec)
+            if parallel.size > 1:
+                split(self.hf, parallel.size)
             max_model_len = spec.max_model_len or spec.max_position_embeddings
             layers, linears = inspect(self.hf, spec.num_layers, max_model_len)
         except UnsupportedModel as error:
@@ -228,6 +238,38 @@ def build(spec: ModelSpec) -> Any:
     return model.requires_grad_(False).eval()  # in training, OPT leaves out layers by chance
 
 
+def split(model: Any, size: int) -> None:
+    """Leave linear layers a rank's share, as the plan of transformers says: what looks at the model
+    after this finds the heads of one rank.
+
+    Raises:
+        UnsupportedModel: there is no plan, or it splits what servd does not.
+    """
+    parts = {**dict(model.named_parameters()), **dict(model.named_modules())}
+    plan: dict[str, str] = model._tp_plan or {}
+    if not SPLIT.keys() & plan.values():
+        raise UnsupportedModel("transformers has no plan for it: leave --tensor-parallel-size at 1")
+    for pattern, style in plan.items():
+        rule = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name, linear in parts.items():
+            if style in WHOLE or not rule.fullmatch(name):
+                continue
+            if style not in SPLIT or type(linear) is not nn.Linear:
+                raise UnsupportedModel(
+                    f"{name}: --tensor-parallel-size splits no experts ({style})"
+                )
+            dim = vars(linear)["servd_split"] = SPLIT[style]
+            if linear.weight.shape[dim] % size:
+                raise UnsupportedModel(
+                    f"{name}: --tensor-parallel-size {size} must divide {linear.weight.shape[dim]}"
+                )
+            kept = linear.weight.chunk(size, dim)[0]
+            linear.out_features, linear.in_features = kept.shape
+            linear.weight = nn.Parameter(kept, requires_grad=False)
+            if linear.bias is not None and dim == 0:
+                linear.bias = nn.Parameter(linear.bias.chunk(size)[0], requires_grad=False)
+
+
 def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: Parallel) -> None:
     """Servd's weights in place of all parameters, and of buffers that checkpoints have; and its
     products in these linear layers.
@@ -238,8 +280,12 @@ def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: P
     for path, module in list(model.named_modules()):
         is_linear = path in linears
         is_table = isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size
+        dim = getattr(module, "servd_split", None)
         if is_linear:
             module.__class__ = Linear  # pyright: ignore[reportAttributeAccessIssue]
+            vars(module)["servd_ranks"] = parallel if dim == 1 else None
+        elif dim is not None:
+            raise UnsupportedModel(f"{path}: --tensor-parallel-size splits only products")
         elif is_table:
             # Before nn.Embedding in the order of bases, so that a subclass goes on to it.
             kind = type(module)
@@ -258,7 +304,11 @@ def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: P
         for name, old in stored.items():
             if id(old) not in made:
                 is_matrix = name == "weight" and (is_linear or is_table)
-                weight = (Matrix if is_matrix else Weight)(old.shape or (1,), parallel)
+                shape, shard_dim = [*old.shape] or [1], dim if is_matrix or dim == 0 else None
+                if shard_dim is not None:
+                    shape[shard_dim] *= parallel.size
+                kind = Matrix if is_matrix else Weight
+                weight = kind(shape, parallel, shard_dim=shard_dim)
                 is_precise = re.search(rf"(^|\.)({precise})($|\.)", f"{path}.{name}")
                 if is_precise or not old.dtype.is_floating_point:
                     dtype = torch.float32 if is_precise else old.dtype

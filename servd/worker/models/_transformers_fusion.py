@@ -143,7 +143,10 @@ def fuse(model: Any, attentions: list[nn.Module], linears: set[str], parallel: P
 
 
 def _stack(module: Any, name: str, parts: tuple[str, ...], parallel: Parallel) -> None:
-    first, sizes = module._modules[parts[0]], [module._modules[p].out_features for p in parts]
+    first = module._modules[parts[0]]
+    if getattr(first, "servd_split", None) is None:  # all ranks have all of it
+        parallel = Parallel()
+    sizes = [module._modules[part].out_features * parallel.size for part in parts]
     for part in parts:
         delattr(module, part)
     has_bias = first.bias is not None
