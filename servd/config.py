@@ -104,7 +104,7 @@ class ModelConfig(Section, frozen=True):
         about(
             "What a CPU with AMX or AVX-512 VNNI may round activations to where the weights have 4 "
             "or 8 bits. auto: nothing that float32 would not. int8: a scale per token, or per 1024 "
-            "numbers of it; prompts and batches are faster."
+            "numbers of it, or 32 with weights in groups; prompts and batches are faster."
         ),
     ] = "auto"
     max_model_len: Annotated[

@@ -45,6 +45,15 @@ class Packed:
         raise NotImplementedError
 
 
+def spread(x: Tensor, is_inverse: bool = False) -> Tensor:
+    """Rows of float32 [n, size] turned, so that what is large in one place is spread over all of
+    them, and a scale for each row is fine enough. Products of two turned rows are what they were.
+    """
+    out = torch.empty(x.shape)
+    call("spread", x.contiguous(), *x.shape, is_inverse, out)
+    return out
+
+
 class PackedMatrix(Packed):
     """
     Args:
@@ -52,12 +61,18 @@ class PackedMatrix(Packed):
         scale: float32 [out]: factor on each row, for int8.
         x_dtype: what the rows of x may be rounded to where that is faster: by AMX or VNNI, if the
             weight is of this type. int8 has a scale for each row, or 1024 numbers of it.
+        is_spread: the weight's rows are of `spread`.
     """
 
     def __init__(
-        self, weight: Tensor, scale: Tensor | None = None, x_dtype: torch.dtype = torch.float32
+        self,
+        weight: Tensor,
+        scale: Tensor | None = None,
+        x_dtype: torch.dtype = torch.float32,
+        is_spread: bool = False,
     ) -> None:
         super().__init__(weight.shape)
+        self.is_spread = is_spread
         self.type = TYPES[weight.dtype]
         self.num_terms = 1 if weight.dtype == x_dtype else EXACT_TERMS
         self.scale = scale
@@ -65,6 +80,7 @@ class PackedMatrix(Packed):
         self.nbytes = self.packed.nbytes + (scale.nbytes if scale is not None else 0)
 
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        x = spread(x) if self.is_spread else x
         given = self.type, self.num_terms, x, *x.shape, self.packed, self.scale, bias
         call("matmul", *given, out, out.stride(0), out.shape[1])
 
@@ -74,7 +90,7 @@ class PackedMatrix(Packed):
         out = torch.empty(len(index), self.shape[1])
         given = self.type, self.num_terms, self.packed, self.scale
         call("gather_rows", *given, *self.shape, index, len(index), out)
-        return out
+        return spread(out, is_inverse=True) if self.is_spread else out
 
 
 class GroupedMatrix(Packed):
@@ -158,7 +174,7 @@ class ExpertMatrices:
     def kind(matrix: object) -> tuple[object, ...] | None:
         """What all of the matrices have in common; None: they cannot be these."""
         if isinstance(matrix, PackedMatrix):
-            return matrix.type, matrix.num_terms, matrix.scale is None
+            return matrix.type, matrix.num_terms, matrix.scale is None, matrix.is_spread
         if isinstance(matrix, GroupedMatrix) and matrix.columns is None:
             table = None if matrix.table is None else tuple(matrix.table.tolist())
             of_scales = matrix.scale_type, matrix.offset is None, matrix.group_size
@@ -168,6 +184,8 @@ class ExpertMatrices:
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         """See `GroupedForm`."""
         x, first = x.contiguous(), self.matrices[0]
+        if isinstance(first, PackedMatrix) and first.is_spread:
+            x = spread(x)
         num_rows = len(x) if index is None else len(index)
         out = torch.empty(num_rows, self.out_features)
         given = (x, *x.shape, index, starts, len(self.matrices), self.packed)

@@ -1,4 +1,9 @@
-"""8 bits per weight and a scale per output, rounded to nearest; activations may be too."""
+"""8 bits per weight and a scale per output, rounded to nearest; activations may be too.
+
+On a CPU it is rows turned by `packed.spread` that are rounded (as QuaRot does, arXiv 2404.00456):
+where few numbers of a row are much larger than the others, a scale for all would leave these next
+to nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +15,23 @@ from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form
 from servd.worker.ops import native
 
+ROWS = 1024  # at once: what is computed in float32 on the way is several times as large
 MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one of floats
 
 
 def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> Form:
     """[out, in] of any float type; x_dtype: see `PackedMatrix`."""
-    wide = weight.float()
-    scale = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
-    rounded = (wide / scale.unsqueeze(1)).round_().to(torch.int8)
-    if weight.device.type == "cpu" and native.library() is not None:
-        return packed.PackedMatrix(rounded, scale, x_dtype)
-    return Int8Matrix(rounded, scale.to(weight.dtype))
+    is_native = weight.device.type == "cpu" and native.library() is not None
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(len(weight), device=weight.device)
+    for start in range(0, len(weight), ROWS):
+        part = slice(start, start + ROWS)
+        wide = packed.spread(weight[part].float()) if is_native else weight[part].float()
+        scale[part] = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
+        codes[part] = (wide / scale[part].unsqueeze(1)).round_()
+    if is_native:
+        return packed.PackedMatrix(codes, scale, x_dtype, is_spread=True)
+    return Int8Matrix(codes, scale.to(weight.dtype))
 
 
 class Int8Matrix:

@@ -137,6 +137,40 @@ def test_activations_are_rounded_at_most_to_what_they_may(case):
 
 
 @pytest.mark.usefixtures("kernels")
+def test_large_activations_leave_the_others_of_their_row_exact():
+    """Each run of 32 has a scale of its own."""
+    quantized = example((40, 1000), 1000, torch.int8, torch.float32, False, None)
+    quantized.codes[:, 64:96] = 0
+    packed, x = GroupedMatrix(quantized, torch.int8), inputs(3, 1000)
+    x[:, 64:96] *= 1e5
+    expected = x.double() @ quantized.dequantize().double().T
+    assert (packed.multiply(x, None) - expected).norm() <= 2**-6 * expected.norm()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("table", [(-128, -113), (112, 127), (-8, 7)], ids=str)
+@pytest.mark.parametrize(("size", "group_size"), [(8229, 32), (4099, 128), (1025, 96)])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+def test_the_largest_sums_are_those_of_integers(
+    table: tuple[int, int], size: int, group_size: int, x_dtype: torch.dtype
+):
+    """Codes and activations at their ends, of one sign or of both."""
+    values = tuple(map(float, range(table[0], table[1] + 1)))
+    ends = torch.tensor([[0], [15]], dtype=torch.uint8).expand(2, size).contiguous()
+    ends = torch.cat([ends, (torch.arange(size) % 2 * 15).to(torch.uint8).unsqueeze(0)])
+    scale = torch.ones(3, -(-size // group_size))
+    packed = GroupedMatrix(Quantized(ends, scale, None, group_size, values), x_dtype)
+    whole = packed.rows(torch.arange(3)).long()
+    assert set(whole.flatten().tolist()) == {int(values[0]), int(values[-1])}
+    x = torch.tensor([[127], [-127]]).expand(2, size).contiguous()
+    x = torch.cat([x, 127 - 254 * (torch.arange(size) % 2).unsqueeze(0)])
+    expected, most = x @ whole.T, 127 * whole.abs().sum(1)
+    error = packed.multiply(x.float(), None).double() - expected
+    rounded = 1e-6 if native.loaded_library().name in ROUNDING else 2**-24 * size  # float32 sums
+    assert bool((error.abs() <= rounded * most).all())
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_beyond_the_end_is_touched(case, x_dtype: torch.dtype):

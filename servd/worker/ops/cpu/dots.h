@@ -72,6 +72,7 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
                      const char*& from, Prefetch& ahead) {
     const int64_t to_prefetch = Weights::K * ahead.step;
     IntVec own[ROWS][2];  // GCC may leave in memory what it is given
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) own[row][0] = sums[row][0], own[row][1] = sums[row][1];
     for (int64_t i = 0; i < bytes; i += 4, from += Weights::SIZE) {
         __builtin_prefetch(ahead.line, 0, 2);
@@ -88,6 +89,7 @@ inline void add_dots(IntVec (&sums)[ROWS][2], const void* x, int64_t bytes, cons
             own[row][1] = Weights::add(own[row][1], w1, a);
         }
     }
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) sums[row][0] = own[row][0], sums[row][1] = own[row][1];
 }
 
@@ -118,6 +120,7 @@ struct Dots {
         IntVec sums[ROWS][2];
         const auto at = [&](int row, int half) { return y + row * y_stride + half * WIDTH; };
         const char* from = (const char*)w;
+#pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++)
             for (int half = 0; half < 2; half++)
                 sums[row][half] = is_first ? IntVec{} : *(const IntVec*)at(row, half);
@@ -135,8 +138,8 @@ struct Dots {
     }
 };
 
-// Weights in groups. The sums of a run of k, which is within a group, are multiplied with its
-// scale.
+// Weights in groups. The sums of a run of k, which is within a group, are multiplied with its scale
+// and with that of x: one term is so much nearer to x where its runs are short.
 template <typename W, int TERMS>
 struct GroupedDots {
     using X = int8_t;
@@ -145,14 +148,14 @@ struct GroupedDots {
     static constexpr int MR = 6 / TERMS;  // sums in float32 need registers, too
     static constexpr int64_t MAX_KC = TERM_BYTES, SHORT = 32, LONG = 128, KC_UNIT = LONG;
     static constexpr int64_t ROW_BYTES = NR * BITS<W> / 8;
-    // After the numbers of a term, what the sums of its runs begin with; then those of the row: the
-    // sums of x in its runs, for offsets, and its scale.
+    // After the numbers of a term, what the sums of its runs begin with; then those of the row: x's
+    // sums in its runs, for offsets, and its scales.
     static constexpr int64_t RUNS = MAX_KC / SHORT;
     struct Term {
         int8_t x[MAX_KC];
         int32_t begin[RUNS];
-        float total[RUNS];
-        float scale, fill[LINE / 4 - 1];  // terms are not on the same lines of the cache
+        float total[RUNS], scale[RUNS];
+        float fill[LINE / 4];  // terms are not on the same lines of the cache
     };
 
     const uint8_t* packed;
@@ -168,7 +171,9 @@ struct GroupedDots {
         return {(const char*)packed + before * ROW_BYTES, panel, start};
     }
     int64_t x_stride() const { return TERMS * sizeof(Term); }
-    int64_t run() const { return groups.size % LONG && groups.size < k ? SHORT : LONG; }
+    int64_t run() const {
+        return TERMS == 1 || (groups.size % LONG && groups.size < k) ? SHORT : LONG;
+    }
     static int64_t first_row(int64_t tile, int64_t tiles, int64_t rows) {
         return rows * tile / tiles;
     }
@@ -176,16 +181,17 @@ struct GroupedDots {
     void copy(const float* from, int64_t kc, int8_t* to) const {
         Term* const terms = (Term*)to;
         const int more = Weights(groups.table).more;
-        terms->scale = to_terms(from, kc, TERMS, to, sizeof(Term));
         for (int64_t i = 0, number = 0; i < kc; i += run(), number++) {
-            float total = 0, unit = 1;
+            const int64_t count = std::min(run(), kc - i), end = (count + WIDTH - 1) / WIDTH * WIDTH;
+            const float scale = to_terms(from + i, count, end, TERMS, to + i, sizeof(Term));
+            float total = 0, unit = scale;
             for (int term = 0; term < TERMS; term++, unit /= FINER) {
                 const int8_t* x = terms[term].x;
-                const int sum = std::accumulate(x + i, x + std::min(i + run(), kc), 0);
+                const int sum = std::accumulate(x + i, x + i + count, 0);
                 terms[term].begin[number] = -more * sum;
                 total += unit * sum;
             }
-            terms->total[number] = total;
+            terms->total[number] = total, terms->scale[number] = scale;
         }
     }
 
@@ -214,19 +220,24 @@ struct GroupedDots {
                 offset[half] = groups.offset ? load_as(groups.type, groups.offset, column) : Vec{};
             }
             IntVec sums[ROWS * TERMS][2];
+#pragma GCC unroll 16
             for (int row = 0; row < ROWS * TERMS; row++)
                 sums[row][0] = sums[row][1] = x[row].begin[number] - IntVec{};
             const int64_t bytes = std::min(run, kc - i);
             add_dots<ROWS * TERMS, sizeof(Term)>(sums, x->x + i, bytes, values, from, ahead);
+#pragma GCC unroll 2
             for (int half = 0; half < 2; half++)
+#pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++) {
                     __m512 sum = _mm512_cvtepi32_ps((__m512i)sums[row * TERMS + TERMS - 1][half]);
                     for (int term = TERMS - 2; term >= 0; term--)
                         sum = _mm512_fmadd_ps(
                             sum, _mm512_set1_ps(1 / FINER),
                             _mm512_cvtepi32_ps((__m512i)sums[row * TERMS + term][half]));
+                    const Term& of_row = x[row * TERMS];
+                    sum = _mm512_mul_ps(sum, _mm512_set1_ps(of_row.scale[number]));
                     acc[row][half] = _mm512_fmadd_ps(sum, (__m512)scale[half], acc[row][half]);
-                    const __m512 total = _mm512_set1_ps(x[row * TERMS].total[number]);
+                    const __m512 total = _mm512_set1_ps(of_row.total[number]);
                     acc[row][half] = _mm512_fmadd_ps(total, (__m512)offset[half], acc[row][half]);
                 }
         }
@@ -235,8 +246,7 @@ struct GroupedDots {
                 const int count = out.columns - half * WIDTH;
                 float* const y = out.y + row * out.stride + half * WIDTH;
                 const Vec before = out.is_first_k ? Vec{} : load_up_to(y, count);
-                const __m512 scale = _mm512_set1_ps(x[row * TERMS].scale);
-                store_up_to(y, (Vec)_mm512_fmadd_ps(acc[row][half], scale, (__m512)before), count);
+                store_up_to(y, (Vec)acc[row][half] + before, count);
             }
         if (out.is_last_k && out.bias) epilogue(out, ROWS);
     }

@@ -62,6 +62,7 @@ void norm(int centered, const float* x, int64_t per_stride, int64_t stride, cons
           const float* weight, const float* bias, float eps, float* out, float* sums, int64_t rows,
           int64_t size);
 void scale(const float* x, float factor, const float* residual, int64_t count, float* out);
+void spread(const float* x, int64_t rows, int64_t size, int is_inverse, float* out);
 void activate(const float* x, int64_t rows, int64_t size, int function, int gated, float* out);
 
 // Which experts a token goes through, and the sum of what they yield: experts.cpp

@@ -1,5 +1,7 @@
 // Embedding, rotary positions, norms with the residual, activations and gates.
 
+#include <memory>
+
 #include "checks.h"
 #include "kernels.h"
 #include "threads.h"
@@ -68,6 +70,31 @@ void norm_rows(const float* x, int64_t per_stride, int64_t stride, const float* 
     });
 }
 
+// One or minus one, without a pattern.
+inline float sign_of(int64_t i) {
+    uint32_t bits = uint32_t(i) * 0x9e3779b1u;
+    bits = (bits ^ bits >> 15) * 0x85ebca6bu;
+    return bits >> 31 ? -1.0f : 1.0f;
+}
+
+// Hadamard's transform of x [2^n] after signs, or the inverse of both; `other` is as long. A step
+// has the sums and differences of x's halves by turns; n of them are the transform.
+void transform(float* x, float* other, int64_t size, bool is_inverse) {
+    const float factor = 1 / sqrtf(float(size));
+    for (int64_t i = 0; !is_inverse && i < size; i++) x[i] *= factor * sign_of(i);
+    float *now = x, *next = other;
+    for (int64_t done = 1; done < size; done *= 2, std::swap(now, next)) {
+        const float* __restrict from = now;
+        float* __restrict to = next;
+        for (int64_t i = 0; i < size / 2; i++) {
+            const float a = from[i], b = from[i + size / 2];
+            to[2 * i] = a + b, to[2 * i + 1] = a - b;
+        }
+    }
+    if (now != x) std::copy_n(now, size, x);
+    for (int64_t i = 0; is_inverse && i < size; i++) x[i] *= factor * sign_of(i);
+}
+
 }  // namespace
 
 namespace kernels {
@@ -107,6 +134,23 @@ void scale(const float* x, float factor, const float* residual, int64_t count, f
         const Vec scaled = load_up_to(x + i * WIDTH, left) * factor;
         store_up_to(out + i * WIDTH,
                     residual ? scaled + load_up_to(residual + i * WIDTH, left) : scaled, left);
+    });
+}
+
+// Rows of x [rows, size] turned, so that what is large in one place is spread over all of them;
+// products of two turned rows are what they were. The transform is of the first 2^n numbers, and
+// then of the last.
+void spread(const float* x, int64_t rows, int64_t size, int is_inverse, float* out) {
+    int64_t part = 1;
+    while (2 * part <= size) part *= 2;
+    const std::unique_ptr<float[]> others(new float[rows * part]);
+    parallel_for(rows, 1 + 4096 / (size + 1), [&](int64_t row) {
+        float *const to = out + row * size, *const other = &others[row * part];
+        std::copy_n(x + row * size, size, to);
+        const bool has_last = part < size;
+        if (has_last && is_inverse) transform(to + size - part, other, part, true);
+        transform(to, other, part, is_inverse);
+        if (has_last && !is_inverse) transform(to + size - part, other, part, false);
     });
 }
 

@@ -74,10 +74,10 @@ inline __m512 load_block(const float* from, int64_t i, int64_t kc) {  // 0 beyon
     return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from + i);
 }
 
-// int8: x over the scale, which makes the largest 127 and is returned. Each term is what the ones
-// before leave; three have an error of 2^-24 of the largest.
-inline float to_terms(const float* from, int64_t kc, int terms, int8_t* to, int64_t stride) {
-    const int64_t end = padded(kc, 4);
+// int8: x over the scale, which makes the largest 127 and is returned; zeros after it, up to `end`.
+// Each term is what the ones before leave; three have an error of 2^-24 of the largest.
+inline float to_terms(const float* from, int64_t kc, int64_t end, int terms, int8_t* to,
+                      int64_t stride) {
     __m512 largest = _mm512_setzero_ps(), zero = largest;
     for (int64_t i = 0; i < end; i += WIDTH) {
         const __m512 x = load_block(from, i, kc);

@@ -92,7 +92,7 @@ void Tiled<BFloat16>::multiply(Task& task, const BFloat16* x, int rows, Cursor w
 
 template <>
 void Tiled<int8_t>::copy(const float* from, int64_t kc, int8_t* to) const {
-    const float scale = to_terms(from, kc, terms, to, TERM_STRIDE);
+    const float scale = to_terms(from, kc, padded(kc, 4), terms, to, TERM_STRIDE);
     memcpy(to + TERM_BYTES, &scale, sizeof scale);
     for (int term = 0; Unit::IS_UNSIGNED && term < terms; term++, to += TERM_STRIDE) {
         const int32_t begin = -Bytes::more * std::accumulate(to, to + kc, 0);

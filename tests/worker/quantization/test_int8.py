@@ -1,0 +1,91 @@
+"""8 bits made while loading: of turned rows, by every instruction set that this CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from servd.worker.layers import packed
+from servd.worker.layers.packed import PackedMatrix
+from servd.worker.ops import native
+from servd.worker.quantization import int8
+from tests.worker.cpu_kernels import forced
+
+ROUNDING = ("amx", "bf16", "vnni")  # kernels that multiply integers
+SIZES = (1, 2, 3, 64, 100, 576, 2500)
+
+
+@pytest.fixture(params=native.CAPABILITIES)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    yield from forced(request.param, monkeypatch)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", SIZES)
+def test_turned_rows_have_the_same_products_and_can_be_turned_back(size: int):
+    x, w = random(5, size), random(7, size)
+    turned = packed.spread(x)
+    products = turned.double() @ packed.spread(w).double().T
+    torch.testing.assert_close(products, x.double() @ w.double().T, rtol=0, atol=1e-5 * size**0.5)
+    torch.testing.assert_close(packed.spread(turned, is_inverse=True), x, rtol=0, atol=1e-5)
+    assert torch.equal(packed.spread(x[3:4]), turned[3:4])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", SIZES[3:])
+@pytest.mark.parametrize("start", [0, -1, 40], ids=str)
+def test_what_is_large_in_one_place_or_everywhere_is_spread(size: int, start: int):
+    x = torch.stack([torch.zeros(size), torch.ones(size), torch.arange(size) % 2 * 2.0 - 1])
+    x[0, start] = 1
+    turned = packed.spread(x)
+    most = turned.abs().amax(1) / turned.square().mean(1).sqrt()
+    assert bool((most < 6).all())  # of its root mean square
+
+
+def test_all_instruction_sets_turn_to_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    results = []
+    for name in native.CAPABILITIES:
+        monkeypatch.setenv(native.SWITCH, name)
+        native.library.cache_clear()
+        if native.library() is not None:
+            results.append(packed.spread(random(4, 2500)))
+    native.library.cache_clear()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+def test_few_large_activations_leave_the_others_exact(x_dtype: torch.dtype):
+    weight, x = random(50, 576), random(9, 576)
+    x[:, [5, 300]] *= 50
+    weight[:, [5, 300]] /= 50  # as models have it: what is large is multiplied with small numbers
+    form, expected = int8.quantize(weight, x_dtype), x.double() @ weight.double().T
+    error = (form.multiply(x, None) - expected).norm() / expected.norm()
+    rounded = (weight / (scale := weight.abs().amax(1) / 127)[:, None]).round().to(torch.int8)
+    plain = PackedMatrix(rounded, scale, x_dtype).multiply(x, None) - expected
+    assert error < 0.06
+    if x_dtype == torch.int8 and native.loaded_library().name in ROUNDING:
+        assert plain.norm() > 0.1 * expected.norm()
+    rows = form.rows(torch.tensor([49, 3]))
+    assert (rows - weight[[49, 3]]).norm() < 0.01 * weight[[49, 3]].norm()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [1025, 4099, 16384])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
+def test_the_largest_sums_are_those_of_integers(size: int, x_dtype: torch.dtype):
+    """Codes and activations at their ends, of one sign or of both."""
+    codes = torch.tensor([[-128], [127]]).expand(2, size).contiguous()
+    codes = torch.cat([codes, 127 - 255 * (torch.arange(size) % 2).unsqueeze(0)])
+    x = torch.tensor([[127], [-127]]).expand(2, size).contiguous()
+    x = torch.cat([x, 127 - 254 * (torch.arange(size) % 2).unsqueeze(0)])
+    form = PackedMatrix(codes.to(torch.int8), torch.ones(3), x_dtype)
+    error = form.multiply(x.float(), None).double() - x @ codes.T
+    rounded = 1e-6 if native.loaded_library().name in ROUNDING else 2**-24 * size  # float32 sums
+    assert bool((error.abs() <= rounded * 127 * 128 * size).all())
