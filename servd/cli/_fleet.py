@@ -26,7 +26,7 @@ from servd.messages import (
 )
 from servd.params import PoolingParams, SamplingParams
 
-LOOKED_AT = 64  # engines beyond which only every 16th request is compared with all caches
+LOOKED_AT = 16  # caches that a request is compared with on average; at most 64, or only some are
 ROUTING, BALANCING = "servd", "round-robin"  # where nothing else is asked for
 OWN_BLOCK = 1 << 70  # blocks that no other request has are numbered from here
 
@@ -243,7 +243,8 @@ class Fleet:
             rank = self.choose_engine(self, ranks, self._load_of_engine, line)
         else:
             rank = ranks[0]
-        if len(self.engines) > 1 and (len(self.engines) <= LOOKED_AT or not self.num_requests % 16):
+        size = len(self.engines)
+        if size > 1 and self.num_requests % (1 if size <= 64 else size // LOOKED_AT) == 0:
             tally.num_compared += line.input_length
             self._compare(blocks[: (line.input_length - 1) // self.cache.block_size], rank)
         message.block_hashes = cast("list[bytes]", blocks)  # they are only compared
