@@ -111,7 +111,8 @@ class Rounds:
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name, self.arguments = name, arguments
-        self.options, self.faults = SETUPS[name]
+        self.options, possible = SETUPS[name]
+        self.faults = [each for each in possible if each in (arguments.faults or possible)]
         self.random = random.Random(arguments.seed)
         self.problems: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
@@ -287,6 +288,7 @@ def main() -> int:
     parser.add_argument("setups", nargs="*", metavar="SETUP", help=f"of {', '.join(SETUPS)}")
     parser.add_argument("--rounds", type=int, default=50, metavar="N", help="of each setup")
     parser.add_argument("--seconds", type=float, default=900.0, metavar="S", help="for each setup")
+    parser.add_argument("--faults", nargs="+", choices=[*SIGNALS, "worker killed", *ERRORS])
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of servd serve")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--log", default="/dev/null", metavar="FILE", help="the servers'")
