@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from servd.hf import FAKE_SPEC
+from servd.worker.layers._matrix import MakeForm
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.packed import PackedMatrix
 from servd.worker.models.llama import LlamaMLP
@@ -32,7 +33,7 @@ def filled(module: torch.nn.Module, form: str) -> torch.nn.Module:
     """With random weights."""
     for parameter in module.parameters():
         parameter.data.normal_(std=0.02)
-        parameter.reform(FORMS[form])  # type: ignore[operator]
+        parameter.reform(MakeForm(FORMS[form]))  # type: ignore[operator]
     return module
 
 
