@@ -177,8 +177,8 @@ def describe(frame: FrameType, result: Any) -> str:
             return f"step {step}: " + "; ".join(describe_step(result))
         case ModelRunnerOutput(sampled_token_ids=ids):
             return f"sampled {shorten(ids)}"
-        case ([(str(), CompletionOutput()), *_] as deltas, _):
-            return f"text {''.join(delta.text for _, delta in deltas)!r}"
+        case (str(), CompletionOutput(text=text), list()):  # a generator's
+            return f"text {text!r}"
     if frame.f_code.co_filename == ipc.__file__:
         messages = [message, *(result if isinstance(result, list) else [result])]
         return "; ".join(
