@@ -10,10 +10,11 @@ from torch import Tensor
 
 from servd.sizes import format_bytes
 from servd.worker.device import available_memory, keep_freed_memory
-from servd.worker.input_batch import Decode, Forward, InputBatch
+from servd.worker.draft_chain import Chain, Drafter
+from servd.worker.input_batch import Forward, InputBatch
 from servd.worker.model_runner import ModelRunner
 from servd.worker.ops import native
-from servd.worker.program_runner import ProgramRunner
+from servd.worker.program_runner import ChainRunner, ProgramRunner
 from servd.worker.readers import StepPart
 
 log = logging.getLogger("servd.worker")
@@ -64,16 +65,27 @@ class CPUModelRunner(ModelRunner):
         if self.programs is not None:
             self.programs.variant = lambda: self.variant
 
+    @property
+    def makes_programs(self) -> bool:
+        """Whether what is computed can be recorded."""
+        is_alone = self.parallel.size == 1
+        return native.library() is not None and is_alone and not self.config.model.enforce_eager
+
     def make_programs(self, forward: Forward, max_num_rows: int) -> ProgramRunner | None:
         """None where they cannot be used."""
-        if native.library() is None or self.parallel.size > 1 or self.config.model.enforce_eager:
+        if not self.makes_programs:
             return None
         return ProgramRunner(forward, max_num_rows, self.states.block_tables.tables.shape[1])
 
-    def make_decoder(self, forward: Forward, max_num_rows: int) -> Decode:
+    def make_passes(self, forward: Forward, max_num_rows: int) -> Forward:
         """By programs."""
-        programs = self.make_programs(forward, max_num_rows)
-        return super().make_decoder(programs or forward, max_num_rows)
+        return self.make_programs(forward, max_num_rows) or forward
+
+    def make_chain(self, drafter: Drafter, max_num_rows: int) -> Chain:
+        """By programs."""
+        if not self.makes_programs:
+            return super().make_chain(drafter, max_num_rows)
+        return ChainRunner(drafter, self.states, max_num_rows=max_num_rows)
 
     def forward(self, batch: InputBatch) -> Tensor:
         """Decode steps by programs, others call by call."""

@@ -14,13 +14,9 @@ from servd.worker.attention import AttentionBatch
 from servd.worker.device import upload
 from servd.worker.request_states import RequestStates
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionBatch], torch.Tensor]
-"""input_ids and positions, int64 [num_tokens] each, and their attention, to hidden states
-[num_tokens, hidden].
-"""
-Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Slots and positions, int64 [num_rows] each, whose tokens are in `RequestStates`, to hidden states
-[num_rows, hidden], until the next call; each token is a row of the attention.
+Forward = Callable[..., torch.Tensor]
+"""input_ids and positions, int64 [num_tokens] each, their attention, and other inputs of the model,
+float32 [num_tokens, n], to hidden states [num_tokens, hidden].
 """
 
 

@@ -33,7 +33,8 @@ from servd.worker import kv_cache, model_loader, readers, spec_decode
 from servd.worker.attention import AttentionBatch, Backend, make_backend
 from servd.worker.block_store import BlockStore
 from servd.worker.device import upload
-from servd.worker.input_batch import Decode, Forward, InputBatch, decode_attention
+from servd.worker.draft_chain import Chain, Drafter
+from servd.worker.input_batch import Forward, InputBatch
 from servd.worker.isolation import Failures, forward_apart
 from servd.worker.layers.attention import ForwardContext, spec_of
 from servd.worker.lora.adapters import Adapters, check_modules
@@ -192,7 +193,7 @@ class ModelRunner(ABC):
         self.proposer = spec_decode.load(
             Target(
                 self.config, self.spec, self.model, self.states, self.parallel, self.backend,
-                self.make_decoder,
+                self.make_passes, self.make_chain,
             )
         )  # fmt: skip
         self.followers = [
@@ -314,14 +315,13 @@ class ModelRunner(ABC):
         """Hidden states [num_tokens, hidden] of a step."""
         return self.run(batch.input_ids, batch.positions, batch.attention)
 
-    def make_decoder(self, forward: Forward, max_num_rows: int) -> Decode:
+    def make_passes(self, forward: Forward, max_num_rows: int) -> Forward:
         """Decode passes of another model for the rows of this one, of `max_num_rows` at most."""
+        return forward
 
-        def decode(slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            attention = decode_attention(self.states, slots, positions)
-            return forward(self.states.token_ids[slots, positions].long(), positions, attention)
-
-        return decode
+    def make_chain(self, drafter: Drafter, max_num_rows: int) -> Chain:
+        """Drafts by another model for the rows of this one."""
+        return Chain(drafter, self.states)
 
     def run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from servd.worker.attention import AttentionBatch
+from servd.worker.draft_chain import Chain
 from servd.worker.input_batch import Forward
 from servd.worker.ops import native
 
@@ -47,21 +48,28 @@ class ProgramRunner:
         self.seq_lens = torch.ones(max_num_rows, dtype=torch.int64)
         self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
         self.tails: Tensor | None = None
+        self.others: list[Tensor] = []
         self.memory = Memory(max_num_rows)
         self.programs: dict[tuple[int, bool], Program] = {}
         self.variant: Callable[[], bool] = lambda: False  # which pass `forward` is now
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
-        """Hidden states [num_rows, hidden] of a decode step; until the next call."""
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
+    ) -> Tensor:
+        """Hidden states [num_rows, hidden] of a decode step; until the next call. `others` are
+        float32 [num_rows, n] each.
+        """
         if self.is_recordable:
             try:
-                return self._run(input_ids, positions, attention)
+                return self._run(input_ids, positions, attention, *others)
             except NotRecordable as error:
                 log.info("decode steps run call by call: %s", error)
                 self.is_recordable = False
-        return self.forward(input_ids, positions, attention)
+        return self.forward(input_ids, positions, attention, *others)
 
-    def _run(self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
+    def _run(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
+    ) -> Tensor:
         num_rows = len(input_ids)
         self.tokens[0, :num_rows] = input_ids
         self.tokens[1, :num_rows] = positions
@@ -72,12 +80,16 @@ class ProgramRunner:
             if self.tails is None:
                 self.tails = attention.tails.new_zeros(len(self.seq_lens), attention.tails.shape[1])
             self.tails[:num_rows] = attention.tails
+        for number, other in enumerate(others):
+            if number == len(self.others):
+                self.others.append(torch.zeros(len(self.seq_lens), other.shape[1]))
+            self.others[number][:num_rows] = other
         key = num_rows, self.variant()
         if (program := self.programs.get(key)) is None:
             program = self.programs[key] = self._record(num_rows)
         else:
             program.run()
-        return program.hidden
+        return program.results[0]
 
     def _record(self, num_rows: int) -> Program:
         input_ids, positions, slot_mapping = self.tokens[:, :num_rows]
@@ -91,8 +103,71 @@ class ProgramRunner:
             tails=None if self.tails is None else self.tails[:num_rows],
         )
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
-            hidden = self.forward(input_ids, positions, attention)
-        return Program(b"".join(recorder.calls), self.memory.lend(hidden))
+            others = [other[:num_rows] for other in self.others]
+            hidden = self.forward(input_ids, positions, attention, *others)
+        return Program(b"".join(recorder.calls), [self.memory.lend(hidden)])
+
+
+class ChainRunner(Chain):
+    """A chain of drafts as one program, for each number of rows and drafts; or pass by pass."""
+
+    def __init__(self, *arguments: Any, max_num_rows: int) -> None:
+        super().__init__(*arguments)
+        self.memory = Memory(max_num_rows)
+        max_num_blocks = self.states.block_tables.tables.shape[1]
+        self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
+        self.query_lens = np.ones(max_num_rows, dtype=np.int64)
+        self.is_recordable = True
+        self.features: Tensor | None = None  # [max_num_rows, hidden]
+        # By rows and drafts: positions, cache slots and lengths of all passes, and their program.
+        self.programs: dict[tuple[int, int], tuple[Tensor, Program]] = {}
+
+    def __call__(
+        self, features: Tensor, slots: Tensor, positions: Tensor, columns: Tensor
+    ) -> Tensor:
+        """See `Chain`."""
+        if self.is_recordable:
+            try:
+                return self._run(features, slots, positions, columns)
+            except NotRecordable as error:
+                log.info("drafts are made call by call: %s", error)
+                self.is_recordable = False
+        return super().__call__(features, slots, positions, columns)
+
+    def _run(self, features: Tensor, slots: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+        tables, num_rows = self.states.block_tables, len(slots)
+        mapping = tables.slot_mapping(slots, columns)
+        torch.index_select(tables.tables, 0, slots, out=self.block_tables[:num_rows])
+        if self.features is None:
+            self.features = features.new_zeros(len(self.block_tables), features.shape[1])
+        self.features[:num_rows] = features
+        key = num_rows, len(positions)
+        if found := self.programs.get(key):
+            numbers, program = found
+            torch.stack((positions, mapping, columns + 1), out=numbers)
+            program.run()
+        else:
+            numbers = torch.stack((positions, mapping, columns + 1))
+            program = self._record(self.features[:num_rows], numbers)
+            self.programs[key] = numbers, program
+        return torch.stack(program.results, dim=1)
+
+    def _record(self, features: Tensor, numbers: Tensor) -> Program:
+        num_rows = len(features)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32)
+        passes = [
+            (
+                position,
+                AttentionBatch(
+                    self.query_lens[:num_rows], lens.numpy(), starts, lens,
+                    self.block_tables[:num_rows], mapping,
+                ),
+            )
+            for position, mapping, lens in numbers.unbind(1)
+        ]  # fmt: skip
+        with Recorder(self.memory, num_rows) as recorder, OnlyViews():
+            made = self.draft(features, passes)
+        return Program(b"".join(recorder.calls), list(map(self.memory.lend, made)))
 
 
 class NotRecordable(Exception):
@@ -156,8 +231,9 @@ class Memory:
         """
         for buffer in self.buffers:
             if buffer.ctypes.data == taken.data_ptr() and taken.is_contiguous():
-                return torch.from_numpy(buffer[: taken.numel()]).view(taken.shape)
-        raise NotRecordable("hidden states are no result of the native library")
+                part = torch.from_numpy(buffer[: taken.nbytes // buffer.itemsize])
+                return part.view(taken.dtype).view(taken.shape)
+        raise NotRecordable("a result is none of the native library")
 
 
 class Recorder(TorchFunctionMode):
@@ -178,6 +254,9 @@ class Recorder(TorchFunctionMode):
             with self:
                 native.add(args[0], args[1], out := torch.empty(args[0].shape))
             return out
+        if func is torch.cat and native.can_concatenate(*args, **(kwargs or {})):
+            with self:
+                return native.concatenate(args[0])
         result = func(*args, **(kwargs or {}))
         if func is native.call:
             self.calls.append(native.loaded_library().encode(*args))
@@ -185,11 +264,11 @@ class Recorder(TorchFunctionMode):
 
 
 class Program:
-    """Calls that make the hidden states, [num_rows, hidden], at the same place every time."""
+    """Calls that make the same tensors at the same places every time."""
 
-    def __init__(self, calls: bytes, hidden: Tensor) -> None:
+    def __init__(self, calls: bytes, results: list[Tensor]) -> None:
         self.calls = calls
-        self.hidden = hidden
+        self.results = results
 
     def run(self) -> None:
         """Make the calls."""

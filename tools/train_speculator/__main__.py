@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from servd import LLM
 from servd.hf import download_weights, read_spec
@@ -34,6 +35,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", help="folder or Hugging Face id; demo is servd's own")
     add("--out", type=Path, required=True, help="folder for the head")
+    add("--base", type=Path, help="folder of a head of the same sizes to go on with")
     add("--method", choices=("eagle3", "medusa"), default="eagle3", help="[%(default)s]")
     add("--prompts", type=Path, help="a prompt on each line; of a .jsonl file, an object with "
         '"prompt" or "messages". Default: the model makes them up')  # fmt: skip
@@ -94,7 +96,8 @@ def make_head(args: argparse.Namespace, folder: Path, examples: Sequence[Example
     chosen = sorted(frequent, key=lambda token: (-frequent[token], token))
     chosen = torch.tensor(sorted(chosen[: args.draft_vocab_size]))
     last = spec.num_layers - 1
-    layers = [min(2, last), spec.num_layers // 2, max(last - 2, 1)]
+    # An early, a middle and a late one; of a few layers, as different ones as there are.
+    layers = [2, spec.num_layers // 2, last - 2] if last > 5 else [1, (last + 1) // 2, last]
     rope = spec.config.get("rope_parameters") or spec.config
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"],
@@ -127,6 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
     head = make_head(args, folder, examples).to(device)
     teacher = Teacher(folder, getattr(torch, args.dtype), device, head.aux_layers)
     head.start_from(teacher)
+    if args.base:
+        head.load_state_dict(load_file(args.base / "model.safetensors"))
     options = Options(
         args.batch_tokens, args.epochs, args.learning_rate, args.max_length, args.seed
     )
@@ -136,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
         of = fingerprint(text, head.aux_layers, args.max_length)
         cache = StateCache(teacher, work / f"states-{of}.bin", lengths)
     trainer = Trainer(head, teacher, options, cache)
-    name = fingerprint(text, len(examples), head.config, vars(options))
+    name = fingerprint(text, len(examples), head.config, vars(options), args.base)
     checkpoint = work / f"{args.method}-{name}.pt"
     if checkpoint.exists():
         trainer.load(checkpoint)

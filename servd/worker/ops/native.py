@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Sequence
 from ctypes import c_char, c_char_p, c_int, c_int64
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,8 @@ TYPES = {
 }  # fmt: skip
 FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
 WORDS = {"i": "i4x", "q": "q", "f": "f4x", "P": "q"}  # a parameter of cpu/program.cpp, in 8 bytes
+
+ZERO = torch.zeros(1, dtype=torch.int64)
 
 Argument = Tensor | float | None
 """A tensor stands for the address of its first element, None for a null pointer."""
@@ -264,6 +267,28 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> None:
     """`x + residual`, contiguous float32 of one shape each, to `out`."""
     assert _fits(x, residual, out)
     call("scale", x, 1.0, residual, x.numel(), out)
+
+
+def can_concatenate(parts: Any, dim: int = 0) -> bool:
+    """Whether `concatenate` makes what torch.cat would."""
+    return dim in (1, -1) and all(part.dim() == 2 and _fits(part) for part in parts)
+
+
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """float32 [n, size] each, side by side. A call for each row of each: for a program of few."""
+    sizes = [part.shape[1] for part in parts]
+    out = torch.empty(len(parts[0]), sum(sizes))
+    for part, to in zip(parts, out.split(sizes, dim=1), strict=True):
+        for row, to_row in zip(part, to, strict=True):
+            call("embed", row, 1, len(row), ZERO, 1, to_row)
+    return out
+
+
+def look_up(index: Tensor, table: Tensor) -> Tensor:
+    """Numbers `index` [n] of a table; int64 each."""
+    out = torch.empty(2 * len(index)).view(torch.int64)  # in a program they lie in its buffers
+    call("embed", table, len(table), 2, index, len(index), out)
+    return out
 
 
 def scale(x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:

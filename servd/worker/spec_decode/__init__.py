@@ -27,8 +27,9 @@ from servd.speculative import SpeculativeConfig
 from servd.worker import model_loader
 from servd.worker.attention import Backend, make_backend
 from servd.worker.device import upload
+from servd.worker.draft_chain import Chain, Drafter
 from servd.worker.draft_tree import DraftTree, Path
-from servd.worker.input_batch import Decode, Forward, InputBatch
+from servd.worker.input_batch import Forward, InputBatch
 from servd.worker.layers.attention import spec_of
 from servd.worker.model_loader import Loadable, Model
 from servd.worker.parallel import Parallel
@@ -49,8 +50,10 @@ class Target:
     states: RequestStates
     parallel: Parallel
     backend: Backend[Any]
-    # Decode passes of another model, of so many rows at most, as fast as this device can.
-    make_decoder: Callable[[Forward, int], Decode]
+    # Passes of a draft over one token of each of its rows, and chains of them, of so many rows at
+    # most, as fast as this device can.
+    make_passes: Callable[[Forward, int], Forward]
+    make_chain: Callable[[Drafter, int], Chain]
 
     def find_draft(self) -> str:
         """The folder of the draft's checkpoint, which is downloaded if it has to be."""

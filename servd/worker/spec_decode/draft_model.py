@@ -9,6 +9,7 @@ reads none of them, and computes them again when the row comes there.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from servd.errors import ConfigError
@@ -18,7 +19,7 @@ from servd.speculative import SpeculativeConfig
 from servd.worker import kv_cache, model_loader
 from servd.worker.attention import AttentionBatch
 from servd.worker.device import upload
-from servd.worker.input_batch import AttentionRows, InputBatch
+from servd.worker.input_batch import AttentionRows, InputBatch, decode_attention
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift
@@ -76,7 +77,8 @@ class DraftModelProposer(Proposer):
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Programs know its addresses."""
         self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
-        self.decode = self.target.make_decoder(self._run, self.max_num_rows)
+        self.passes = self.target.make_passes(self._run, self.max_num_rows)
+        self.chain = self.target.make_chain(self, self.states.max_num_seqs)
 
     def add(self, request: NewRequest) -> None:
         """What the prefix cache has of the target, it has of the draft."""
@@ -97,11 +99,12 @@ class DraftModelProposer(Proposer):
         lens[order] = np.minimum(lens[order], left.clip(0))
         self.behind[slots] = missing - wants - lens
         limits[lens < missing] = 0
+        if limits.max(initial=0) > 1:  # the chain goes on, in the place of their newest token
+            self.behind[slots[limits == 1]] += 1
         self.limits = limits[batch.max_new_drafts > 0]
         if lens.any():
             hidden = self._catch_up(batch, lens, missing - wants, np.flatnonzero(limits))
-            if len(hidden):
-                self.first = self._choose(hidden)
+            self.hidden = hidden
 
     def _catch_up(
         self, batch: InputBatch, lens: np.ndarray, behind: np.ndarray, drafting: np.ndarray
@@ -129,8 +132,10 @@ class DraftModelProposer(Proposer):
         slots, back, offsets, firsts_d, ends_d = packed.split([len(part) for part in parts])
         newest = self.states.num_computed[slots]
         positions = (newest - back).clamp_(min=0) + offsets
+        input_ids = self.states.token_ids[slots, positions].long()
         if len(slots) <= self.max_num_rows and lens.max() <= MAX_DECODE_TOKENS:
-            hidden = self.decode(slots, positions)
+            attention = decode_attention(self.states, slots, positions)
+            hidden = self.passes(input_ids, positions, attention)
         else:
             bounds = batch.seq_lens[rows] + 1
             if positions.device.type == "cpu":
@@ -138,31 +143,38 @@ class DraftModelProposer(Proposer):
             attention = AttentionRows(lens[rows], bounds, ends_d).gather(
                 self.states, slots, positions
             )
-            input_ids = self.states.token_ids[slots, positions].long()
             hidden = self._run(input_ids, positions, attention)
         return hidden[firsts_d + newest[firsts_d] - positions[firsts_d]]
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """The likeliest tokens, one after the other."""
-        newest = self.states.num_computed[slots]  # [n]
         drafts = slots.new_full((len(slots), num_drafts), -1)
-        for step in range(num_drafts):
-            rows = upload(np.flatnonzero(self.limits > step), slots.device)
-            if not len(rows):
-                break
-            positions = newest[rows] + step
-            tokens = self._choose(self.decode(slots[rows], positions)) if step else self.first
-            drafts[rows, step] = tokens
-            self.states.write(slots[rows], positions + 1, tokens)
+        rows, most = np.flatnonzero(self.limits), int(self.limits.max(initial=0))
+        if not most:
+            return drafts
+        limits, index = upload(self.limits[rows], slots.device), upload(rows, slots.device)
+        slots = slots[index]
+        # A row has no block for more than its drafts but the last one, which is not computed: what
+        # the chain makes beyond stays in the last place that it has.
+        depths = torch.minimum(self.after[: most - 1].unsqueeze(1), limits - 1)
+        positions = self.states.num_computed[slots] + depths  # [most - 1, n]
+        made = self.chain(self.hidden, slots, positions, positions)
+        drafts[index, :most] = made.masked_fill_(self.after[:most] > limits.unsqueeze(1), -1)
         return drafts
+
+    def top(self, features: Tensor) -> Tensor:
+        """See `Drafter`."""
+        return self.ops.shift(self.model.compute_logits(features).float(), Shift())
+
+    def advance(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor
+    ) -> Tensor:
+        """See `Drafter`; the model knows what came before."""
+        return self._run(token_ids, positions, attention)
 
     def _run(self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
         ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.model(input_ids, positions, ctx)
-
-    def _choose(self, hidden: Tensor) -> Tensor:
-        """The likeliest next tokens, [n] int64, after [n, hidden]."""
-        return self.ops.shift(self.model.compute_logits(hidden).float(), Shift())
 
 
 Proposer = DraftModelProposer  # the name that every file of this package has

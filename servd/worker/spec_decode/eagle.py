@@ -27,9 +27,12 @@ from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.rotary import Rotary
 from servd.worker.model_loader import tensor_shapes
 from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer
+from servd.worker.sample import ops
+from servd.worker.sample.shift import Shift
 from servd.worker.spec_decode import Proposer, Target
 
 MOST_BEHIND = 32  # tokens of a row that it may catch up with
+MOST_IN_ROWS = 8  # of a row, where each token is a row of the attention
 
 
 def rename(name: str) -> str:
@@ -70,6 +73,7 @@ class EagleHead(nn.Module):
         self.num_read = target.spec.hidden_size
         self.make_layers(spec, names, target)
         self.rotary = Rotary(spec)
+        self.ops = ops.for_device(target.backend.spec.device)
         self.embed: Callable[[Tensor], Tensor] = embedding_of(target)
         if "embed_tokens.weight" in names:
             self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
@@ -123,7 +127,7 @@ class EagleHead(nn.Module):
 
     def top(self, features: Tensor) -> Tensor:
         """[n, hidden] -> the likeliest tokens after those of the features, int64 [n]."""
-        return self.compute_logits(features).argmax(-1)
+        return self.ops.shift(self.compute_logits(features).float(), Shift())
 
 
 def embedding_of(target: Target) -> Callable[[Tensor], Tensor]:
@@ -165,6 +169,7 @@ class EagleProposer(Proposer):
         # tokens of a row among them.
         self.recent: list[tuple[Tensor, Tensor, Tensor]] = []
         self.num_recent = 0
+        self.num_skipped: Tensor | None = None  # of the rows that draft; None: nothing
         # How many of each slot, and how many it never will.
         self.behind, self.skipped = np.zeros((2, num_slots), dtype=np.int64)
 
@@ -198,6 +203,10 @@ class EagleProposer(Proposer):
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """For the same blocks as the target's."""
         self.kv_caches = kv_cache.allocate(self.backend, self.head, num_blocks)
+        max_num_seqs = self.states.max_num_seqs
+        self.max_num_rows = (self.config.num_speculative_tokens + 1) * max_num_seqs
+        self.passes = self.target.make_passes(self._follow, self.max_num_rows)
+        self.chain = self.target.make_chain(self, max_num_seqs)
 
     def add(self, request: NewRequest) -> None:
         """What the prefix cache has of the target, it has of the head."""
@@ -215,6 +224,9 @@ class EagleProposer(Proposer):
         slots, positions = batch.tokens[:2]
         if runs.any():
             self._keep_recent()
+            missed = self.behind[batch.host_slots] + self.skipped[batch.host_slots]
+            if runs.all() and not missed.any():
+                return self._go_along(batch, read, num_kept)
             self._catch_up(batch, read, np.flatnonzero(runs), wants[runs])
             behind[runs] = 0
             tokens = upload(np.flatnonzero(np.repeat(~runs, batch.query_lens)), read.device)
@@ -235,6 +247,22 @@ class EagleProposer(Proposer):
             self.kept[slots, positions % MOST_BEHIND] = read
             self.recent.clear()
             self.num_recent = 0
+
+    def _go_along(self, batch: InputBatch, read: Tensor, num_kept: Tensor | None) -> None:
+        """Run the head over a step of which it follows every row, having followed all before."""
+        (slots, positions), device = batch.tokens[:2], read.device
+        next_ids = self.states.token_ids[slots, positions + 1].long()
+        is_decode = batch.is_decode and len(slots) <= self.max_num_rows
+        run = self.passes if is_decode else self._follow
+        made = run(next_ids, positions, batch.attention, read)
+        wanted, last = batch.drafting_rows, upload(batch.known_ends, device)
+        if num_kept is not None:
+            last = last.index_add(0, upload(batch.sample_rows, device), num_kept)
+        if len(wanted) < len(last):
+            last = last[upload(wanted, device)]
+        self.features = made.index_select(0, last)
+        self.num_skipped = None
+        self.limits = upload(batch.max_new_drafts[wanted], device)
 
     def _catch_up(
         self, batch: InputBatch, read: Tensor, rows: np.ndarray, wants: np.ndarray
@@ -274,9 +302,14 @@ class EagleProposer(Proposer):
         places, bounds = positions - skipped[row], batch.seq_lens[rows]
         if places.device.type == "cpu":
             bounds = places.numpy()[ends - 1] + 1
-        attention = AttentionRows(lens, bounds, lasts).gather(self.states, slots, places)
         next_ids = self.states.token_ids[slots, positions + 1].long()
-        made = self._run(next_ids, self.head.features(features), positions, attention)
+        is_program = self.passes != self._follow
+        if is_program and len(places) <= self.max_num_rows and lens.max() <= MOST_IN_ROWS:
+            attention, run = decode_attention(self.states, slots, places), self.passes
+        else:
+            attention = AttentionRows(lens, bounds, lasts).gather(self.states, slots, places)
+            run = self._follow
+        made = run(next_ids, positions, attention, features)
         num_right = self.states.num_computed[row_slots] - start
         self.features = made[(firsts + num_right - 1)[drafting]]
         self.num_skipped = skipped[drafting]
@@ -286,23 +319,28 @@ class EagleProposer(Proposer):
         """A chain of likeliest tokens, up to `max_model_len`."""
         newest = self.states.num_computed[slots]
         # A row has blocks for no more; positions from the newest token's on are computed again.
-        last = newest + self.limits - 1
-        features = self.features
-        drafts = [self.head.top(features)]
-        for depth in range(num_drafts - 1):
-            positions = torch.minimum(newest + depth, last)
-            attention = decode_attention(self.states, slots, positions - self.num_skipped)
-            features = self._run(drafts[-1], features, positions, attention)
-            drafts.append(self.head.top(features))
-        room = (self.config.max_model_len or self.states.max_model_len) - 1 - newest
-        is_outside = torch.arange(num_drafts, device=slots.device) >= room.unsqueeze(1)
-        return torch.stack(drafts, dim=1).masked_fill_(is_outside, -1)
+        depths = self.after[: num_drafts - 1].unsqueeze(1)
+        positions = newest - 1 + torch.minimum(depths, self.limits)  # [num_drafts - 1, n]
+        columns = positions if self.num_skipped is None else positions - self.num_skipped
+        drafts = self.chain(self.features, slots, positions, columns)
+        room = (self.config.max_model_len or self.states.max_model_len) - newest.unsqueeze(1)
+        return drafts.masked_fill_(self.after[:num_drafts] >= room, -1)
 
-    def _run(
-        self, token_ids: Tensor, features: Tensor, positions: Tensor, attention: AttentionBatch
+    def top(self, features: Tensor) -> Tensor:
+        """See `Drafter`."""
+        return self.head.top(features)
+
+    def advance(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor
     ) -> Tensor:
+        """See `Drafter`; here the positions are those of the features."""
         ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.head(token_ids, features, positions, ctx)
+
+    def _follow(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, read: Tensor
+    ) -> Tensor:
+        return self.advance(token_ids, positions, attention, self.head.features(read))
 
 
 Proposer = EagleProposer  # the name that every file of this package has

@@ -133,6 +133,8 @@ class Eagle3Head(EagleHead):
         if "d2t" in names:
             self.d2t = Weight((config["draft_vocab_size"],), parallel)
             self.d2t.data = torch.zeros(self.d2t.shape, dtype=torch.int64)
+        self.token_map: Tensor | None = None  # int64 [draft vocab]: by `d2t`, once that is loaded
+        self.is_native = native.library() is not None and target.backend.spec.device.type == "cpu"
 
     def read(self, hidden: Tensor) -> Tensor:
         """Several layers' hidden states, side by side."""
@@ -167,7 +169,9 @@ class Eagle3Head(EagleHead):
     def top(self, features: Tensor) -> Tensor:
         """By its own vocabulary, where it has one."""
         top = super().top(features if self.norm_output else self.norm(features))
-        return top if self.d2t is None else top + self.d2t[top]
+        if self.token_map is None:
+            return top
+        return native.look_up(top, self.token_map) if self.is_native else self.token_map[top]
 
 
 def aux_layers(spec: ModelSpec, target: Target) -> list[int]:
@@ -199,6 +203,8 @@ class Eagle3Proposer(EagleProposer):
         assert isinstance(self.head, Eagle3Head)
         own = self.spec.config.get("draft_vocab_size") or 0
         self.check_token_map(self.head.d2t, own, is_relative=True)
+        if (d2t := self.head.d2t) is not None and not d2t.is_meta:
+            self.head.token_map = d2t.data + torch.arange(len(d2t), device=d2t.device)
 
     def check(self, names: Set[str]) -> None:
         """Hidden states may be of another size, if it has an embedding for them."""

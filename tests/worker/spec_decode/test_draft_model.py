@@ -85,46 +85,34 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 
 
 class Recorder:
-    """Every draft, with the tokens that it follows and the logits that it was chosen from."""
+    """Every draft, with the tokens that it follows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.drafted: list[tuple[list[int], int, torch.Tensor]] = []
-        self.logits: list[torch.Tensor] = []
-        for name in ("follow", "_choose", "propose"):
-            method, spy = getattr(DraftModelProposer, name), getattr(self, name)
-            monkeypatch.setattr(
-                DraftModelProposer, name, lambda *args, m=method, s=spy: s(m, *args)
-            )
-
-    def follow(self, method, *args) -> None:
-        self.logits.clear()
-        method(*args)
-
-    def _choose(self, method, proposer, hidden) -> torch.Tensor:
-        self.logits.append(proposer.model.compute_logits(hidden).clone())
-        return method(proposer, hidden)
+        self.drafted: list[tuple[list[int], int]] = []
+        propose = DraftModelProposer.propose
+        monkeypatch.setattr(
+            DraftModelProposer, "propose", lambda *args: self.propose(propose, *args)
+        )
 
     def propose(self, method, proposer, slots, *args) -> torch.Tensor:
         drafts = method(proposer, slots, *args)
         for row, slot in enumerate(slots.tolist()):
-            newest = int(proposer.states.num_computed[slot])
+            known = proposer.states.token_ids[slot, : int(proposer.states.num_computed[slot]) + 1]
             for step in range(int((drafts[row] >= 0).sum())):
-                index = np.flatnonzero(proposer.limits > step).tolist().index(row)
-                before = proposer.states.token_ids[slot, : newest + 1 + step].tolist()
-                self.drafted.append((before, int(drafts[row, step]), self.logits[step][index]))
+                before = known.tolist() + drafts[row, :step].tolist()
+                self.drafted.append((before, int(drafts[row, step])))
         return drafts
 
     def check(self, folder: Path) -> None:
         """They are the likeliest tokens by the logits of transformers."""
-        for before, token, logits in self.drafted:
-            expected = logits_of(folder, before)[-1]
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-            assert token == int(expected.argmax())
+        for before, token in self.drafted:
+            logits = logits_of(folder, before)[-1]
+            assert logits[token] > logits.max() - 1e-4
 
 
 @pytest.mark.usefixtures("may_always_draft")
 @pytest.mark.parametrize("depth", [1, 2])
-def test_logits_are_those_of_transformers(
+def test_drafts_are_those_of_transformers(
     tiny_llama: Path, draft, depth: int, counts, monkeypatch: pytest.MonkeyPatch
 ):
     """Chunks, shared beginnings, rows that pause in drafting or want fewer than others, and drafts
@@ -148,7 +136,7 @@ def test_nothing_is_drafted_past_the_draft_s_context(
     config = {"method": "draft_model", "model": str(folder), "max_model_len": 50}
     log = serve_all(tiny_llama, None, 8000, 1, speculative_config=config, block_size=block_size)
     assert all(log.token_ids(i) == expected.token_ids(i) for i in expected.outputs)
-    assert 46 <= max(len(before) for before, _, _ in recorder.drafted) <= 50
+    assert 46 <= max(len(before) for before, _ in recorder.drafted) <= 50
     recorder.check(folder)
 
 
@@ -161,7 +149,7 @@ def test_requests_outlive_the_learned_positions_of_the_draft(
     expected = serve_all(tiny_llama, None, 4000, 1)
     log = serve_all(tiny_llama, folder, 8000, 2)
     assert all(log.token_ids(i) == expected.token_ids(i) for i in expected.outputs)
-    assert 22 <= max(len(before) for before, _, _ in recorder.drafted) <= 32
+    assert 22 <= max(len(before) for before, _ in recorder.drafted) <= 32
     recorder.check(folder)
 
 

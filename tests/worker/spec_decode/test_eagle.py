@@ -170,15 +170,21 @@ def test_drafts_beside_decode_steps_that_are_graphs(
     assert_drafts(target, method, getattr(checkpoints, method)(target, tmp_path))
 
 
-def test_decode_steps_remain_programs(target: Path, tmp_path: Path):
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_decode_steps_remain_programs_and_drafts_are(target: Path, tmp_path: Path, method: str):
     if native.library() is None:
         pytest.skip("no CPU kernels here")
-    config = {"method": "eagle3"} | checkpoints.eagle3(target, tmp_path)
+    config = {"method": method} | getattr(checkpoints, method)(target, tmp_path)
     driver = Driver(config_for(target, speculative_config=config, block_size=16))
     slot = driver.add([7, 8, 9])
     driver.generate([slot], 3)
     programs = driver.worker.runner.programs
     assert programs is not None and len(programs.programs) == 1
+    for _ in range(3):
+        driver.step({slot: driver.left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
+    proposer = driver.worker.runner.proposer
+    assert proposer.chain.is_recordable and proposer.chain.programs.keys() == {(1, NUM_DRAFTS - 1)}
+    assert proposer.passes.is_recordable and proposer.passes.programs
 
 
 def test_a_row_with_few_drafts_beside_one_with_many(target: Path, tmp_path: Path):
@@ -201,13 +207,13 @@ def test_a_row_without_drafts_is_followed_when_it_wants_some(
     """The head sees the last tokens of those that it missed."""
     monkeypatch.setattr(eagle, "MOST_BEHIND", 6)
     config = {"method": method} | getattr(checkpoints, method)(target, tmp_path)
-    driver = Driver(config_for(target, speculative_config=config))
+    driver = Driver(config_for(target, speculative_config=config, enforce_eager=True))
     plain = {"eagle": PlainHead, "eagle3": PlainHead3}[method](target, Path(config["model"]))
     proposer = driver.worker.runner.proposer
     calls: list[int] = []
-    run = proposer._run
+    run = proposer.advance
     monkeypatch.setattr(
-        proposer, "_run", lambda ids, *rest: calls.append(len(ids)) or run(ids, *rest)
+        proposer, "advance", lambda ids, *rest: calls.append(len(ids)) or run(ids, *rest)
     )
     prompt, beside = [7, 8, 9, 10, 11, 12, 13, 14], [5, 6]
     slot = driver.add(prompt)

@@ -14,7 +14,8 @@ def shift(logits: Tensor, changes: Shift) -> Tensor:
     """See `SamplingOps.shift`."""
     if changes.biased is not None:
         add_biases(logits, changes.biased)
-    best = torch.empty(len(logits), dtype=torch.int64)
+    # Made as floats: in a program they lie in its buffers.
+    best = torch.empty(2 * len(logits)).view(torch.int64)
     bitmask, penalized = changes.bitmask, changes.penalized
     masked = (None, 0, 0) if bitmask is None else (bitmask.contiguous(), *bitmask.shape)
     penalties = (None, 0, None, None)
