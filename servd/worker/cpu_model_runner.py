@@ -85,7 +85,9 @@ class CPUModelRunner(ModelRunner):
         """By programs."""
         if not self.makes_programs:
             return super().make_chain(drafter, max_num_rows)
-        return ChainRunner(drafter, self.states, max_num_rows=max_num_rows)
+        return ChainRunner(
+            drafter, self.states, max_num_rows=max_num_rows, max_drafts=self.max_drafts
+        )
 
     def forward(self, batch: InputBatch) -> Tensor:
         """Decode steps by programs, others call by call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -53,14 +53,14 @@ class Chain:
             columns: int64 [k, n]: their places in the blocks of their rows.
         """
         batches = (decode_attention(self.states, slots, each) for each in columns)
-        return torch.stack(self.draft(features, zip(positions, batches, strict=True)), dim=1)
+        made = self.draft(features, zip(positions, batches, strict=True))
+        return torch.stack([*made], dim=1)
 
     def draft(
         self, features: Tensor, passes: Iterable[tuple[Tensor, AttentionBatch]]
-    ) -> list[Tensor]:
+    ) -> Iterator[Tensor]:
         """One draft, and one more after each pass; int64 [n] each."""
-        made = [self.drafter.top(features)]
+        yield (made := self.drafter.top(features))
         for positions, attention in passes:
-            features = self.drafter.advance(made[-1], positions, attention, features)
-            made.append(self.drafter.top(features))
-        return made
+            features = self.drafter.advance(made, positions, attention, features)
+            yield (made := self.drafter.top(features))

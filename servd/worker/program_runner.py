@@ -109,24 +109,28 @@ class ProgramRunner:
 
 
 class ChainRunner(Chain):
-    """A chain of drafts as one program, for each number of rows and drafts; or pass by pass."""
+    """The longest chain of drafts as one program, for each number of rows, of which shorter ones
+    are the beginning; or pass by pass.
+    """
 
-    def __init__(self, *arguments: Any, max_num_rows: int) -> None:
+    def __init__(self, *arguments: Any, max_num_rows: int, max_drafts: int) -> None:
         super().__init__(*arguments)
+        self.max_passes = max_drafts - 1
         self.memory = Memory(max_num_rows)
         max_num_blocks = self.states.block_tables.tables.shape[1]
         self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
         self.is_recordable = True
         self.features: Tensor | None = None  # [max_num_rows, hidden]
-        # By rows and drafts: positions, cache slots and lengths of all passes, and their program.
-        self.programs: dict[tuple[int, int], tuple[Tensor, Program]] = {}
+        # By rows: positions, cache slots and lengths of all passes, [max_passes, 3, num_rows], and
+        # programs, by passes.
+        self.programs: dict[int, tuple[Tensor, list[Program]]] = {}
 
     def __call__(
         self, features: Tensor, slots: Tensor, positions: Tensor, columns: Tensor
     ) -> Tensor:
         """See `Chain`."""
-        if self.is_recordable:
+        if self.is_recordable and len(positions):
             try:
                 return self._run(features, slots, positions, columns)
             except NotRecordable as error:
@@ -135,24 +139,24 @@ class ChainRunner(Chain):
         return super().__call__(features, slots, positions, columns)
 
     def _run(self, features: Tensor, slots: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        tables, num_rows = self.states.block_tables, len(slots)
+        tables, num_rows, num_passes = self.states.block_tables, len(slots), len(positions)
         mapping = tables.slot_mapping(slots, columns)
         torch.index_select(tables.tables, 0, slots, out=self.block_tables[:num_rows])
         if self.features is None:
             self.features = features.new_zeros(len(self.block_tables), features.shape[1])
         self.features[:num_rows] = features
-        key = num_rows, len(positions)
-        if found := self.programs.get(key):
-            numbers, program = found
-            torch.stack((positions, mapping, columns + 1), out=numbers)
-            program.run()
-        else:
-            numbers = torch.stack((positions, mapping, columns + 1))
-            program = self._record(self.features[:num_rows], numbers)
-            self.programs[key] = numbers, program
-        return torch.stack(program.results, dim=1)
+        given = torch.stack((positions, mapping, columns + 1), dim=1)
+        if found := self.programs.get(num_rows):
+            numbers, programs = found
+            numbers[:num_passes] = given
+            programs[num_passes].run()
+        else:  # what is made beyond stays in the last place that there is
+            numbers = given[torch.arange(self.max_passes).clamp(max=num_passes - 1)]
+            programs = self._record(self.features[:num_rows], numbers)
+            self.programs[num_rows] = numbers, programs
+        return torch.stack(programs[num_passes].results, dim=1)
 
-    def _record(self, features: Tensor, numbers: Tensor) -> Program:
+    def _record(self, features: Tensor, numbers: Tensor) -> list[Program]:
         num_rows = len(features)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         passes = [
@@ -163,11 +167,17 @@ class ChainRunner(Chain):
                     self.block_tables[:num_rows], mapping,
                 ),
             )
-            for position, mapping, lens in numbers.unbind(1)
+            for position, mapping, lens in numbers
         ]  # fmt: skip
+        made: list[Tensor] = []
+        programs: list[Program] = []
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
-            made = self.draft(features, passes)
-        return Program(b"".join(recorder.calls), list(map(self.memory.lend, made)))
+            for draft in self.draft(features, passes):
+                made.append(draft)
+                programs.append(
+                    Program(b"".join(recorder.calls), [self.memory.lend(each) for each in made])
+                )
+        return programs
 
 
 class NotRecordable(Exception):
