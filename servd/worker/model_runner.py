@@ -291,7 +291,7 @@ class ModelRunner(ABC):
         try:
             return self._begin(batch)
         except Exception as error:
-            if self.parallel.size > 1:  # the other ranks wait for this one
+            if self.parallel.size * self.parallel.num_stages > 1:  # others go on with this step
                 raise
             hidden, errors = forward_apart(batch, self._begin, error)
             if self.adapters is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc, uniproc
@@ -17,6 +18,7 @@ from servd.errors import EngineDead
 from servd.hf import DEMO_MODEL, find_model, read_spec
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams, StructuredOutput
+from servd.worker.input_batch import InputBatch
 from servd.worker.ops import native
 from tests.core.engines import Log
 from tests.core.structured_output.test_manager import Driver
@@ -201,6 +203,24 @@ def test_stages_in_processes_of_their_own_and_the_death_of_one(checkpoints):
         if request.params == GREEDY:
             prompt = request.prompt_token_ids
             assert prompt + log.token_ids(request.request_id) == greedy(folder, prompt, NUM_OUTPUTS)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_fails_computes_nothing_apart(checkpoints, stage: int):
+    """The others would go on with what it has not computed, or it with what is not of its part."""
+    folder = checkpoints("llama", "untied")
+    engine = make_engine(stages.Executor, folder, **cramped(folder, pipeline_parallel_size=2))
+    runner = engine.executor.workers[stage].runner
+    forward = runner.forward
+
+    def fail(batch: InputBatch) -> Tensor:
+        if len(batch.query_lens) > 1:
+            raise MemoryError("no room for a tensor")
+        return forward(batch)
+
+    runner.forward = fail
+    with pytest.raises(MemoryError, match="no room"):
+        run(engine, make_requests())
 
 
 @pytest.mark.slow
