@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -163,6 +164,7 @@ class Outbox:
 
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+REPLAY_PATIENCE = 5000  # milliseconds with a reader that has no room for more
 
 
 class Publisher:
@@ -172,7 +174,7 @@ class Publisher:
     Args:
         endpoint: bound if it has a * or is ipc://, else connected to.
         topic: of all batches.
-        limit: batches queued for each subscriber; a slower one loses some.
+        limit: batches queued for each subscriber; a slower one loses some. A replay waits.
         replay: where to ask, with the number of the first one wanted: they come as (number, data),
             and END_OF_REPLAY at last. None: nowhere.
         kept: the newest batches, which can be asked for.
@@ -187,6 +189,7 @@ class Publisher:
         self._topic, self._count = topic.encode(), 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept)
         self._lock = threading.Lock()  # of what is kept
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its end is the replay's
         self._socket = self._open(zmq.PUB, endpoint, limit)
         if replay is not None:
             asked = self._open(zmq.ROUTER, replay, limit)
@@ -201,13 +204,17 @@ class Publisher:
         self._socket.send_multipart([self._topic, number, data], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Leave the endpoint of batches; a replay ends with the process."""
+        """Leave the endpoints."""
         self._socket.close()
+        self._context.term()
 
     def _open(self, kind: int, endpoint: str, limit: int) -> zmq.Socket[bytes]:
-        socket = zmq.Context.instance().socket(kind)
+        socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.set_hwm(limit)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what a reader is slow for
+            socket.setsockopt(zmq.SNDTIMEO, REPLAY_PATIENCE)
         is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
         try:
             if is_bound or kind == zmq.ROUTER:
@@ -215,20 +222,24 @@ class Publisher:
             else:
                 socket.connect(endpoint)
         except zmq.ZMQError as error:
-            socket.close()
+            self._context.destroy()
             raise ConfigError(f"--kv-events-config: {endpoint}: {error}") from None
         return socket
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
-        """In a thread."""
-        while True:
-            frames = socket.recv_multipart()
-            if len(frames) != 3:  # as of a REQ socket: who asks, nothing, the number
-                continue
-            who, _, first = frames
-            with self._lock:
-                kept = [*self._kept]
-            for number, data in kept:
-                if number >= first:
-                    socket.send_multipart([who, b"", number, data])
-            socket.send_multipart([who, b"", END_OF_REPLAY, b""])
+        """In a thread, until `close`."""
+        with socket, suppress(zmq.ContextTerminated):
+            while True:
+                frames = socket.recv_multipart()
+                if len(frames) != 3:  # as of a REQ socket: who asks, nothing, the number
+                    continue
+                who, _, first = frames
+                with self._lock:
+                    kept = [each for each in self._kept if each[0] >= first]
+                try:
+                    for number, data in (*kept, (END_OF_REPLAY, b"")):
+                        socket.send_multipart([who, b"", number, data])
+                except zmq.ContextTerminated:
+                    raise
+                except zmq.ZMQError:  # whoever asked has left, or does not read
+                    continue

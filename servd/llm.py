@@ -369,6 +369,7 @@ class InProcess:
             while self.engine.has_work and not self.engine.scheduler.requests:
                 self.engine.step()
         self.executor.shutdown()
+        self.engine.scheduler.kv_cache.close()
 
 
 class SeparateProcess:

@@ -242,6 +242,11 @@ class KVCacheManager:
         if self.tiers is not None:
             self.tiers.forget(request.block_hashes[request.num_adopted_blocks :])
 
+    def close(self) -> None:
+        """Tell nobody of it any more."""
+        if self.events is not None:
+            self.events.close()
+
     def reset(self) -> None:
         """Forget all blocks that nobody owns."""
         self.pool.forget_cached()

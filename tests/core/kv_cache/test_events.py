@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -15,15 +16,18 @@ import msgspec
 import pytest
 import zmq
 
+from servd import LLM
 from servd.core.engine_core import EngineCore
 from servd.core.kv_cache.events import AllBlocksCleared
 from servd.errors import ConfigError
+from servd.ipc import END_OF_REPLAY, Publisher
 from servd.kv_events import KVEventsConfig
 from servd.lora import Adapter
 from servd.messages import ResetPrefixCache
 from tests.core.engines import Log, make_engine, make_request
 
 SIZE = 4
+ENDPOINTS = ("endpoint", "replay_endpoint")
 
 
 class Router:
@@ -157,6 +161,38 @@ def test_missed_batches_can_be_had_again(make, tmp_path):
         dealer.close()
     late.socket.close()
     assert {event.get("lora_name") for event in router.events} == {"x", None}
+
+
+def test_a_replay_waits_for_its_reader(tmp_path):
+    replay = f"ipc://{tmp_path}/replay"
+    publisher = Publisher(f"ipc://{tmp_path}/events", "", 3, replay, 2000)
+    for _ in range(2000):
+        publisher.send(bytes(2000))
+    with zmq.Context.instance().socket(zmq.DEALER) as dealer:
+        dealer.set_hwm(3)
+        dealer.connect(replay)
+        dealer.send_multipart([b"", bytes(8)])
+        got: list[bytes] = []
+        while got[-1:] != [END_OF_REPLAY] and dealer.poll(3000):
+            got.append(dealer.recv_multipart()[1])
+    assert got == [*(i.to_bytes(8, "big") for i in range(2000)), END_OF_REPLAY]
+    publisher.close()
+
+
+def test_a_script_may_have_one_engine_after_another():
+    options = json.dumps(
+        {"enable_kv_cache_events": True} | dict(zip(ENDPOINTS, free(), strict=True))
+    )
+    for _ in range(2):
+        LLM(executor="fake", use_tqdm=False, kv_events_config=options).close()
+
+
+def free() -> list[str]:
+    """Endpoints on TCP, which cannot be taken twice."""
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        return [f"tcp://*:{each.getsockname()[1]}" for each in (one, other)]
 
 
 def test_each_rank_has_ports_of_its_own():
