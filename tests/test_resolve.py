@@ -108,7 +108,8 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "ipc_dir", "speculative_config", "spec_method", "spec_model", "spec_tokens",
         "api_key_file", "long_prefill_token_threshold", "otlp_traces_endpoint", "ssl_ca_certs",
         "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "batch_dir", "lora_dir", "max_cpu_loras",
-        "kv_cache_dir", "kv_offloading_size", "lora_dtype", "cpu_activation_dtype",
+        "kv_cache_dir", "kv_offloading_size", "kv_events_config", "lora_dtype",
+        "cpu_activation_dtype", "max_log_len", "record_trace",
     }  # fmt: skip
 
 

@@ -56,10 +56,13 @@ def test_trace_draws_what_the_server_says_of_the_time(fake_server: Server):
     result = run(fake_server, "trace", "hello", "--max-tokens", "4")
     assert result.returncode == 0, result.stderr
     tree, _, tokens = result.stdout.partition("\n\n")
-    request, *spans = tree.splitlines()
+    lines = tree.splitlines()
+    at = next(i for i, line in enumerate(lines) if "chatcmpl-" in line)
+    request, spans = lines[at], lines[at + 1 :]
     timeline = httpx.get(f"{fake_server.url}/v1/requests/{request.split()[1]}/timeline").json()
     assert timeline["explanation"] in request
     assert [span.split()[1] for span in spans] == [s["cause"].split()[0] for s in timeline["spans"]]
+    assert sum("EngineCore.step" in line for line in lines[:at]) > 0
     assert len(tokens.splitlines()) == 1 + 4
 
 
