@@ -44,7 +44,7 @@ OTHER_FLAGS = {
     "--method", "--prompts", "--batch-tokens", "--num-drafts", "--learning-rate",  # the same
     "--num-examples", "--epochs",  # tools.train_speculator
     "--state-cache-gib", "--draft-vocab-size",  # the same
-    "--temperature", "--num", "--num-short", "--seed",  # tools.train_speculator, tools.demo_model.corpus
+    "--temperature", "--num", "--seed",  # tools.train_speculator, tools.demo_model.corpus
     "--parts",  # benchmarks.gpu
     "--methods", "--depths", "--batches",  # servd bench spec
     "--lengths",  # servd plan
