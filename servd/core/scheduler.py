@@ -435,7 +435,9 @@ class Scheduler:
         """End a request that failed in a step. What it computed from that step on is wrong, and
         whoever builds on it fails, too.
         """
-        request, num_tokens = step.requests[index], step.scheduled[index].num_computed_tokens
+        request, scheduled = step.requests[index], step.scheduled[index]
+        # It began at the last known token, if not all drafts that were counted before it were kept.
+        num_tokens = min(scheduled.num_computed_tokens, len(request.token_ids) - 1)
         # One that has left meanwhile has blocks in the cache, too.
         left = {each for later in (step, *self._in_flight) for each in later.requests}
         others = {*self.running, *left} - {request}

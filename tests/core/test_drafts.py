@@ -1,13 +1,14 @@
 """What is counted of drafts, and requests that want none."""
 
 import logging
+from collections import deque
 
 import pytest
 
-from servd.core import stats_line
+from servd.core import lookahead, stats_line
 from servd.core.lookahead import StepCost
 from servd.core.stats_line import StatsLine
-from servd.messages import EngineCoreOutput, EngineCoreOutputs
+from servd.messages import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from servd.stats import DraftStats, SchedulerStats
 from tests.core.engines import generate, make_engine, make_request
 
@@ -83,3 +84,27 @@ def test_the_line_of_the_log_tells_what_became_of_drafts(monkeypatch, caplog):
         now += 20
         line.count(EngineCoreOutputs([output], SchedulerStats()))
     assert "output tok/s" in caplog.messages[-1]  # and nothing of drafts: there were none
+
+
+def test_whoever_builds_on_a_failed_step_after_drafts_that_were_not_kept_fails_too(monkeypatch):
+    """The step was scheduled as if they were, three tokens further on."""
+    monkeypatch.setattr(lookahead, "PAUSE_STEPS", 0)
+    scheduler = make_engine(depth=2, speculative_config=DRAFTS).scheduler
+
+    def harvest(token_id, drafts=(), **options):
+        launched.popleft()
+        output = ModelRunnerOutput([[token_id]], draft_token_ids={0: [*drafts]}, **options)
+        scheduler.update_from_output(output, {})
+
+    launched = deque()
+    scheduler.add(make_request("a", [1, 2, 3, 4, 5, 6], 20))
+    launched.append(scheduler.schedule())
+    harvest(97, [7, 7, 7])
+    launched += [scheduler.schedule(), scheduler.schedule()]
+    harvest(98)  # so that the step in flight begins at the last token of a block
+    assert [step.scheduled[0].num_computed_tokens for step in launched] == [10]
+    scheduler.add(make_request("b", [1, 2, 3, 4, 5, 6, 97, 98, 9], 20))
+    assert scheduler.schedule().new_requests[0].num_computed_tokens == 8
+    harvest(99, errors={0: "bad"})
+    errors = {each.request_id: each.error for each in scheduler.take_outputs()[0].outputs}
+    assert errors == {"a": "bad", "b": "bad"}
