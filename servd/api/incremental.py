@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeVar
 
 import msgspec
@@ -66,6 +66,14 @@ def overlap(text: str, marker: str, start: int = 0) -> int:
         if marker.startswith(text[start:]):
             return len(text) - start
     return 0
+
+
+@cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the next of these: to look for each would read all of a text that has few of one again
+    at every other.
+    """
+    return re.compile("|".join(map(re.escape, sorted(markers))) or "(?!)")
 
 
 class Reader(msgspec.Struct):
@@ -147,9 +155,10 @@ class Reader(msgspec.Struct):
         Returns:
             (text, "") or ("", marker); ("", "") at the end.
         """
+        pattern = _any_of(markers)
         while True:
-            found = [(at, m) for m in markers if (at := self._text.find(m, self._at)) >= 0]
-            end, marker = min(found, default=(len(self._text), ""))
+            found = pattern.search(self._text, self._at)
+            end, marker = (found.start(), found[0]) if found else (len(self._text), "")
             if marker and end == self._at:
                 self.take(end + len(marker))
                 return "", marker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
@@ -47,7 +48,8 @@ class OutputParser:
         self._open_call: Brackets | None = None  # reads its arguments
         # Until it is over.
         self._reasoning = reasoning(expected.is_reasoning) if reasoning else None
-        self._num_reasoning_tokens = 0  # once it is
+        self._num_reasoning_tokens = 0  # of spans that have ended and been counted
+        self._num_spans = 0
         self._tools = tools(options.tools) if tools and options else None
         self._only_first = options is not None and not options.parallel
         self._table = expected.table  # for counting the tokens of the reasoning
@@ -72,7 +74,7 @@ class OutputParser:
             self._num_chars += len(self._decoder.decode(self._table[token_id]))
         deltas = self._sort(self._reasoning.feed(text))
         if self._reasoning.is_over:
-            self._num_reasoning_tokens = self.num_reasoning_tokens
+            self._num_reasoning_tokens = self.num_reasoning_tokens  # the last time
             self._reasoning = None
         return deltas
 
@@ -89,12 +91,13 @@ class OutputParser:
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, without its tags."""
-        if self._reasoning is None:
-            return self._num_reasoning_tokens
-        starts = self._token_starts
-        return sum(
-            bisect_left(starts, e) - bisect_left(starts, b) for b, e in self._reasoning.spans
-        )
+        num_open, starts = 0, self._token_starts
+        for begin, end in self._reasoning.spans[self._num_spans :] if self._reasoning else ():
+            num_open = bisect_left(starts, end) - bisect_left(starts, begin)
+            if end < math.inf:
+                self._num_reasoning_tokens += num_open
+                self._num_spans, num_open = self._num_spans + 1, 0
+        return self._num_reasoning_tokens + num_open
 
     def _sort(self, deltas: list[Delta]) -> list[Delta]:
         """Look for calls in what is not reasoning."""

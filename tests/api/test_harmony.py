@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import httpx
 import msgspec
@@ -80,6 +81,58 @@ def test_any_messages_in_any_pieces(said, data):
     assert calls == [["f", json.dumps({"a": text})] for text in of["call"]]
     visible = [text for kind, text in said if kind in ("final", "commentary")]
     assert "".join(content.split()) == "".join("".join(visible).split())
+
+
+def parsed(text: str) -> tuple[str, list[list[str]]]:
+    parser = OutputParser(
+        ExpectedOutput(
+            reasoning_parser=reasoning.Parser,
+            tool_parser=tools.Parser,
+            tool_options=ToolOptions(TOOLS),
+        )
+    )
+    content, calls = "", []
+    for delta in [delta for piece in text for delta in parser.feed(piece)] + parser.finish():
+        match delta:
+            case Content(text=more):
+                content += more
+            case ToolCallStart(name=name):
+                calls.append([name, ""])
+            case ToolCallArguments(text=more):
+                calls[-1][1] += more
+    return content, calls
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', "", ['{"a": 1}']),
+        (" to=functions.f<|channel|>commentary<|message|>{}<|end|>" + FINAL, "Sunny ☀️.", ["{}"]),
+        (" to=nobody\nand more", " to=nobody\nand more", []),
+        (" to", " to", []),
+        ("<|channel|>final<|message|> to=you", " to=you", []),
+    ],
+)
+def test_the_recipient_may_be_first(text, content, calls):
+    assert parsed(text) == (content, [["f", arguments] for arguments in calls])
+
+
+def test_many_messages_are_read_once():
+    text = "<|channel|>analysis<|message|>a<|end|>"
+    expected = ExpectedOutput(
+        reasoning_parser=reasoning.Parser,
+        tool_parser=tools.Parser,
+        tool_options=ToolOptions(TOOLS),
+        table={0: text.encode()},
+    )
+    whole, streamed = OutputParser(expected), OutputParser(expected)
+    began = time.perf_counter()
+    whole.feed(text * 12_000, [0] * 12_000)
+    for _ in range(12_000):  # with usage in each chunk
+        streamed.feed(text, [0])
+        assert streamed.num_reasoning_tokens <= 12_000
+    assert time.perf_counter() - began < 5  # half a second; a quarter of a minute, read again
+    assert whole.num_reasoning_tokens == streamed.num_reasoning_tokens
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from servd.api.tool_parsers._harmony import (
     ENDS,
     MARKERS,
     MESSAGE,
+    RECIPIENT,
     START,
     channel,
     header,
@@ -42,6 +43,10 @@ class Parser(ReasoningParser):
         reader = self.reader
         if self.is_reasoning:
             yield from self._reasoning(*ENDS)
+        elif (yield from reader.accept(RECIPIENT)):
+            yield from self._message()
+        elif reader.taken:
+            self._content(reader.taken)
         while True:
             text, marker = yield from reader.piece(START, CHANNEL, *ENDS)
             if marker in (START, CHANNEL):

@@ -18,6 +18,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = (
     "<|message|>",
 )
 END, CALL, RETURN = ENDS = ("<|end|>", "<|call|>", "<|return|>")
+RECIPIENT = " to="  # what an output begins with that has it before the channel
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 
 _WORDS = re.compile(r"[^<\n]*")

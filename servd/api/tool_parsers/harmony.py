@@ -12,6 +12,7 @@ from servd.api.tool_parsers._harmony import (
     END,
     MARKERS,
     MESSAGE,
+    RECIPIENT,
     START,
     header,
     recipient,
@@ -40,6 +41,10 @@ class Parser(ToolParser):
 
     def body(self) -> Steps[None]:
         """Read the whole output."""
+        if (yield from self.reader.accept(RECIPIENT)):
+            yield from self.attempt(self._call())
+        elif self.reader.taken:
+            self.content(self.reader.taken)
         yield from self.rest(START, CHANNEL, call=self._call)
 
     def _call(self) -> Steps[bool]:
