@@ -176,12 +176,14 @@ class Processor:
         return Prepared(prompt=shown, params=asked, request=request, expected=expected, marks=marks)
 
     def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
-        """How many token ids `process` makes of a prompt, at least; a chat template may leave much
-        out. `keep` is `truncate_prompt_tokens`.
+        """How many token ids `process` makes of a prompt, at least, if it takes it; a chat template
+        may leave much out. `keep` is `truncate_prompt_tokens`.
         """
         match prompt.content:
             case list(token_ids):
                 found = len(token_ids)
+            case _ if not self.tokenizer.keeps_all_text:
+                found = 0
             case Chat(messages=messages):
                 texts = [m.get("content") for m in messages if m.get("role") == "user"]
                 num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))
@@ -191,7 +193,8 @@ class Processor:
             case Pair():
                 found = 0
         limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
-        return min([found, *(limit for limit in limits if limit is not None)])
+        known = [limit for limit in limits if limit is not None]
+        return min(found, self.max_model_len, *known)  # more than that `process` refuses by itself
 
     def check_structured_output(self, prepared: Prepared) -> None:
         """Block until the requested form of output is known to be possible.

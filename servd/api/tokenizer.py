@@ -209,8 +209,12 @@ class Tokenizer:
         there is no bound, but what a token may fairly take.
         """
         longest = max(len(self._backend.id_to_token(i) or "") for i in range(self.vocab_size))
-        is_bound = self._is_byte_level or self._has_byte_fallback
-        return longest if is_bound else max(longest, MAX_WORD_CHARS)
+        return longest if self.keeps_all_text else max(longest, MAX_WORD_CHARS)
+
+    @property
+    def keeps_all_text(self) -> bool:
+        """Whether every character is in its tokens, as there are some for all bytes."""
+        return self._is_byte_level or self._has_byte_fallback
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its text; None if there is no such token."""

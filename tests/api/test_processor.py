@@ -273,3 +273,20 @@ def test_the_tokens_of_a_prompt_are_not_overestimated(content, keep, keep_first,
     except InvalidRequest:  # empty, or not Unicode
         return
     assert fewest <= len(prepared.prompt_token_ids)
+
+
+def test_a_word_that_a_vocabulary_lacks_counts_as_no_token():
+    models, splits = tokenizers.models, tokenizers.pre_tokenizers
+    backend = tokenizers.Tokenizer(models.WordPiece({"?": 0, "a": 1}, unk_token="?"))
+    backend.pre_tokenizer = splits.BertPreTokenizer()
+    processor = make(1000)
+    processor.tokenizer = Tokenizer(backend, {}, "")
+    for text in ("a" * 5000, "a" + " " * 5000):
+        prompt = asked(text)
+        assert len(processor.process(prompt, PoolingParams()).prompt_token_ids) == 1
+        assert processor.fewest_tokens(prompt, None) <= 1
+
+
+def test_what_the_context_cannot_have_counts_no_more_than_what_it_can():
+    assert make(100).fewest_tokens(asked([1] * 5000), None) == 100
+    assert make(100).fewest_tokens(asked("x" * 50_000), None) == 100
