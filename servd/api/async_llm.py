@@ -396,6 +396,7 @@ class AsyncLLM:
                 running.timeline.move(chosen.rank, chosen.cache_number)
                 free[chosen.rank] -= num_choices
                 chosen.running[request_id] = engine.running.pop(request_id)
+                chosen.watched |= {request_id} & engine.watched
                 if chosen.is_asleep:
                     running.timeline.marks.append(Mark("asleep", now_ns()))
                 chosen.recovery.send([request_id])

@@ -142,9 +142,9 @@ class EngineClient:
     def end(self, request_id: str) -> None:
         """Forget a prompt, if this engine has it, and abort its unfinished choices."""
         running = self.running.pop(request_id, None)
+        self.watched.discard(request_id)  # also if another engine has it now
         if running is None:
             return
-        self.watched.discard(request_id)
         if running.routed is not None:
             running.routed.end([choice.num_tokens for choice in running.choices])
         if self.tracer.recorder is not None and isinstance(self.status, EngineReady):

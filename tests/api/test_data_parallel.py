@@ -152,6 +152,22 @@ async def test_requests_of_a_dead_engine_go_on_in_another_at_once(body, num_step
         assert (await served.http.get("/debug/audit")).json()["problems"] == []
 
 
+async def test_a_watched_request_that_moves_is_watched_there_and_nowhere_when_it_ends():
+    async with serve(data_parallel_size=2) as served:
+        for engine in served.engines:
+            engine.step_seconds = 0.001
+        headers, body = {"x-servd-watch": "1"}, {"prompt": "a", "max_tokens": 60}
+        asked = [served.http.post("/v1/completions", json=body, headers=headers) for _ in range(2)]
+        tasks = [asyncio.create_task(each) for each in asked]
+        lost, kept = served.async_llm.engines
+        await until(lambda: lost.watched and kept.watched)
+        served.engines[0].die()
+        await until(lambda: len(kept.watched) == 2)
+        await asyncio.gather(*tasks)
+        await until(lambda: not lost.running and not kept.running)
+        assert not lost.watched and not kept.watched
+
+
 async def test_what_an_engine_may_have_died_of_is_the_death_of_no_other():
     async with serve(data_parallel_size=2) as served:
         for engine in served.engines:
