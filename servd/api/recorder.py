@@ -119,8 +119,14 @@ class Recorder:
             options["max_model_len"] = ready.max_model_len
             line = ServerLine(worker.num_blocks, worker.kv_bytes_per_block, options)
             self._lines.insert(0, msgspec.json.encode({"server": line}))
+        request, size = running.prepared.request, self.config.cache.block_size
+        prompt, last = request.prompt_token_ids, repr(request.options.cache_keys).encode()
+        ids, last = self._hashes(prompt, self._digest(last))  # the same for all choices
+        rest = prompt[len(ids) * size :]
         for choice, output in zip(running.choices, running.outputs, strict=True):
-            self._lines.append(msgspec.json.encode(self._line(running, choice, output)))
+            output_ids, _ = self._hashes([*rest, *output], last)
+            line = self._line(running, choice, ids, output_ids)
+            self._lines.append(msgspec.json.encode(line))
         lines, self._lines = b"\n".join([*self._lines, b""]), []
         try:
             os.write(self._file, lines)  # at once, or others' lines would come between
@@ -131,19 +137,19 @@ class Recorder:
         """Nothing is added any more."""
         os.close(self._file)
 
-    def _line(self, running: Running, choice: ChoiceTimes, output: array[int]) -> RequestLine:
+    def _line(
+        self, running: Running, choice: ChoiceTimes, ids: list[int], output_ids: list[int]
+    ) -> RequestLine:
         request, size = running.prepared.request, self.config.cache.block_size
         options, params = request.options, request.params
 
         def since(at_ns: int | None) -> float:
             return (at_ns - choice.arrival_ns) / 1e6 if at_ns else 0.0
 
-        ids = self._hashes([*request.prompt_token_ids, *output], options.cache_keys)
-        num_blocks = len(request.prompt_token_ids) // size
         marks = choice.marks
         return RequestLine(
             choice.arrival_ns / 1e6, len(request.prompt_token_ids), choice.num_tokens,
-            ids[:num_blocks], ids[num_blocks:], size,
+            ids, output_ids, size,
             params.max_tokens if isinstance(params, SamplingParams) else 0,
             self._digest(options.owner.encode()).hex()[:8] if options.owner else "",
             running.timeline.engine, choice.num_cached_tokens,
@@ -151,14 +157,15 @@ class Recorder:
             since(marks.get("finished")), since(choice.last_ns),
         )  # fmt: skip
 
-    def _hashes(self, token_ids: list[int], cache_keys: tuple[str | None, ...]) -> list[int]:
-        """Of all full blocks, 53 bits each: what any reader of JSON can take."""
-        size, last = self.config.cache.block_size, self._digest(repr(cache_keys).encode())
-        found: list[int] = []
+    def _hashes(self, token_ids: list[int], last: bytes) -> tuple[list[int], bytes]:
+        """Of all full blocks after `last`, 53 bits each: what any reader of JSON can take. Also the
+        digest of the last one.
+        """
+        size, found = self.config.cache.block_size, list[int]()
         for at in range(0, len(token_ids) - size + 1, size):
             last = self._digest(last + array("I", token_ids[at : at + size]).tobytes())
             found.append(int.from_bytes(last, "little") >> 11)
-        return found
+        return found, last
 
     def _digest(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=8, key=self._key).digest()

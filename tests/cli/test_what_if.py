@@ -175,8 +175,10 @@ def test_recordings_share_a_key_that_is_not_in_them(tmp_path):
     one, other = (Recorder(str(tmp_path / "a"), config) for _ in range(2))
     third = Recorder(str(tmp_path / "b"), config)
     tokens = [*range(9)]
-    assert one._hashes(tokens, ()) == other._hashes(tokens, ()) != third._hashes(tokens, ())
-    assert one._hashes(tokens, ("salt",))[0] != one._hashes(tokens, ())[0]
+    assert one._hashes(tokens, b"") == other._hashes(tokens, b"") != third._hashes(tokens, b"")
+    assert one._hashes(tokens, b"salt")[0][0] != one._hashes(tokens, b"")[0][0]
+    (whole, end), (first, middle) = one._hashes(tokens, b""), one._hashes(tokens[:4], b"")
+    assert one._hashes(tokens[4:], middle) == (whole[1:], end) and first == whole[:1]
     assert stat.S_IMODE((tmp_path / "a.key").stat().st_mode) == 0o600
     for each in (one, other, third):
         each.close()
