@@ -76,6 +76,8 @@ def link_models(config: Config, folder: Path) -> Config:
         path = given.absolute() if given.exists() else hf.download_weights(model)
         link = folder / (given.absolute().name if given.exists() else model)
         link.parent.mkdir(parents=True, exist_ok=True)
+        if link.parent.is_symlink():  # the link would be written into that model's folder
+            raise ConfigError(f"--models: {model} and {link.parent.name} cannot both be served")
         try:
             link.symlink_to(path)
         except FileExistsError:

@@ -20,7 +20,7 @@ import httpx
 import msgspec
 import pytest
 
-from servd import log
+from servd import hf, log
 from servd.api.auth import Keys
 from servd.api.front import create_front
 from servd.api.front_server import check, link_models, reload
@@ -751,6 +751,17 @@ def test_models_that_are_named_are_served_as_a_folder(tmp_path: Path):
         link_models(Config.load({"models": ["./no"]}), tmp_path / "none")
     with pytest.raises(ConfigError, match="give one of them"):
         check(Config.load({"models_dir": ".", "models": given}))
+
+
+def test_no_link_is_written_into_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(tmp_path / "org")
+    make(tmp_path / "hub")
+    monkeypatch.setattr(hf, "download_weights", lambda name: tmp_path / "hub")
+    config = Config.load({"models": [str(tmp_path / "org"), "org/model"]})
+    before = sorted((tmp_path / "org").iterdir())
+    with pytest.raises(ConfigError, match="org/model and org cannot both be served"):
+        link_models(config, tmp_path / "links")
+    assert sorted((tmp_path / "org").iterdir()) == before
 
 
 def test_options_for_one_model_are_refused():
