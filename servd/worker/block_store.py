@@ -40,7 +40,6 @@ class BlockStore:
             (device, host.unflatten(1, (2, -1)))
             for device, host in zip(blocks, slots.split(sizes, dim=1), strict=True)
         ]
-        self._parallel, self._token = parallel, torch.zeros(1, device=caches[0].device)
         if caches[0].is_cuda:  # copies do not wait, where the memory is pinned
             cudart: Any = torch.cuda.cudart()
             error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
@@ -48,8 +47,8 @@ class BlockStore:
                 log.warning("copies of blocks wait for the device: cannot pin memory (%s)", error)
 
     def make(self, copies: Sequence[BlockCopy]) -> None:
-        """Queue copies on the device, behind the steps launched before. The ranks wait there for
-        each other: only rank 0 answers, and when it does, all must have made theirs.
+        """Queue copies on the device, behind the steps launched before. A step is harvested when
+        all ranks have answered, and so have made theirs.
         """
         for copy in copies:
             for cache, slots in self._layers:
@@ -58,4 +57,3 @@ class BlockStore:
                     device.copy_(host, non_blocking=True)
                 else:
                     host.copy_(device, non_blocking=True)
-        self._parallel.all_reduce(self._token)
