@@ -7,6 +7,7 @@ import logging
 from msgspec.structs import asdict
 
 from servd.api.processor import Prepared
+from servd.params import SamplingParams
 
 log = logging.getLogger("servd.requests")
 
@@ -16,6 +17,8 @@ def log_request(prepared: Prepared, most: int | None) -> None:
     parameters that are not the usual ones.
     """
     params = prepared.request.params
+    if isinstance(params, SamplingParams):
+        params = prepared.params  # with those of the text, which the engine does not get
     usual = asdict(type(params)())
     asked = {name: value for name, value in asdict(params).items() if value != usual[name]}
     fields = {

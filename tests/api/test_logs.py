@@ -37,13 +37,14 @@ def lines(monkeypatch):
 async def test_what_is_asked_is_logged_if_that_is_asked_for(lines, most, stream):
     async with serve(enable_log_requests=True, max_log_len=most) as served:
         for prompt in (BODY["prompt"], [7, 8, 9]):
-            body = {**BODY, "prompt": prompt, "temperature": 0.25, "stream": stream}
+            body = {**BODY, "prompt": prompt, "temperature": 0.25, "stop": ["~~"], "stream": stream}
             assert (await served.http.post("/v1/completions", json=body)).status_code == 200
     text, tokens = [line for line in lines() if line["logger"] == "servd.requests"]
     assert text["prompt"] == BODY["prompt"][:most] and text["num_prompt_tokens"] == 15
     assert text["prompt_token_ids"] == [*BODY["prompt"].encode()][:most]
     assert (tokens["prompt"], tokens["prompt_token_ids"]) == (None, [7, 8, 9][:most])
     assert text["params"]["temperature"] == 0.25 and text["params"]["max_tokens"] == 3
+    assert text["params"]["stop"] == ["~~"]
     assert text["prompt_id"].endswith(text["request_id"]) and text["prompt_id"] in text["message"]
 
 
