@@ -74,10 +74,17 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Check what is resolved.
 
         Raises:
-            ConfigError: tiers without a prefix cache, or events that cannot be read.
+            ConfigError: tiers or events without a prefix cache, or events that cannot be read.
         """
-        if self.kv_events_config is not None:
-            KVEventsConfig.of(self.kv_events_config)
+        if (
+            self.kv_events_config is not None
+            and KVEventsConfig.of(self.kv_events_config).is_on
+            and not self.enable_prefix_caching
+        ):
+            raise ConfigError(
+                "--kv-events-config tells what the prefix cache has, and that is off, as with every "
+                "encoder: leave it out"
+            )
         has_tiers = self.kv_cache_dir is not None or self.kv_offloading_size is not None
         if has_tiers and not self.enable_prefix_caching:
             raise ConfigError(

@@ -167,12 +167,17 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 REPLAY_PATIENCE = 5000  # milliseconds with a reader that has no room for more
 
 
+def is_bound(endpoint: str) -> bool:
+    """Whether a Publisher listens there, rather than connect to who listens: as in vLLM."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+
+
 class Publisher:
     """Numbered batches for any number of subscribers, and again for those who ask for what they
     have missed. Batches are frames: topic, number (8 bytes, big-endian), data.
 
     Args:
-        endpoint: bound if it has a * or is ipc://, else connected to.
+        endpoint: of the batches, bound or connected to.
         topic: of all batches.
         limit: batches queued for each subscriber; a slower one loses some. A replay waits.
         replay: where to ask, with the number of the first one wanted: they come as (number, data),
@@ -190,6 +195,7 @@ class Publisher:
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept)
         self._lock = threading.Lock()  # of what is kept
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its end is the replay's
+        self.manner = "listening on" if is_bound(endpoint) else "connecting to"
         self._socket = self._open(zmq.PUB, endpoint, limit)
         if replay is not None:
             asked = self._open(zmq.ROUTER, replay, limit)
@@ -215,9 +221,8 @@ class Publisher:
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what a reader is slow for
             socket.setsockopt(zmq.SNDTIMEO, REPLAY_PATIENCE)
-        is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
         try:
-            if is_bound or kind == zmq.ROUTER:
+            if is_bound(endpoint) or kind == zmq.ROUTER:
                 socket.bind(endpoint)
             else:
                 socket.connect(endpoint)

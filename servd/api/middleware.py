@@ -241,7 +241,8 @@ def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timel
         "request_id": scope["state"]["request_id"],  # the body may have named it
     }
     text = "%s %s %d in %.3f s, %d + %d tokens, key %s, client %s, %s"
-    log.info(text, *fields.values(), extra={"fields": fields})
+    shown = ("-" if value == "" else value for value in fields.values())
+    log.info(text, *shown, extra={"fields": fields})
 
 
 async def _send_timed(send: Send, message: Message, blocked: deque[Mark]) -> None:

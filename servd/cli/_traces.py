@@ -46,7 +46,9 @@ def read(path: str) -> Recording:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}, line {number}: {error}") from None
+        raise ConfigError(
+            f"{path}, line {number}: {error}; a TRACE is a file of --record-trace, or has its keys"
+        ) from None
     requests.sort(key=lambda each: each.timestamp)
     return Recording(requests, steps, server)
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ PERCENTILES = (50, 90, 99)
 DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}  # as on a CPU
 LONGEST = 1 << 15  # tokens of a prompt with its answer, where nothing says otherwise
 KV_BYTES = 1 << 16  # of a token
+REQUESTS, RATE = 1000, 1.0  # of what is made up
 MANY = 5000  # requests beyond which the progress is shown
 
 
@@ -41,8 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("without TRACE: conversations that are made up")
     add = group.add_argument
     add("--shape", choices=_traces.SHAPES, help="how long they are")
-    add("--requests", type=int, default=1000, metavar="N", help="in all [%(default)s]")
-    add("--rate", type=float, default=1.0, metavar="X", help="requests a second [%(default)s]")
+    add("--requests", type=int, metavar="N", help=f"in all [{REQUESTS}]")
+    add("--rate", type=float, metavar="X", help=f"requests a second [{RATE:g}]")
     parser.argument_default = argparse.SUPPRESS
     group = parser.add_argument_group("the fleet; what is not given is as in the recording")
     add = group.add_argument
@@ -59,8 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, and print what was measured, if it was, beside what would be."""
     recording = _traces.Recording([], [], None)
-    if (arguments.trace is None) == (arguments.shape is None):
-        raise ConfigError("name a TRACE, or the --shape of one to be made up")
+    verify(arguments)
     if arguments.trace is not None:
         recording = _traces.read(arguments.trace)
         if not recording.requests:
@@ -75,8 +75,34 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(columns))
     if arguments.json is not None:
         found = {**columns, "costs": msgspec.to_builtins(costs)}
-        Path(arguments.json).write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        try:
+            Path(arguments.json).write_bytes(
+                msgspec.json.format(msgspec.json.encode(found)) + b"\n"
+            )
+        except OSError as error:
+            raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     return 0
+
+
+def verify(arguments: argparse.Namespace) -> None:
+    """Check what is asked for.
+
+    Raises:
+        ConfigError: a number is out of range, or what does not go together is given.
+    """
+    if arguments.trace is None and arguments.shape is None:
+        raise ConfigError("name a TRACE, or the --shape of one to be made up")
+    for name in ("shape", "requests", "rate"):
+        if arguments.trace is not None and getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name} is for requests that are made up: leave it or TRACE out")
+    for name in ("concurrency", "requests", "servers", "num_blocks"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    for name in ("speed", "rate"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < inf:
+            raise ConfigError(f"--{name} {value:g}: must be above 0")
 
 
 def find_costs(arguments: argparse.Namespace, recording: _traces.Recording) -> Costs:
@@ -113,8 +139,9 @@ def requests_of(
     """Those to be replayed, at the speed that is asked for."""
     if arguments.shape is not None:
         longest = int(getattr(arguments, "max_model_len", LONGEST))
-        rate, shape = arguments.rate * arguments.speed, _traces.SHAPES[arguments.shape]
-        yield from _traces.made_up(shape, arguments.requests, rate, longest)
+        rate = (arguments.rate or RATE) * arguments.speed
+        shape, count = _traces.SHAPES[arguments.shape], arguments.requests or REQUESTS
+        yield from _traces.made_up(shape, count, rate, longest)
     first = recording.requests[0].timestamp if recording.requests else 0.0
     for each in recording.requests:
         at = first + (each.timestamp - first) / arguments.speed
@@ -153,6 +180,9 @@ def simulate(
     options = {**(server.options if server is not None else DEFAULTS), **given_options(asked)}
     config = Config.load(options)
     config.cache.verify()
+    batch, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    if batch is not None and seqs is not None and batch < seqs:
+        raise ConfigError(f"--max-num-batched-tokens {batch} is below --max-num-seqs {seqs}")
     longest = int(options.get("max_model_len", LONGEST))
     num_blocks, kv_bytes = asked.num_blocks, KV_BYTES * config.cache.block_size
     if server is not None:  # as much memory, in blocks of another size

@@ -667,6 +667,7 @@ async def test_each_answer_has_one_line_in_the_access_log(
             (["POST", COMPLETIONS, "200"], True), (["POST", COMPLETIONS, "404"], True),
             (["GET", "/v1/models", "200"], True),
         ]  # fmt: skip
+        assert all("key -, client" in line for line in lines)
 
 
 def adapter(folder: Path, base: str) -> Path:

@@ -211,6 +211,7 @@ def test_routing_by_prefix_finds_more_than_turns(capsys, tmp_path):
 
 
 def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
+    made_up = ["--shape", "chat", "--costs", '{"step": 1}', "--num-blocks", "4000"]
     for arguments, expected in (
         ([], "name a TRACE"),
         (["--shape", "chat"], "what steps cost is not known"),
@@ -218,6 +219,15 @@ def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
         (["--shape", "chat", "--costs", '{"stop": 1}'], "stop"),
         ([str(tmp_path / "none")], "No such file"),
         ([__file__], "line 1"),
+        ([__file__], "--record-trace"),
+        ([__file__, "--shape", "chat"], "--shape is for requests that are made up"),
+        ([__file__, "--rate", "2"], "--rate is for requests that are made up"),
+        ([*made_up, "--rate", "-1"], "--rate -1: must be above 0"),
+        ([*made_up, "--speed", "nan"], "--speed nan: must be above 0"),
+        ([*made_up, "--servers", "0"], "--servers 0: must be at least 1"),
+        ([*made_up, "--requests", "0"], "--requests 0: must be at least 1"),
+        ([*made_up, "--max-num-seqs", "600"], "512 is below --max-num-seqs 600"),
+        ([*made_up, "--requests", "2", "--json", str(tmp_path / "a" / "b")], "--json"),
     ):
         code, shown = what_if(capsys, *arguments)
         assert code == 2 and expected in shown, shown

@@ -7,6 +7,7 @@ which is no block, is `root_hash` of salt and adapter.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +19,7 @@ from servd.core.request import Request
 from servd.ipc import Publisher
 from servd.kv_events import KVEventsConfig
 
+logger = logging.getLogger("servd.engine")
 DEVICE = "GPU"  # whatever it is: routers tell it from CPU and STORAGE, the tiers below
 
 
@@ -71,6 +73,7 @@ class KVEvents:
         self._publisher = Publisher(
             config.endpoint, config.topic, config.hwm, config.replay_endpoint, config.buffer_steps
         )
+        logger.info("KV events: %s %s", self._publisher.manner, config.endpoint)
         self._events: list[Event] = [AllBlocksCleared()]  # the engine before it may have had some
         pool.on_remove = self._remove
         self.publish()

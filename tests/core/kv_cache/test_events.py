@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from servd import LLM
+from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.kv_cache.events import AllBlocksCleared
 from servd.errors import ConfigError
@@ -211,6 +212,43 @@ def test_each_rank_has_ports_of_its_own():
             KVEventsConfig.of(wrong)
     with pytest.raises(ConfigError, match="has no port"):
         KVEventsConfig(endpoint="tcp://x").of_rank(1)
+
+
+def test_events_of_a_prefix_cache_that_is_off_are_refused():
+    events = '{"enable_kv_cache_events": true}'
+    options = {"kv_events_config": events, "enable_prefix_caching": False}
+    with pytest.raises(ConfigError, match="--kv-events-config tells what the prefix cache has"):
+        Config.load(options).cache.verify()
+    Config.load(options | {"kv_events_config": "{}"}).cache.verify()
+
+
+@pytest.mark.parametrize("listener", ["engine", "router"])
+def test_an_endpoint_with_a_star_is_listened_on_and_any_other_connected_to(
+    tmp_path, caplog, listener
+):
+    caplog.set_level("INFO")
+    router = zmq.Context.instance().socket(zmq.SUB)
+    router.subscribe(b"")
+    if listener == "router":
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        endpoint, manner = f"tcp://127.0.0.1:{port}", "connecting to"
+    else:
+        endpoint, manner = f"ipc://{tmp_path}/events", "listening on"
+    events = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint})
+    engine = make_engine(kv_events_config=events)
+    if listener == "engine":
+        router.connect(endpoint)
+    assert f"KV events: {manner} {endpoint}" in caplog.text
+    found = engine.scheduler.kv_cache.events
+    assert found is not None
+    for _ in range(100):  # until the subscription has come
+        found._events.append(AllBlocksCleared())
+        found.publish()
+        if router.poll(50):
+            break
+    assert router.poll(0)
+    router.close()
+    found.close()
 
 
 def test_an_endpoint_that_cannot_be_had_is_named(tmp_path):
