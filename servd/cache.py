@@ -82,8 +82,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             and not self.enable_prefix_caching
         ):
             raise ConfigError(
-                "--kv-events-config tells what the prefix cache has, and that is off, as with every "
-                "encoder: leave it out"
+                "--kv-events-config tells what the prefix cache has, and that is off, as with "
+                "every encoder: leave it out"
             )
         has_tiers = self.kv_cache_dir is not None or self.kv_offloading_size is not None
         if has_tiers and not self.enable_prefix_caching:
