@@ -143,9 +143,10 @@ void scale(const float* x, float factor, const float* residual, int64_t count, f
 void spread(const float* x, int64_t rows, int64_t size, int is_inverse, float* out) {
     int64_t part = 1;
     while (2 * part <= size) part *= 2;
-    const std::unique_ptr<float[]> others(new float[rows * part]);
     parallel_for(rows, 1 + 4096 / (size + 1), [&](int64_t row) {
-        float *const to = out + row * size, *const other = &others[row * part];
+        // Of a thread's own, and small: memory for all rows would be new pages in every call.
+        const std::unique_ptr<float[]> scratch(new float[part]);
+        float *const to = out + row * size, *const other = scratch.get();
         std::copy_n(x + row * size, size, to);
         const bool has_last = part < size;
         if (has_last && is_inverse) transform(to + size - part, other, part, true);
