@@ -28,7 +28,7 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     models_max: Annotated[
         int,
         Meta(
-            description="Models of --models-dir that hold their weights at once. For others the "
+            description="Of several models, those that hold their weights at once. For others the "
             "one that was used longest ago sleeps.",
             ge=1,
             le=256,
@@ -37,8 +37,8 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     models_asleep: Annotated[
         int,
         Meta(
-            description="Models of --models-dir that may sleep at once, in idle processes of half "
-            "a GiB each. Of more, the one that was used longest ago stops.",
+            description="Of several models, those that may sleep at once, in idle processes of "
+            "half a GiB each. Of more, the one that was used longest ago stops.",
             ge=0,
             le=256,
         ),
@@ -50,7 +50,7 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     models_start_timeout: Annotated[
         Annotated[float, Meta(gt=0)],
         Meta(
-            description="Seconds that a model of --models-dir may take to load. Then its "
+            description="Seconds that one of several models may take to load. Then its "
             "server is stopped, requests get 503, and it is not tried again for as long."
         ),
     ] = 600.0

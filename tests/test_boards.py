@@ -23,9 +23,10 @@ OF_SCRAPES = {"job", "instance"}  # labels that Prometheus adds
 EQUAL = promql_parser.MatchOp.Equal
 RATES = {"rate", "irate", "increase"}
 CHOSEN = 'job=~"$job", model_name=~"$model_name", instance=~"$instance", engine=~"$engine"'
-# The forms of the queries of vLLM's published boards (overview, kv cache, service status,
-# speculative decoding, query and performance statistics, production-stack), and the metrics that
-# each of them is asked for: they can be loaded unchanged. C stands for CHOSEN, M for the metric.
+# The forms that queries of vLLM's published boards have, and the metrics that each of them is asked
+# for: the names are those of all boards, the forms were read in the first parts of four of them (kv
+# cache, service status, speculative decoding, query statistics). C stands for CHOSEN, M for the
+# metric.
 OF_PUBLISHED_BOARDS = {
     "histogram_quantile(0.95, sum by (le, model_name) (rate(M_bucket{C}[$__rate_interval])))": [
         "vllm:e2e_request_latency_seconds", "vllm:inter_token_latency_seconds",
