@@ -3,7 +3,7 @@ compare.
 
 config.md from servd.config, modules.md from the first line of every module, the table of fields in
 http.md from the requests, limits.md from the constants, processes.svg from the drawing in
-picture.py, docker/grafana/boards from the tables in boards.py.
+picture.py, speed.svg from a table of benchmarks-peers.md, docker/grafana/boards from boards.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from servd.api.protocol.generation import GenerationRequest
 from servd.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices
 from servd.params import SamplingParams
-from tools import boards, limits, picture
+from tools import boards, limits, picture, speed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -214,6 +214,7 @@ def pages() -> dict[Path, str]:
         DOCS / "limits.md": limits.page(),
         DOCS / "modules.md": f"{MODULES_HEAD}{tree()}\n",
         DOCS / "processes.svg": picture.draw(),
+        DOCS / "speed.svg": speed.draw(),
         **{ROOT / "docker/grafana/boards" / name: text for name, text in boards.boards().items()},
     }
 
