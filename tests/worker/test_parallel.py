@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -131,11 +130,8 @@ def test_two_ranks_equal_one_through_transformers(
 def check(folder: Path, adapter: Adapter | None = None) -> None:
     """Tokens and logits of two ranks are those of one; of greedy tokens, transformers' own."""
     tmp_path = folder.parent
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     generate(0, 1, str(folder), adapter, None, str(tmp_path / "one"))
-    address, two = f"tcp://127.0.0.1:{port}", str(tmp_path / "two")
+    address, two = f"file://{tmp_path}/rendezvous", str(tmp_path / "two")
     mp.spawn(generate, (2, str(folder), adapter, address, two), nprocs=2)
     expected = torch.load(tmp_path / "one.0")
     assert PROMPT + expected[0][0] == greedy(folder, PROMPT, NUM_OUTPUTS)
