@@ -73,6 +73,10 @@ class OutputParser:
             self._token_starts.append(self._num_chars)
             self._num_chars += len(self._decoder.decode(self._table[token_id]))
         deltas = self._sort(self._reasoning.feed(text))
+        for begin, end in self._reasoning.spans[self._num_spans :]:
+            if end < math.inf:  # once for each: there may be thousands
+                self._num_reasoning_tokens += self._num_tokens(begin, end)
+                self._num_spans += 1
         if self._reasoning.is_over:
             self._num_reasoning_tokens = self.num_reasoning_tokens  # the last time
             self._reasoning = None
@@ -91,13 +95,12 @@ class OutputParser:
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, without its tags."""
-        num_open, starts = 0, self._token_starts
-        for begin, end in self._reasoning.spans[self._num_spans :] if self._reasoning else ():
-            num_open = bisect_left(starts, end) - bisect_left(starts, begin)
-            if end < math.inf:
-                self._num_reasoning_tokens += num_open
-                self._num_spans, num_open = self._num_spans + 1, 0
-        return self._num_reasoning_tokens + num_open
+        open_spans = self._reasoning.spans[self._num_spans :] if self._reasoning else []
+        return self._num_reasoning_tokens + sum(self._num_tokens(*span) for span in open_spans)
+
+    def _num_tokens(self, begin: int, end: float) -> int:
+        """Tokens that begin in a part of the text."""
+        return bisect_left(self._token_starts, end) - bisect_left(self._token_starts, begin)
 
     def _sort(self, deltas: list[Delta]) -> list[Delta]:
         """Look for calls in what is not reasoning."""
