@@ -25,18 +25,29 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     token_beyond_128: float = 0.0
     context: float = 0.0  # a token in the KV cache that a request's one token looks at
     pair: float = 0.0  # of a prompt's token and one before it
+    idle: float = 0.0  # a step before which nothing ran: caches are cold, API servers busy
+    idle_token: float = 0.0  # of such a step
     before: float = 0.0  # of a request: from its arrival until the engine has it
+    before_token: float = 0.0  # of its prompt
     after: float = 0.0  # from a token until the client has it
     copied_byte: float = 0.2  # between host memory and device
 
-    def of_step(self, tokens: float, rows: float, context: float, pairs: float) -> float:
+    def of_step(
+        self, tokens: float, rows: float, context: float, pairs: float, was_idle: bool = False
+    ) -> float:
         """A step's time."""
         took = self.step + self.row * rows + self.token * tokens
+        if was_idle:
+            took += self.idle + self.idle_token * tokens
         if tokens > FEW:
             took += self.token_beyond_16 * (tokens - FEW)
         if tokens > MANY:
             took += self.token_beyond_128 * (tokens - MANY)
         return took + self.context * context + self.pair * pairs
+
+    def of_arrival(self, tokens: int) -> int:
+        """From a prompt's arrival until the engine has it."""
+        return round(self.before + self.before_token * tokens)
 
     def of_decoding(self, steps: int, rows: int, context: int) -> float:
         """So many steps of the same requests, with a token each; `context` is that of the first."""
@@ -44,12 +55,15 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return steps * one + self.context * rows * steps * (steps - 1) / 2
 
 
-FITTED = Costs.__struct_fields__[:7]
+FITTED = Costs.__struct_fields__[:9]
 
 
-def features(tokens: float, rows: float, context: float, pairs: float) -> tuple[float, ...]:
+def features(
+    tokens: float, rows: float, context: float, pairs: float, was_idle: bool
+) -> tuple[float, ...]:
     """What the fitted costs of a step are multiplied with."""
-    return 1, rows, tokens, max(tokens - FEW, 0), max(tokens - MANY, 0), context, pairs
+    beyond = max(tokens - FEW, 0), max(tokens - MANY, 0)
+    return 1, rows, tokens, *beyond, context, pairs, was_idle, was_idle * tokens
 
 
 def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | None:
@@ -72,9 +86,12 @@ def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | N
     costs = _least_squares(rows, [1 / max(each, 1.0) for each in expected])
     begun = [each for each in requests if each.sent]
     done = [each for each in requests if each.finished]
+    arrivals = [((1.0, float(each.input_length)), 1e6 * each.sent) for each in begun]
+    before = _least_squares(arrivals, [1.0] * len(begun)) if begun else [0.0, 0.0]
     return Costs(
         **dict(zip(FITTED, costs, strict=True)),
-        before=1e6 * sum(each.sent for each in begun) / max(len(begun), 1),
+        before=before[0],
+        before_token=before[1],
         after=1e6 * sum(each.returned - each.finished for each in done) / max(len(done), 1),
     )
 
@@ -109,15 +126,14 @@ def _observations(
     rows: list[tuple[tuple[float, ...], float]] = []
     running = decoding = sum_of_begins = 0.0
     for i, step in enumerate(steps):
-        since = step.started_ns
-        if i and running:
-            since = ends[i - 1]
+        was_idle = not (i and running)
+        since = step.started_ns if was_idle else ends[i - 1]
         running += active[i]
         decoding += slopes[i]
         sum_of_begins += begins[i]
         context = sum_of_begins + decoding * i
         if i >= FIRST_STEPS and step.harvested_ns > since:
-            values = features(step.num_tokens, step.num_requests, context, pairs[i])
+            values = features(step.num_tokens, step.num_requests, context, pairs[i], was_idle)
             rows.append((values, float(step.harvested_ns - since)))
     return rows
 

@@ -164,6 +164,7 @@ class Engine:
             Outputs, and how many steps they came of.
         """
         scheduler, outputs, steps = self.scheduler, [], 0
+        was_idle = not self.num_steps
         if self.num_steps:
             steps, launched = self.num_steps, self.launched or self._decode(self.num_steps)
             self.busy_ns += self.clock.ns - self.began
@@ -179,7 +180,7 @@ class Engine:
                 scheduler.add(message)
                 self.owners.add(message.options.owner)
             self.arrived, self.is_stuck = [], False
-        self._begin()
+        self._begin(was_idle)
         return outputs, steps
 
     def max_steps(self) -> int:
@@ -205,7 +206,7 @@ class Engine:
         per_request = cache.pool.num_free // len(scheduler.running)
         return min(least, per_request * cache.block_size)
 
-    def _begin(self) -> None:
+    def _begin(self, was_idle: bool) -> None:
         scheduler = self.scheduler
         self.began, self.number, self.until = self.clock.ns, self.number + 1, NEVER
         if steps := self.max_steps():
@@ -222,13 +223,13 @@ class Engine:
                 or scheduler.newest.num_preempted
                 or (scheduler.waiting.by_owner and len(self.owners) > 1)
             )
-            self.until = self.began + self._step_ns(launched)
+            self.until = self.began + self._step_ns(launched, was_idle)
 
     def _decoding_ns(self, steps: int) -> int:
         rows = len(self.scheduler.running)
         return round(self.costs.of_decoding(steps, rows, self.context))
 
-    def _step_ns(self, step: SchedulerOutput) -> int:
+    def _step_ns(self, step: SchedulerOutput, was_idle: bool) -> int:
         tokens = context = pairs = 0
         for each in step.scheduled:
             tokens += each.num_tokens
@@ -237,7 +238,7 @@ class Engine:
             else:
                 pairs += each.num_tokens * (each.num_computed_tokens + each.num_tokens / 2)
         copies = len(step.copies.copies) if step.copies is not None else 0
-        took = self.costs.of_step(tokens, len(step.scheduled), context, pairs)
+        took = self.costs.of_step(tokens, len(step.scheduled), context, pairs, was_idle)
         return round(took + self.copy_ns * copies)
 
     def _decode(self, steps: int) -> SchedulerOutput:

@@ -190,7 +190,7 @@ class Fleet:
             for line in lines:
                 at = round(line.timestamp * 1e6)
                 zero = at - self.clock.ns if zero is None else zero
-                self._run_until(at - zero + round(self.costs.before), held)
+                self._run_until(at - zero + self.costs.of_arrival(line.input_length), held)
                 held.append(line)
                 self._admit(held)
                 if self.num_requests % 1000 == 0:
@@ -250,8 +250,9 @@ class Fleet:
         message.block_hashes = cast("list[bytes]", blocks)  # they are only compared
         if line.output_length:
             message.params = SamplingParams(max_tokens=line.output_length)
+        arrived = clock.ns - self.costs.of_arrival(line.input_length)
         self.open[message.request_id] = Open(
-            clock.ns, line.input_length, line.output_length, rank, routed
+            arrived, line.input_length, line.output_length, rank, routed
         )
         engine = self.engines[rank]
         engine.num_open += 1
@@ -286,7 +287,7 @@ class Fleet:
             request = self.open[output.request_id]
             if not request.first_ns:
                 request.first_ns = now
-                tally.ttft.append(now - request.arrived_ns + self.costs.before + self.costs.after)
+                tally.ttft.append(now - request.arrived_ns + self.costs.after)
                 tally.num_prompt += request.num_prompt
                 tally.num_cached += output.num_cached_tokens
                 if request.routed is not None:
@@ -295,7 +296,7 @@ class Fleet:
                 decoding += 1
             if output.finish_reason is not None:
                 del self.open[output.request_id]
-                took = now - request.arrived_ns + self.costs.before + self.costs.after
+                took = now - request.arrived_ns + self.costs.after
                 tally.latency.append(took)
                 tally.num_output += request.num_output
                 if request.num_output > 1:

@@ -86,7 +86,7 @@ def test_time_is_real_again_after_a_simulation():
 
 def test_costs_are_found_from_steps_alone(monkeypatch):
     """What a simulation with known costs did, as a recording: the fit must explain it."""
-    costs = Costs(step=4e6, row=2e5, token=3e4, token_beyond_16=5e4, context=300, pair=8)
+    costs = Costs(step=4e6, row=2e5, token=3e4, token_beyond_16=5e4, context=300, pair=8, idle=3e6)
     steps: list[StepLine] = []
     requests = lines(150, 6)
     monkeypatch.setattr(Engine, "max_steps", lambda self: 0)
@@ -119,9 +119,9 @@ def test_costs_are_found_from_steps_alone(monkeypatch):
         line.scheduled = 0.0
     found = _costs.fit(steps, requests)
     assert found is not None
-    for tokens, rows, context, pairs in ((1, 1, 80, 0), (12, 12, 5000, 0), (130, 6, 900, 9000)):
-        expected = costs.of_step(tokens, rows, context, pairs)
-        assert found.of_step(tokens, rows, context, pairs) == pytest.approx(expected, rel=0.05)
+    steps_like = (1, 1, 80, 0), (12, 12, 5000, 0), (130, 6, 900, 9000), (150, 1, 0, 11_000, True)
+    for like in steps_like:
+        assert found.of_step(*like) == pytest.approx(costs.of_step(*like), rel=0.05)
 
 
 def test_blocks_are_those_of_the_prompt_and_of_the_answer():
