@@ -36,6 +36,22 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_prefix_caching: Annotated[
         bool, Meta(description="Reuse the KV cache of equal prompt beginnings.")
     ] = True
+    max_pinned_share: Annotated[
+        float,
+        Meta(
+            description="Share of the KV cache's blocks that may be pinned: prompts of requests "
+            "with `retention`, and of --pin-prefix.",
+            ge=0,
+            le=0.9,
+        ),
+    ] = 0.25
+    pin_prefix: Annotated[
+        list[str],
+        Meta(
+            description="Files with prompts that stay in the KV cache: the body of a chat request, "
+            "if the name ends with .json, else text."
+        ),
+    ] = []
     kv_cache_dir: Annotated[
         str | None,
         Meta(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -10,6 +11,7 @@ from msgspec import Meta
 from servd.errors import ConfigError
 
 FLAG = "--kv-events-config"
+ENDPOINT = re.compile(r"tcp://([^\s/]+):(\d{1,5})|ipc://\S+")
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -30,12 +32,20 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         """Read the option.
 
         Raises:
-            ConfigError: not JSON, or a wrong key or value.
+            ConfigError: not JSON, a wrong key or value, or an endpoint that is none.
         """
         try:
-            return msgspec.json.decode(text, type=cls)
+            config = msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{FLAG} {text}: {error}") from None
+        for each in (config.endpoint, config.replay_endpoint):
+            found = None if each is None else ENDPOINT.fullmatch(each)
+            if each is not None and not (found and 0 < int(found[2] or 1) < 1 << 16):
+                raise ConfigError(
+                    f"{FLAG}: {each} is no endpoint: give one as tcp://*:5557, with a port from 1 "
+                    "to 65535, or ipc:///run/servd/events"
+                )
+        return config
 
     @property
     def is_on(self) -> bool:

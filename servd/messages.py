@@ -72,6 +72,7 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     adapter: Adapter | None = None  # None: the model as it is
     rank: int | None = None  # the engine that it asks for, under --data-parallel-size
     is_watched: bool = False  # its outputs tell which blocks it has
+    retention: float = 0.0  # seconds that its prompt stays in the cache after its end
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:

@@ -89,3 +89,4 @@ class SchedulerStats(Stats):
     num_stores_skipped: int = 0
     num_reading: int = 0  # waiting requests whose blocks are being read from files
     num_read: int = 0  # waiting requests whose blocks have been
+    num_pinned: int = 0  # blocks that stay, whether requests use them or not

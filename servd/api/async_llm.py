@@ -373,6 +373,8 @@ class AsyncLLM:
                 engine.cache_number += 1
                 if self.router is not None:
                     self.router.forget(engine.rank)
+        self.has_changed.set()
+        self.has_changed = asyncio.Event()
 
     def _move(self) -> None:
         """Let requests whose engine restarts go on where they can at once."""

@@ -16,6 +16,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reveal nothing about the mo
 SCOPE_OF_PATH: dict[str, Scope] = {
     "/debug/audit": "admin",
     "/is_sleeping": "admin",
+    "/kv_event_sources": "metrics",
     "/load": "metrics",
     "/metrics": "metrics",
     "/reset_prefix_cache": "admin",

@@ -12,11 +12,12 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -32,6 +33,7 @@ from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
 from servd.api.middleware import count_refusal
 from servd.api.output_processor import OutputProcessor
+from servd.api.pinned_prefixes import PinnedPrefixes
 from servd.api.processor import Processor
 from servd.api.recorder import Recorder
 from servd.api.routing import Router
@@ -228,6 +230,16 @@ def spans_of(options: log.ObservabilityConfig) -> Spans | None:
     return Spans.to(options.otlp_traces_endpoint)
 
 
+def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
+    """What runs beside the server."""
+    if context.batches is not None:
+        yield context.batches.run()
+    if files := context.config.cache.pin_prefix:
+        if context.keys.is_multi_tenant:
+            logger.warning("--pin-prefix: nobody finds it, as API keys share no cached prompts")
+        yield PinnedPrefixes(files).keep(context.async_llm)
+
+
 async def serve(start: Start) -> int:
     """Run the server; return the process's exit code."""
     config, spec = start.config, start.spec
@@ -256,8 +268,7 @@ async def serve(start: Start) -> int:
     async_llm.start()
     store = AdapterStore.beside(start.ipc_dir) if config.lora.enable_lora else None
     app = create_app(config, async_llm, reasons=start.reasons, store=store)
-    batches = app.state.context.batches
-    batching = asyncio.create_task(batches.run()) if batches else None
+    work = [asyncio.create_task(each) for each in background(app.state.context)]
     connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
     options = settings(
         app,
@@ -275,9 +286,9 @@ async def serve(start: Start) -> int:
         server.pulse.beat()
         await asyncio.sleep(TICK)  # another server answers meanwhile
     await server.serve(sockets=[listener])
-    if batching is not None:
-        batching.cancel()
-        await asyncio.wait([batching])
+    for task in work:
+        task.cancel()
+        await asyncio.wait([task])
     siblings.close()
     async_llm.close()
     for client in clients:

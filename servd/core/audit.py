@@ -16,13 +16,14 @@ def problems(engine: EngineCore) -> list[str]:
     """
     scheduler, pool = engine.scheduler, engine.scheduler.kv_cache.pool
     requests = scheduler.requests.values()
-    owned = Counter(block for request in requests for block in request.block_ids)
+    pinned = Counter(scheduler.kv_cache.pins.blocks)
+    owned = pinned + Counter(block for request in requests for block in request.block_ids)
     wrong = [b for b in range(pool.num_blocks) if pool.ref_counts[b] != owned[b]]
     slots = sorted([*scheduler.free_slots, *(request.slot for request in scheduler.running)])
     found = {
         f"blocks {wrong[:8]} have {[pool.ref_counts[b] for b in wrong[:8]]} references, the "
-        f"requests have {[owned[b] for b in wrong[:8]]}": not wrong,
-        f"{pool.num_free} of {pool.num_blocks} blocks are free, requests own {len(owned)}": (
+        f"requests and pins have {[owned[b] for b in wrong[:8]]}": not wrong,
+        f"{pool.num_free} of {pool.num_blocks} blocks are free, {len(owned)} are owned": (
             pool.num_free == pool.num_blocks - len(owned)
         ),
         "requests share a block that is not hashed": all(
@@ -37,7 +38,7 @@ def problems(engine: EngineCore) -> list[str]:
         == len(scheduler.running) + len(scheduler.waiting),
         "no request is left, but steps or blocks are": bool(requests)
         or scheduler.has_work
-        or not (engine.in_flight or scheduler.kv_cache.usage),
+        or not (engine.in_flight or len(owned) > len(pinned)),
     }
     tiers = scheduler.kv_cache.tiers
     below = tiers.problems() if tiers is not None else []

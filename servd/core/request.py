@@ -90,6 +90,7 @@ class Request:
     reads_prompt: bool
     repetition: RepetitionDetector | None
     is_watched: bool  # see RequestOptions
+    retention: float  # the same
     is_prompt_only: bool  # ends when its prompt is computed; its sampled token is dropped
 
     status: RequestStatus = RequestStatus.WAITING
@@ -159,6 +160,7 @@ class Request:
             reads_prompt=reads_prompt,
             repetition=RepetitionDetector(detection) if detection else None,
             is_watched=message.options.is_watched,
+            retention=message.options.retention,
             is_prompt_only=max_output == 0,
             acceptance=Acceptance() if is_drafted_for else None,
             marks=[*message.marks, Mark("queued", now_ns())],

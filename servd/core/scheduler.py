@@ -421,8 +421,7 @@ class Scheduler:
         the truth.
         """
         report, self._stats = self._stats, SchedulerStats()
-        report.num_running = len(self.running)
-        report.num_waiting = len(self.waiting)
+        report.num_running, report.num_waiting = len(self.running), len(self.waiting)
         report.running_adapters, report.waiting_adapters = self.waiting.adapters.names()
         report.num_deferred, report.at_ns = num_deferred, now_ns()
         self.kv_cache.report(report)
@@ -454,11 +453,12 @@ class Scheduler:
         """Forget a request and free what it holds, wherever it is."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self._release(request)
         else:
             self.waiting.remove(request)
             self.kv_cache.stop_waiting(request)
         request.status = RequestStatus.FINISHED
+        if request.slot >= 0:
+            self._release(request)
         del self.requests[request.request_id]
 
     def _release(self, request: Request) -> None:

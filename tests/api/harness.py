@@ -171,6 +171,7 @@ class InProcessEngine:
         if self._steps is not None:
             self._steps.cancel()
             await asyncio.gather(self._steps, return_exceptions=True)
+        self.core.scheduler.kv_cache.close()
         os.close(self._readable)
         os.close(self._written)
 

@@ -120,7 +120,8 @@ def check_idle(engine: EngineCore) -> None:
     check(engine)
     scheduler = engine.scheduler
     assert not scheduler.requests and not engine.in_flight and not scheduler._in_flight
-    assert scheduler.kv_cache.usage == 0
+    cache = scheduler.kv_cache
+    assert cache.pool.num_free + len(cache.pins) == cache.pool.num_blocks and not cache.num_holders
 
 
 class Log:

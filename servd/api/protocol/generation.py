@@ -32,6 +32,7 @@ WITH_BEAMS = {
 }  # fmt: skip
 IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative")
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
+MAX_RETENTION = 86400.0  # seconds
 NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
 
 
@@ -168,6 +169,11 @@ class GenerationRequest(StructuredRequest):
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Requests share cached prompt beginnings only with the same salt."""
 
+    retention: Annotated[float, Field(ge=0, le=MAX_RETENTION)] | None = None
+    """Seconds that the prompt stays in the KV cache after the answer; see `--max-pinned-share`."""
+    prompt_cache_retention: str | None = None
+    """`24h`: a `retention` of a day. Any other is without effect."""
+
     user: str | None = None
     """With whom the requests of a key share, if the key says so (`by_user`)."""
     metadata: dict[str, Any] | None = None
@@ -263,6 +269,9 @@ class GenerationRequest(StructuredRequest):
             self.truncate_prompt_tokens,
             owner=self.user or "",
             lane=int(self.service_tier == "flex"),
+            retention=MAX_RETENTION
+            if self.retention is None and self.prompt_cache_retention == "24h"
+            else self.retention or 0.0,
         )
 
     @property

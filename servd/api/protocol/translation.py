@@ -25,7 +25,7 @@ OWN_WAYS = {
 EXTENSIONS = frozenset(
     (ChatCompletionRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)) - OWN_WAYS
     | (StructuredRequest.__annotations__.keys() - {"response_format"})
-    | {"cache_salt", "chat_template_kwargs", "priority"}
+    | {"cache_salt", "chat_template_kwargs", "priority", "prompt_cache_retention", "retention"}
 )
 
 

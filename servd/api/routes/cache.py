@@ -1,6 +1,10 @@
-"""GET /v1/cache: how full the KV cache is, and the tiers behind it; POST /reset_prefix_cache."""
+"""GET /v1/cache: how full the KV cache is, and the tiers behind it; GET /kv_event_sources; POST
+/reset_prefix_cache.
+"""
 
 from __future__ import annotations
+
+import re
 
 import msgspec
 from fastapi import APIRouter
@@ -10,10 +14,13 @@ from starlette.responses import Response
 from servd.api.context import context_of, json_response
 from servd.api.openapi import describes
 from servd.errors import Unavailable
+from servd.kv_events import KVEventsConfig
 from servd.messages import EngineReady
 from servd.stats import SchedulerStats
 
 router = APIRouter()
+
+ANYWHERE = re.compile(r"(?<=^tcp://)(\*|\[::\])(?=:)")
 
 
 class Tier(msgspec.Struct):
@@ -36,6 +43,8 @@ class EngineCache(msgspec.Struct):
     block_size: int  # tokens
     num_swapped: int  # requests that wait after they had to yield, with blocks in lower tiers
     tiers: list[Tier]  # the fastest first
+    pinned: int = 0  # blocks of the device that stay until a time
+    max_pinned: int = 0
 
 
 class Cache(msgspec.Struct):
@@ -48,14 +57,53 @@ class Cache(msgspec.Struct):
 @describes(Cache, errors=(503,))
 async def cache(request: Request) -> Response:
     """Blocks and bytes of each tier of the KV cache, and what came back from it."""
+    share = context_of(request).config.cache.max_pinned_share
     found = [
-        _cache_of(engine.rank, engine.status, engine.stats)
+        _cache_of(engine.rank, engine.status, engine.stats, share)
         for engine in context_of(request).async_llm.engines
         if isinstance(engine.status, EngineReady)
     ]
     if not found:
         raise Unavailable("the model is still loading: retry later", retry_after=5)
     return json_response(Cache(found))
+
+
+class EventSource(msgspec.Struct):
+    """Where an engine tells what its prefix cache has, under vLLM's names."""
+
+    data_parallel_rank: int
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+
+
+@router.get("/kv_event_sources")
+@describes(list[EventSource])
+async def kv_event_sources(request: Request) -> Response:
+    """Where routers find the KV events of each engine, if there are any. Where an engine listens at
+    all addresses, the one that the question came to.
+    """
+    config = context_of(request).config
+    given = KVEventsConfig.of(config.cache.kv_events_config or "{}")
+    ranks = range(config.parallel.data_parallel_size if given.is_on else 0)
+    events = [KVEventsConfig.of(given.of_rank(rank)) for rank in ranks]
+    here = _host_of(request)
+    found = [
+        EventSource(
+            each.data_parallel_rank,
+            ANYWHERE.sub(here, each.endpoint),
+            each.replay_endpoint and ANYWHERE.sub(here, each.replay_endpoint),
+            each.topic,
+        )
+        for each in events
+    ]
+    return json_response(found)
+
+
+def _host_of(request: Request) -> str:
+    """Where it reached this machine; unknown of a Unix socket."""
+    host, port = request.scope.get("server") or ("*", None)
+    return "*" if port is None else f"[{host}]" if ":" in host else host
 
 
 @router.post("/reset_prefix_cache")
@@ -68,7 +116,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     return json_response({})
 
 
-def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats) -> EngineCache:
+def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats, share: float) -> EngineCache:
     block, num_blocks = ready.worker.kv_bytes_per_block, ready.worker.num_blocks
     used = round(stats.kv_cache_usage * num_blocks)
     tiers = [Tier("device", used, num_blocks, used * block, num_blocks * block)]
@@ -79,4 +127,6 @@ def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats) -> EngineCac
         )
         for each in stats.tiers or ready.tiers
     ]  # fmt: skip
-    return EngineCache(rank, ready.block_size, stats.num_swapped, tiers)
+    return EngineCache(
+        rank, ready.block_size, stats.num_swapped, tiers, stats.num_pinned, int(num_blocks * share)
+    )

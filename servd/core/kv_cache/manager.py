@@ -9,6 +9,7 @@ from servd.core.kv_cache.block_hash import block_hash, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.block_times import BlockTimes
 from servd.core.kv_cache.events import KVEvents
+from servd.core.kv_cache.pins import FOREVER, Pins
 from servd.core.kv_cache.tiers import Tiers
 from servd.core.request import Request, RequestStatus
 from servd.core.step import Step
@@ -33,6 +34,8 @@ class KVCacheManager:
         interval = round(1 / config.kv_cache_metrics_sample)
         times = BlockTimes(interval) if config.kv_cache_metrics else None
         self.pool = BlockPool(num_blocks, times)
+        self.pins = Pins(self.pool, int(num_blocks * config.max_pinned_share))
+        self.num_holders = 0  # requests that have blocks
         self.tiers: Tiers | None = None
         self.num_swapped = 0  # requests
         self.events = None
@@ -47,7 +50,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests own, 0 to 1."""
+        """Share of the blocks that requests own or pins keep, 0 to 1."""
         return 1 - self.pool.num_free / self.pool.num_blocks
 
     def match_prefix(self, request: Request) -> list[int]:
@@ -59,13 +62,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return []
         self._extend_hashes(request)
-        cached: list[int] = []
-        for each in self._wanted(request, 0):
-            block = self.pool.find(each)
-            if block is None:
-                break
-            cached.append(block)
-        return cached
+        return self._find(self._wanted(request, 0))
 
     def fits(self, request: Request, cached: Sequence[int]) -> bool:
         """Whether there is room for all known tokens and the next one, `cached` blocks being
@@ -75,14 +72,24 @@ class KVCacheManager:
         """
         num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
         wanted = -(-num_tokens // self.block_size) - len(cached)
-        # Free now, but not for others.
-        idle = sum(self.pool.ref_counts[block] == 0 for block in cached)
-        return wanted <= self.pool.num_free - idle
+        while True:
+            # Free now, but not for others.
+            idle = sum(self.pool.ref_counts[block] == 0 for block in cached)
+            lacking = wanted + idle - self.pool.num_free
+            if lacking <= 0 or not self._unpin(lacking, is_alone=not self.num_holders):
+                return lacking <= 0
+
+    def _unpin(self, num_blocks: int, is_alone: bool) -> int:
+        """Have pins give back blocks: those that have ended, and for a request beside which there
+        is no other, which could never go on, any. Returns how many they gave.
+        """
+        return self.pins.end(num_blocks, FOREVER + 1 if is_alone else now_ns())
 
     def adopt(self, request: Request, cached: list[int]) -> None:
         """Let a request without blocks begin with `cached` ones, which count as computed."""
         assert not request.block_ids
         self.stop_waiting(request)
+        self.num_holders += 1
         self.pool.share(cached)
         request.block_ids = cached.copy()
         if self.tiers is not None:
@@ -167,6 +174,8 @@ class KVCacheManager:
 
     def report(self, stats: SchedulerStats) -> None:
         """Add the state now."""
+        self.pins.end(self.pool.num_blocks, now_ns())
+        stats.num_pinned = len(self.pins)
         stats.kv_cache_usage, stats.num_swapped = self.usage, self.num_swapped
         stats.evictions = self.pool.take_evictions()
         if self.events is not None:
@@ -201,8 +210,9 @@ class KVCacheManager:
         wanted = num_blocks - len(request.block_ids)
         if wanted <= 0:
             return []
-        if wanted > self.pool.num_free:
-            return None
+        while (lacking := wanted - self.pool.num_free) > 0:
+            if not self._unpin(lacking, is_alone=self.num_holders == 1):
+                return None
         new_block_ids = self.pool.take(wanted)
         request.block_ids.extend(new_block_ids)
         return new_block_ids
@@ -238,7 +248,9 @@ class KVCacheManager:
 
     def forget_computed(self, request: Request) -> None:
         """What a request computed is wrong: nobody is to find it any more."""
-        self.pool.forget(self._blocks_of(request, slice(request.num_adopted_blocks, None)))
+        filled = self._blocks_of(request, slice(request.num_adopted_blocks, None))
+        self.pins.drop(filled)
+        self.pool.forget(filled)
         if self.tiers is not None:
             self.tiers.forget(request.block_hashes[request.num_adopted_blocks :])
 
@@ -248,7 +260,8 @@ class KVCacheManager:
             self.events.close()
 
     def reset(self) -> None:
-        """Forget all blocks that nobody owns."""
+        """Forget all blocks that no request owns."""
+        self.pins.clear()
         self.pool.forget_cached()
         if self.tiers is not None:
             self.tiers.reset()
@@ -259,6 +272,7 @@ class KVCacheManager:
         """Share no more of what only this request has, nor of its blocks in lower tiers: they may
         be wrong.
         """
+        self.pins.drop(request.block_ids)
         self.pool.forget(each for each in request.block_ids if self.pool.ref_counts[each] == 1)
         request.num_registered_blocks = len(request.block_ids)
         if self.tiers is not None:
@@ -267,12 +281,29 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Take all blocks from a request; the last one is evicted first, the beginning last."""
         self.commit(request)
+        self.num_holders -= 1
+        if request.retention and request.status is RequestStatus.FINISHED:
+            self._pin(request)
         if self.tiers is not None:
             held = zip(request.block_ids, request.block_hashes, strict=False)  # the last: in part
             self.tiers.offer(each for each in held if self.pool.hashes[each[0]] == each[1])
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
         request.num_registered_blocks = request.num_computed_tokens = 0
+
+    def _pin(self, request: Request) -> None:
+        """Keep the prompt of a request that ends, as far as it was computed."""
+        hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
+        self.pins.add(self._find(hashes), now_ns() + round(request.retention * 1e9))
+
+    def _find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that hold the first of these, up to one that none has."""
+        found: list[int] = []
+        for each in hashes:
+            if (block := self.pool.find(each)) is None:
+                break
+            found.append(block)
+        return found
 
     def _extend_hashes(self, request: Request) -> None:
         hashes, size = request.block_hashes, self.block_size

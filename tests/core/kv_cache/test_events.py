@@ -29,6 +29,12 @@ from tests.core.engines import Log, make_engine, make_request
 
 SIZE = 4
 ENDPOINTS = ("endpoint", "replay_endpoint")
+WRONG = [
+    {name: endpoint}
+    for name in ENDPOINTS
+    for endpoint in ("tcp://*", "tcp://*:x", "tcp://*:0", "tcp://:65536", "tcp://h:65536", "ipc://",
+                     "*:5557", "http://h:80", "tcp://h:1 ", "")
+]  # fmt: skip
 
 
 class Router:
@@ -207,7 +213,7 @@ def test_each_rank_has_ports_of_its_own():
     other = KVEventsConfig.of(config.of_rank(2))
     assert (other.endpoint, other.replay_endpoint) == ("tcp://*:5559", "tcp://*:6002")
     assert other.data_parallel_rank == 2 and not KVEventsConfig().is_on
-    for wrong in ("", "{", '{"endpoints": 1}', '{"publisher": "kafka"}'):
+    for wrong in ("", "{", '{"endpoints": 1}', '{"publisher": "kafka"}', *map(json.dumps, WRONG)):
         with pytest.raises(ConfigError, match="--kv-events-config"):
             KVEventsConfig.of(wrong)
     with pytest.raises(ConfigError, match="has no port"):
