@@ -37,8 +37,8 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 OTHER_BALANCERS = (
-    "engines of one host share a port, by --data-parallel-size alone; for those of other hosts, or "
-    "a port for each, start a server for each behind a load balancer (docs/scale.md)"
+    "engines share a port; for a port for each, start a server for each with --data-parallel-rank, "
+    "behind a load balancer (docs/scale.md)"
 )
 
 

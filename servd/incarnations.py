@@ -70,14 +70,16 @@ class EngineProcess(Child):
         )  # fmt: skip
 
 
-def devices_of(rank: int, config: ParallelConfig) -> str:
-    """Those of CUDA that an engine may see, as CUDA_VISIBLE_DEVICES names them."""
-    if config.device != "cuda" or config.data_parallel_size == 1:
+def devices_of(place: int, config: ParallelConfig) -> str:
+    """Those of CUDA that an engine may see, by its place among those of this host, as
+    CUDA_VISIBLE_DEVICES names them.
+    """
+    if config.device != "cuda" or config.num_engines_here == 1:
         return ""
     size = config.num_workers
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = given.split(",") if given else [str(i) for i in range(size * config.data_parallel_size)]
-    return ",".join(seen[rank * size : (rank + 1) * size])
+    seen = given.split(",") if given else [str(i) for i in range(size * config.num_engines_here)]
+    return ",".join(seen[place * size : (place + 1) * size])
 
 
 def newest_engine(folder: str) -> int:
@@ -117,7 +119,7 @@ class Incarnations:
         spec: the model's.
         ipc_dir: where the engines listen.
         on_exit: called from another thread when one has ended.
-        rank: under --data-parallel-size.
+        place: among the engines of this host.
     """
 
     def __init__(
@@ -126,19 +128,20 @@ class Incarnations:
         spec: hf.ModelSpec,
         ipc_dir: str,
         on_exit: Callable[[Child], None],
-        rank: int = 0,
+        place: int = 0,
     ) -> None:
+        rank = config.parallel.first_rank + place
         if rank and (events := config.cache.kv_events_config):
             config = config.replace(kv_events_config=KVEventsConfig.of(events).of_rank(rank))
         self.config = config
         self.spec = spec
         self.ipc_dir = ipc_dir
         self.on_exit = on_exit
-        self.rank = rank
-        is_one = config.parallel.data_parallel_size == 1
+        self.place, self.rank = place, rank
+        is_one = config.parallel.data_parallel_size == 1 and not rank
         self.name = "engine" if is_one else f"engine-{rank}"  # in the log
         self.words = "the engine" if is_one else f"engine {rank}"
-        self.number = 0
+        self.first = self.number = 0
         self.child: EngineProcess | None = None
         # The next one, as far as it gets without a model: importing torch is half of a start.
         self.standby: EngineProcess | None = None
@@ -172,7 +175,7 @@ class Incarnations:
             self.standby = self._new_process(self.prepares)
 
     def _new_process(self, prepares: Sequence[str] = ()) -> EngineProcess:
-        devices = devices_of(self.rank, self.config.parallel)
+        devices = devices_of(self.place, self.config.parallel)
         return EngineProcess(self.ipc_dir, prepares, self.name, devices)
 
     def terminate(self) -> None:
@@ -187,10 +190,19 @@ class Incarnations:
             if child is not None:
                 child.stop(timeout)
 
+    def count_from(self, number: int) -> None:
+        """Have the next one be of this number, as if it were the first."""
+        self.first = self.number = number
+
+    def forget(self, timeout: float) -> None:
+        """End the engine, as `stop`: nobody waits for it, nor for another one."""
+        self.stop(timeout)
+        self.child = self.standby = None
+
     @property
     def was_ready(self) -> bool:
         """Whether any engine has been."""
-        return bool(self.number or (self.child and self.child.pulse.is_ready))
+        return bool(self.number > self.first or (self.child and self.child.pulse.is_ready))
 
     def end(self) -> str | None:
         """Take in the end of the process; returns why there is to be no other one."""

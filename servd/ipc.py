@@ -1,22 +1,25 @@
 """Typed channels between processes: ZMQ sockets that carry msgspec messages. The only file that
 imports zmq.
 
-Every process binds one Inbox; senders connect an Outbox to it. Addresses are
-`ipc://` files in a private folder (0700), or `tcp://` across hosts.
+Every process binds one Inbox; senders connect an Outbox to it. Addresses are `ipc://` files in a
+private folder (0700). Between hosts there are only Links, over TCP, which need a token.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from servd.errors import ConfigError
 
@@ -147,7 +150,7 @@ class Outbox:
             self.close()
             raise ConnectionError(f"{to}: nobody is there")
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
         """Queue one message; order is kept.
 
         Raises:
@@ -161,6 +164,158 @@ class Outbox:
     def close(self) -> None:
         """Close; queued messages get at most half a second."""
         self.socket.close()
+
+
+class KeyPair(NamedTuple):
+    """Of CURVE, as ZMQ takes them."""
+
+    public: bytes
+    secret: bytes
+
+
+class Keys:
+    """What the ends of a Link make of the token that they share.
+
+    Nobody can join, listen in or pretend to be the other end without it: CURVE encrypts with keys
+    of each connection, and either end must have the pair that only the token gives. Making them
+    takes some 50 ms, so that a weak token cannot be found by trying.
+
+    Raises:
+        ConfigError: this ZeroMQ cannot encrypt.
+    """
+
+    def __init__(self, token: str) -> None:
+        if not zmq.has("curve"):
+            raise ConfigError(
+                "this build of ZeroMQ has no CURVE, without which hosts are not joined: install "
+                "pyzmq from its wheels"
+            )
+        seed = hashlib.scrypt(
+            token.encode(), salt=b"servd: links between hosts", n=1 << 14, r=8, p=1, dklen=64
+        )
+        self.listener, self.joiner = map(_pair, (seed[:32], seed[32:]))
+
+
+def _pair(seed: bytes) -> KeyPair:
+    secret = z85.encode(seed)
+    return KeyPair(zmq.curve_public(secret), secret)
+
+
+def tcp_address(host: str, port: int) -> str:
+    """Of a host's name, IPv4 or IPv6 address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class Link(Generic[T]):
+    """Joins whoever listens at a TCP address, now or later. Sending never blocks. Belongs to one
+    thread.
+
+    Args:
+        to: address of the Listener.
+        kind: union of the messages that come from there.
+        keys: of the token of both.
+    """
+
+    kind_of_socket: int = zmq.DEALER
+
+    def __init__(self, to: str, kind: Any, keys: Keys) -> None:
+        self.decoder = msgspec.msgpack.Decoder(kind)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(self.kind_of_socket)
+        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.IPV6, 1)
+        # A connection to a host that is lost is closed some time: who it was is told by beats.
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        self._open(to, keys)
+
+    def _open(self, to: str, keys: Keys) -> None:
+        self.socket.curve_serverkey = keys.listener.public
+        self.socket.curve_publickey, self.socket.curve_secretkey = keys.joiner
+        try:
+            self.socket.connect(to)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"{to}: {error}") from None
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue one message; order is kept."""
+        self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
+
+    def drain(self) -> list[T | None]:
+        """The messages that have arrived; None for one that cannot be read."""
+        return [self._decode(frames[-1]) for frames in self._frames()]
+
+    def _frames(self) -> list[list[bytes]]:
+        found: list[list[bytes]] = []
+        with suppress(zmq.Again):
+            while True:
+                found.append(self.socket.recv_multipart(zmq.NOBLOCK))
+        return found
+
+    def _decode(self, data: bytes) -> T | None:
+        try:
+            return self.decoder.decode(data)
+        except (ValueError, RecursionError):
+            return None
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close; queued messages get so many seconds."""
+        self.socket.close(int(linger * 1000))
+        self._context.term()
+
+
+class Listener(Link[T]):
+    """The end of Links that listens. Only those with the token's keys get in.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    kind_of_socket: int = zmq.ROUTER
+
+    def _open(self, to: str, keys: Keys) -> None:
+        guard = self._context.socket(zmq.REP)
+        guard.bind("inproc://zeromq.zap.01")  # asked for every connection: RFC 27
+        threading.Thread(
+            target=self._let_in, args=[guard, z85.decode(keys.joiner.public)], daemon=True
+        ).start()
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, b"servd")
+        self.socket.curve_server = 1
+        self.socket.curve_secretkey = keys.listener.secret
+        try:
+            self.socket.bind(to)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen on {to}: {error.strerror}") from None
+
+    def _let_in(self, guard: zmq.Socket[bytes], key: bytes) -> None:
+        """In a thread, until `close`."""
+        with guard, suppress(zmq.ContextTerminated):
+            while True:
+                version, number, _, _, _, mechanism, *credentials = guard.recv_multipart()
+                is_known = mechanism == b"CURVE" and credentials == [key]
+                status = b"200" if is_known else b"400"
+                guard.send_multipart([version, number, status, b"", b"", b""])
+
+    def send_to(self, peer: bytes, message: msgspec.Struct) -> None:
+        """Queue a message for one of those who joined; dropped if it has left."""
+        self.socket.send_multipart([peer, _encoder.encode(message)], zmq.NOBLOCK)
+
+    def drain_all(self) -> list[tuple[bytes, T | None]]:
+        """The messages that have arrived, with the peer that sent each; see `drain`."""
+        return [(frames[0], self._decode(frames[-1])) for frames in self._frames()]
+
+
+Source = TypeVar("Source", bound="Inbox[Any] | Link[Any]")
+
+
+def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
+    """Those that something has arrived at, after at most `timeout` seconds."""
+    poller, by_socket = zmq.Poller(), {source.socket: source for source in sources}
+    for socket in by_socket:
+        poller.register(socket, zmq.POLLIN)
+    return [by_socket[socket] for socket, _ in poller.poll(int(max(timeout, 0) * 1000))]
 
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)

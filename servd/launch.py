@@ -22,6 +22,7 @@ from servd.core.executor import EXECUTORS
 from servd.errors import ConfigError, UnsupportedModel
 from servd.incarnations import newest_engine, somebody_listens
 from servd.messages import EngineDead
+from servd.node import Node
 from servd.process_tree import ProcessTree, check_access, url_of
 from servd.resolve import Decision, decide, look_at_machine
 
@@ -64,7 +65,11 @@ def serve(read_config: Callable[[], Config]) -> int:
         with SocketFolder(config) as ipc_dir:
             if config.server.attach:
                 check_engine(ipc_dir, identity(config, spec))
-            tree = ProcessTree(config, spec, decided, ipc_dir, listener, started_at, read_config)
+            if config.server.headless and config.parallel.data_parallel_address:
+                tree = Node(config, spec, decided, ipc_dir, started_at, read_config)
+            else:
+                args = config, spec, decided, ipc_dir, listener, started_at, read_config
+                tree = ProcessTree(*args)
             tree.hands_over = inherited is not None
             try:
                 tree.start()

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,8 +37,56 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = 1
     data_parallel_size: Annotated[
-        int, Meta(description="Engines behind one port, each with the whole model.", ge=1, le=32)
+        int, Meta(description="Engines, each with the whole model, of one server.", ge=1, le=4096)
     ] = 1
+    data_parallel_size_local: Annotated[
+        NotNegative | None,
+        Meta(
+            description="Those of them on this host, where other hosts have others. Default: all; "
+            "from --data-parallel-start-rank on.",
+        ),
+    ] = None
+    data_parallel_start_rank: Annotated[
+        NotNegative | None,
+        Meta(
+            description="Number of this host's first engine. Without --headless it implies "
+            "--data-parallel-hybrid-lb.",
+        ),
+    ] = None
+    data_parallel_address: Annotated[
+        str | None,
+        Meta(
+            description="Address of the host that has the API servers, where it listens for the "
+            "hosts that have engines only (--headless)."
+        ),
+    ] = None
+    data_parallel_rpc_port: Annotated[
+        int, Meta(description="TCP port at --data-parallel-address.", ge=1, le=65535)
+    ] = 29550
+    join_token_file: Annotated[
+        str | None,
+        Meta(
+            description="File of the token that hosts must have to join each other, and that "
+            "encrypts what passes between them. Default: $SERVD_JOIN_TOKEN."
+        ),
+    ] = None
+    data_parallel_rank: Annotated[
+        NotNegative | None,
+        Meta(
+            description="Number of this server's only engine, where a balancer stands before "
+            "--data-parallel-size servers: implies --data-parallel-external-lb.",
+        ),
+    ] = None
+    data_parallel_external_lb: Annotated[
+        bool, Meta(description="One engine a server, with the number --data-parallel-rank.")
+    ] = False
+    data_parallel_hybrid_lb: Annotated[
+        bool,
+        Meta(
+            description="A server on each host, for the --data-parallel-size-local engines there, "
+            "and a balancer before them."
+        ),
+    ] = False
     attention_backend: Annotated[
         str,
         Meta(
@@ -45,6 +94,17 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             extra={"plugins": "servd.worker.attention", "beside": ["auto"]},
         ),
     ] = "auto"
+
+    @property
+    def num_engines_here(self) -> int:
+        """Engines of this host, which share its CPUs and memory."""
+        local = self.data_parallel_size_local
+        return self.data_parallel_size if local is None else local
+
+    @property
+    def first_rank(self) -> int:
+        """Number of this host's first engine."""
+        return self.data_parallel_start_rank or 0
 
     @property
     def num_workers(self) -> int:

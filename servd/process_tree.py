@@ -28,12 +28,18 @@ from servd.config import Config
 from servd.core.client import engine_dir
 from servd.errors import ConfigError
 from servd.incarnations import LOOK_INTERVAL, Deaths, Incarnations, newest_engine
+from servd.ipc import Keys
+from servd.join import read_token, terms_of
 from servd.lora import AdapterFiles, parse_module
 from servd.messages import EngineDead, EngineRestarting
 from servd.pulse import Pulse, Watch, make_file
+from servd.relay import HeadRelay
 from servd.resolve import Decision
 
 logger = logging.getLogger("servd.launch")
+
+# What the main thread waits for: a child that has ended, a signal, or something for it to do.
+Event = Child | signal.Signals | Callable[[], None]
 
 API_MODULE = "servd.api.server"
 
@@ -93,7 +99,7 @@ class ProcessTree:
         self.listener = listener  # handed to every API server
         self.hands_over = False  # whether another tree may accept from the same socket
         self.started_at = started_at
-        self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.reload_is_due = False
         self.engines: list[Incarnations] = []  # by rank; none with --attach
         size = config.parallel.data_parallel_size
@@ -101,6 +107,7 @@ class ProcessTree:
             engine_dir(ipc_dir, rank) for rank in range(size)
         ]  # for their sockets, by rank
         self.routing = routing.make_file() if size > 1 else -1
+        self.head: HeadRelay | None = None  # if there are engines on other hosts
         self.api_servers: list[Child] = []
         self.api_deaths = Deaths(config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # to our API servers, by their sockets
@@ -119,14 +126,9 @@ class ProcessTree:
             AdapterStore.beside(self.ipc_dir).clear()
             modules = self.load_adapters(self.config.lora.lora_modules)
             self.config = self.config.replace(lora_modules=modules)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
-                signal.signal(signum, self.on_signal)
+        self.heed_signals()
         if not self.config.server.attach:
-            for rank, folder in enumerate(self.folders):
-                os.makedirs(folder, mode=0o700, exist_ok=True)
-                one = Incarnations(self.config, self.spec, folder, self.events.put, rank)
-                self.engines.append(one)
+            self.make_engines()
         if self.listener is not None:
             logger.info("listening on %s", url_of(self.listener, self.config.access))
             count = self.config.server.api_server_count
@@ -137,6 +139,38 @@ class ProcessTree:
             ]
         for engine in self.engines:
             engine.start(self.started_at)
+
+    def heed_signals(self) -> None:
+        """From now on signals are events."""
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+                signal.signal(signum, self.on_signal)
+
+    def make_engines(self) -> None:
+        """Those of this host, which come first, and the way to those of others.
+
+        Raises:
+            ConfigError: others cannot join.
+        """
+        num_here = self.config.parallel.num_engines_here
+        for place, folder in enumerate(self.folders):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            if place < num_here:
+                one = Incarnations(self.config, self.spec, folder, self.events.put, place)
+                self.engines.append(one)
+        if num_here < len(self.folders):
+            others = {rank: self.folders[rank] for rank in range(num_here, len(self.folders))}
+            keys, terms = Keys(read_token(self.config)), terms_of(self.config, self.spec)
+            self.head = HeadRelay(self.config, terms, others, keys, self.fail)
+            self.head.start()
+
+    def fail(self, error: Exception) -> None:
+        """Called from a thread that cannot go on, without which nothing can."""
+
+        def give_up() -> None:
+            raise error
+
+        self.events.put(give_up)
 
     def load_adapters(self, entries: Sequence[str]) -> list[str]:
         """--lora-modules, of copies that stay what they are when the engine is started again; those
@@ -179,8 +213,7 @@ class ProcessTree:
             name,
             self.listener.fileno(),
             url_of(self.listener, self.config.access) if name == "api-0" else None,
-            [engine.number for engine in self.engines]
-            or [newest_engine(folder) for folder in self.folders],
+            self.incarnations(client),
             self.hands_over,
             waits,
             pulse,
@@ -199,11 +232,18 @@ class ProcessTree:
         child.on_exit(self.events.put)
         return child
 
+    def incarnations(self, client: int) -> list[int]:
+        """Of the engines, by rank, that a new API server is to attach to."""
+        if self.config.server.attach:
+            return [newest_engine(folder) for folder in self.folders]
+        others = self.head.add(client) if self.head else []
+        return [*(engine.number for engine in self.engines), *others]
+
     def inboxes(self, client: int) -> list[Path]:
         """Where an API server hears of each engine."""
         return [Path(folder, f"client-{client}") for folder in self.folders]
 
-    def engine_of(self, event: Child | signal.Signals) -> Incarnations | None:
+    def engine_of(self, event: Event) -> Incarnations | None:
         """The engine whose process that is."""
         return next((engine for engine in self.engines if engine.child is event), None)
 
@@ -215,7 +255,7 @@ class ProcessTree:
             self.reload_is_due = True
         self.events.put(signal.Signals(signum))
 
-    def ends(self, event: Child | signal.Signals) -> bool:
+    def ends(self, event: Event) -> bool:
         """Whether it is a signal to end; the hang-up of a terminal ends what was started in it."""
         if event is signal.SIGHUP:
             return self.had_terminal and not has_terminal()
@@ -230,6 +270,9 @@ class ProcessTree:
             assert event is not None
             if event is signal.SIGHUP and not self.ends(event):
                 self.reload()
+                continue
+            if not isinstance(event, Child | signal.Signals):
+                event()
                 continue
             if isinstance(event, signal.Signals):
                 seconds = self.config.server.shutdown_timeout
@@ -277,7 +320,7 @@ class ProcessTree:
                 child.post(self.config)
         logger.info("SIGHUP: keys, limits, certificates, log level and adapters were read again")
 
-    def next_event(self, deadline: float = math.inf) -> Child | signal.Signals | None:
+    def next_event(self, deadline: float = math.inf) -> Event | None:
         """Wait for a child's end or a signal, and look at the others meanwhile; None after the
         deadline, on the monotonic clock.
         """
@@ -314,6 +357,8 @@ class ProcessTree:
         logger.error("%s: starting it again", reason)
         child.stop(0)  # closes its pipe
         client = self.clients[child.name]
+        if self.head:
+            self.head.drop(client)
         for inbox in self.inboxes(client):
             self.outboxes.pop(inbox).close()
             inbox.unlink(missing_ok=True)
@@ -379,6 +424,8 @@ class ProcessTree:
             child.terminate()
         for child in self.api_servers:
             child.stop(API_STOP_TIMEOUT)
+        if self.head:
+            self.head.close()
         for engine in self.engines:
             self.tell(engine.ipc_dir, EngineDead("the engine was stopped"))  # to those of others
             engine.terminate()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from servd import plugins, pooling
+from servd import data_parallel, plugins, pooling
 from servd.config import Config, choices, flag_of, options_by_name
+from servd.data_parallel import Decision
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec, quantization_of
 from servd.lora import LoRAConfig, parse_module
@@ -58,13 +59,6 @@ def _torch_has_cuda() -> bool:
     return version.exists() and built_for.search(version.read_text()) is not None
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """The value of an option that was left to servd."""
-
-    value: object
-    why: str
-
-
 def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     """`config` with what `decide` decides.
 
@@ -85,7 +79,9 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
         ConfigError: options that cannot work together, on this machine or with this model.
     """
     _check_plugins(config, spec)
-    decided = _resolve_devices(config, spec, machine)
+    decided = data_parallel.divide(config)
+    config = config.replace(**{name: each.value for name, each in decided.items()})
+    decided |= _resolve_devices(config, spec, machine)
     device = decided["device"].value if "device" in decided else config.parallel.device
     on_cuda = device == "cuda"
     if config.model.dtype == "auto":
@@ -113,14 +109,6 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
     if not config.model.served_model_name:
         names = _model_names(config.model.model or spec.model_type)
         decided["served_model_name"] = Decision(names, "the name of the model")
-    if config.server.headless and config.server.attach:
-        raise ConfigError(
-            "--headless runs no API server and --attach runs nothing else: give one of them"
-        )
-    if config.server.headless and not config.server.ipc_dir:
-        raise ConfigError(
-            "--headless needs --ipc-dir, the folder where API servers find the engine with --attach"
-        )
     observability = config.observability
     if observability.per_request_spec_decode_metrics != "none" and (
         config.model.speculative_config is None
@@ -268,7 +256,7 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
         raise ConfigError(
             "--compile needs the package triton, in which torch writes its kernels: install it"
         )
-    num_engines = config.parallel.data_parallel_size
+    num_engines = config.parallel.num_engines_here
     if device == "cuda" and machine.num_gpus < num_workers * num_engines:
         engines = f" with --data-parallel-size {num_engines}" if num_engines > 1 else ""
         stages = f" with --pipeline-parallel-size {num_stages}" if num_stages > 1 else ""
@@ -276,12 +264,6 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             f"--tensor-parallel-size {size}{stages}{engines}: the CUDA driver shows "
             f"{machine.num_gpus} "
             "device(s); lower it, or check CUDA_VISIBLE_DEVICES"
-        )
-    if num_engines > 1 and (config.server.attach or config.server.headless):
-        flag = "--attach" if config.server.attach else "--headless"
-        raise ConfigError(
-            f"{flag} knows one engine, and --data-parallel-size asks for {num_engines}: leave one "
-            "of them out; API processes of several engines are started with --api-server-count"
         )
     if config.parallel.executor is None:
         one = Decision("uniproc", "one device, whose worker runs inside the engine process")

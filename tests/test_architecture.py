@@ -35,7 +35,9 @@ TOP = {
     "servd.incarnations",
     "servd.launch",
     "servd.model_tree",
+    "servd.node",
     "servd.process_tree",
+    "servd.relay",
     "servd.llm",
 }
 

@@ -3,6 +3,7 @@ folder.
 """
 
 import asyncio
+import socket
 import stat
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import time
 
 import msgspec
 import pytest
+import zmq
 
 from servd import ipc
+from servd.errors import ConfigError
 from servd.messages import AbortRequests, Attach, EngineDead, ResetPrefixCache, ToEngine
 
 
@@ -201,3 +204,96 @@ def test_an_outbox_tells_that_its_inbox_is_gone(at):
         for _ in range(10_000_000):  # until the socket has noticed
             sender.send(AbortRequests(["b"]))
     sender.close()
+
+
+TOKEN = "a token of these tests, long enough"
+
+
+def messages(listener, count: int) -> list[tuple[bytes, object]]:
+    found: list[tuple[bytes, object]] = []
+    deadline = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        ipc.wait([listener], 0.1)
+        found += listener.drain_all()
+    return found
+
+
+@pytest.fixture
+def listener():
+    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
+        port = probe.bind_to_random_port("tcp://127.0.0.1")
+    listener = ipc.Listener(f"tcp://127.0.0.1:{port}", ToEngine, ipc.Keys(TOKEN))
+    listener.at = f"tcp://127.0.0.1:{port}"
+    yield listener
+    listener.close()
+
+
+def test_links_carry_messages_both_ways_in_order(listener):
+    links = [ipc.Link(listener.at, ToEngine, ipc.Keys(TOKEN)) for _ in range(2)]
+    for i in range(100):
+        for name, link in zip("ab", links, strict=True):
+            link.send(AbortRequests([name, str(i)]))
+    peers = {}
+    for peer, message in messages(listener, 200):
+        peers.setdefault(message.request_ids[0], peer)
+        listener.send_to(peer, message)
+    assert peers["a"] != peers["b"]
+    for name, link in zip("ab", links, strict=True):
+        found = []
+        while len(found) < 100:
+            ipc.wait([link], 1)
+            found += link.drain()
+        assert [message.request_ids for message in found] == [[name, str(i)] for i in range(100)]
+        link.close()
+
+
+@pytest.mark.parametrize("knows", ["nothing", "the listener's key", "another token"])
+def test_nothing_passes_a_listener_without_the_token(listener, knows):
+    keys = ipc.Keys(TOKEN)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    if knows == "the listener's key":
+        stranger.curve_serverkey = keys.listener.public
+        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+    elif knows == "another token":
+        others = ipc.Keys(TOKEN + ".")
+        stranger.curve_serverkey = others.listener.public
+        stranger.curve_publickey, stranger.curve_secretkey = others.joiner
+    stranger.connect(listener.at)
+    stranger.send(msgspec.msgpack.encode(ResetPrefixCache()))
+    friend = ipc.Link(listener.at, ToEngine, keys)
+    friend.send(AbortRequests(["friend"]))
+    assert [message for _, message in messages(listener, 1)] == [AbortRequests(["friend"])]
+    assert not ipc.wait([listener], 0.5)
+    context.destroy(linger=0)
+    friend.close()
+
+
+def test_a_listener_that_cannot_listen_says_where(listener):
+    with pytest.raises(ConfigError, match=f"cannot listen on {listener.at}: Address already in"):
+        ipc.Listener(listener.at, ToEngine, ipc.Keys(TOKEN))
+
+
+def test_nobody_can_read_what_passes_between_hosts(listener):
+    """All bytes go through this test on their way."""
+    host, port = listener.at.removeprefix("tcp://").split(":")
+    seen = bytearray()
+
+    def carry(source: socket.socket, to: socket.socket) -> None:
+        while data := source.recv(65536):
+            seen.extend(data)
+            to.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        link = ipc.Link(f"tcp://127.0.0.1:{between.getsockname()[1]}", ToEngine, ipc.Keys(TOKEN))
+        link.send(AbortRequests(["a secret prompt"]))
+        near, _ = between.accept()
+        far = socket.create_connection((host, int(port)))
+        for pair in ((near, far), (far, near)):
+            threading.Thread(target=carry, args=pair, daemon=True).start()
+        assert messages(listener, 1)[0][1] == AbortRequests(["a secret prompt"])
+        link.close()
+        near.close()
+        far.close()
+    assert b"CURVE" in seen and b"secret prompt" not in seen and TOKEN.encode() not in seen

@@ -109,7 +109,9 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "api_key_file", "long_prefill_token_threshold", "otlp_traces_endpoint", "ssl_ca_certs",
         "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "batch_dir", "lora_dir", "max_cpu_loras",
         "kv_cache_dir", "kv_offloading_size", "kv_events_config", "lora_dtype",
-        "cpu_activation_dtype", "max_log_len", "record_trace",
+        "cpu_activation_dtype", "max_log_len", "record_trace", "join_token_file",
+        "data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank",
+        "data_parallel_address",
     }  # fmt: skip
 
 
@@ -265,4 +267,4 @@ def test_several_engines_need_devices_and_api_servers_of_their_own():
     with pytest.raises(ConfigError, match="--data-parallel-size 2: the CUDA driver shows 1 dev"):
         resolve(Config.load(two), FAKE_SPEC, gpus)
     with pytest.raises(ConfigError, match="behind a load balancer"):
-        Config.load({"data_parallel_rank": 1})
+        Config.load({"data_parallel_multi_port_external_lb": True})

@@ -141,7 +141,7 @@ def admit(
         lane=lane,
         adapter=state.adapter,
         is_watched="x-servd-watch" in request.headers and "metrics" in key.scopes,
-        rank=None if rank is None else _rank(rank, len(async_llm.engines)),
+        rank=None if rank is None else _rank(rank, async_llm),
     )
     timeout = math.inf
     if state.deadline is not None:
@@ -170,15 +170,17 @@ async def trace(request: Request, prompt_ids: Sequence[str]) -> None:
     await async_llm.loop.each(state.client, prompt_ids, begin)
 
 
-def _rank(text: str, size: int) -> int:
-    """The value of X-data-parallel-rank."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < size):
+def _rank(text: str, async_llm: AsyncLLM) -> int:
+    """The engine of this server that X-data-parallel-rank asks for, of those of all servers."""
+    first, size = async_llm.config.parallel.first_rank, len(async_llm.engines)
+    is_number = text.isascii() and text.isdecimal() and len(text) < 10
+    if not is_number or not first <= int(text) < first + size:
         raise InvalidRequest(
-            f"X-data-parallel-rank must be from 0 to {size - 1}, got {text[:32]!r}: the server has "
-            f"{size} engines (--data-parallel-size)",
+            f"X-data-parallel-rank must be from {first} to {first + size - 1}, got {text[:32]!r}: "
+            f"the server has {size} engines (--data-parallel-size)",
             param="X-data-parallel-rank",
         )
-    return int(text)
+    return int(text) - first
 
 
 async def offload(request: Request, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:

@@ -163,6 +163,7 @@ class Metrics:
         model_name: the first served model name.
         max_model_len: largest bucket of the token-count histograms.
         beside: those of the engine before this one; /metrics shows them together.
+        first_rank: number of the first engine, unless there is one before this.
 
     Attributes:
         engines: those of all engines, by rank; these are among them.
@@ -170,10 +171,11 @@ class Metrics:
     """
 
     def __init__(
-        self, model_name: str, max_model_len: int = 131072, beside: Metrics | None = None
-    ) -> None:
+        self, model_name: str, max_model_len: int = 131072, beside: Metrics | None = None,
+        first_rank: int = 0,
+    ) -> None:  # fmt: skip
         self.engines: list[Metrics] = beside.engines if beside else []
-        self.rank = len(self.engines)
+        self.rank = beside.engines[-1].rank + 1 if beside else first_rank
         self.engines.append(self)
         families = beside.families if beside else Families(model_name, max_model_len)
         self.families, self.registry = families, families.registry

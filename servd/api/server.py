@@ -260,9 +260,12 @@ async def serve(start: Start) -> int:
         processor,
         OutputProcessor(tokenizer),
         Tracer(spans=(spans := spans_of(config.observability)), recorder=Recorder.of(config)),
-        Metrics(config.model.served_model_name[0], config.model.max_model_len),
+        Metrics(
+            config.model.served_model_name[0], config.model.max_model_len,
+            first_rank=config.parallel.first_rank,
+        ),
         Router.of(config, start.place, start.routing),
-    )
+    )  # fmt: skip
     for engine, incarnation in zip(async_llm.engines, start.incarnations, strict=True):
         engine.metrics.observe_restarts(incarnation)
     async_llm.start()

@@ -18,6 +18,13 @@ from servd.errors import ConfigError
 
 OTHER_FLAGS = {  # as vLLM has or had them
     "data_parallel_size": ["-dp"],
+    "data_parallel_size_local": ["-dpl"],
+    "data_parallel_start_rank": ["-dpr"],
+    "data_parallel_address": ["-dpa"],
+    "data_parallel_rpc_port": ["-dpp"],
+    "data_parallel_rank": ["-dpn"],
+    "data_parallel_external_lb": ["-dpe"],
+    "data_parallel_hybrid_lb": ["-dph"],
     "speculative_config": ["-sc"],
     "kv_offloading_size": ["--swap-space"],
 }

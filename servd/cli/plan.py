@@ -167,7 +167,7 @@ class Report:
             ),
         ]  # fmt: skip
         where = f"{plan.device} ({size} ranks, each)" if size > 1 else plan.device
-        if (engines := self.config.parallel.data_parallel_size) > 1:
+        if (engines := self.config.parallel.num_engines_here) > 1:
             where += f", for each of {engines} engines"
         lines = [f"{self.config.model.model} on {where}, {format_bytes(plan.free)} free", ""]
         lines += [f"  {name:<22}{format_bytes(n):>9}   {note}" for name, n, note in rows if n]

@@ -43,7 +43,7 @@ class CPUModelRunner(ModelRunner):
     def num_workers(self) -> int:
         """Ranks of all engines of this host, each with a cache."""
         parallel = self.config.parallel
-        return parallel.num_workers * parallel.data_parallel_size
+        return parallel.num_workers * parallel.num_engines_here
 
     def kv_cache_memory(self) -> int:
         """A share of what is available, divided over the ranks of this host."""

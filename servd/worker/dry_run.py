@@ -77,7 +77,7 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
     device = torch.device(config.parallel.device)
     runner = load(GPUModelRunner if on_cuda else CPUModelRunner, config, spec, device)
     sizes = _sizes(runner)
-    num_ranks = config.parallel.num_workers * config.parallel.data_parallel_size
+    num_ranks = config.parallel.num_workers * max(config.parallel.num_engines_here, 1)
     if isinstance(runner, GPUModelRunner):
         meter = CudaMeter(runner.device)
         use = runner.memory_use = MemoryUse(

@@ -55,7 +55,7 @@ class Worker:
             runner_class = GPUModelRunner
         else:
             self.device = torch.device("cpu")
-            self.num_threads = set_num_threads(options.num_workers * options.data_parallel_size)
+            self.num_threads = set_num_threads(options.num_workers * options.num_engines_here)
             runner_class = CPUModelRunner
         size, num_stages = options.tensor_parallel_size, options.pipeline_parallel_size
         self.parallel = Parallel.connect(rank, size, self.device, distributed_init, num_stages)

@@ -108,7 +108,10 @@ def test_a_wrong_command_line_is_exit_code_2(args, capsys):
             ["bench", "throughput", "--num-promts", "3"],
             "unknown argument --num-promts; did you mean --num-prompts?",
         ),
-        (["serve", "--data-parallel-hybrid-lb"], "behind a load balancer (docs/scale.md)"),
+        (
+            ["serve", "--data-parallel-multi-port-external-lb"],
+            "behind a load balancer (docs/scale.md)",
+        ),
         (["serve", "a", "b"], "unknown argument b; `servd serve --help` says what there is"),
     ],
 )
