@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from servd.worker.huge_pages import HugePages
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops.native import TYPES, call, loaded_library
 
 EXACT_TERMS = 3  # so many of bfloat16 or int8 are as exact as float32: see ops/cpu/terms.h
+pages = HugePages()
 RUN = 32  # numbers that are added up before a group's scale: see ops/cpu/dots.h
 
 
@@ -227,6 +229,6 @@ def _pack(weight: Tensor, num_terms: int = 0) -> Tensor:
     if weight.dtype == torch.uint8:
         weight = weight.contiguous()
     num_values = loaded_library().packed_size(weight.dtype, num_terms, num_rows, size)
-    packed = torch.empty(num_values, dtype=weight.dtype)
+    packed = pages.empty(num_values, weight.dtype)
     call("pack", TYPES[weight.dtype], num_terms, weight, *weight.stride(), num_rows, size, packed)
     return packed

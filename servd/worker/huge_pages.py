@@ -1,0 +1,49 @@
+"""Memory for what stays, in pages of 2 MiB where Linux has them: a step reads all weights, and of
+pages of 4 KiB the processor looks up every one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+PAGE = 2 << 20  # bytes
+BLOCK = 64 << 20  # bytes that are mapped at once, for several tensors
+ALIGNMENT = 64
+
+
+class HugePages:
+    """Tensors of the CPU, one behind the other in blocks, each of which is freed with the last of
+    its tensors. What is not written takes no memory.
+    """
+
+    def __init__(self) -> None:
+        self.block: weakref.ref[mmap.mmap] | None = None  # the newest
+        self.end = 0  # of what is taken of it
+        self.lock = threading.Lock()  # models may be loaded at once
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A tensor [size], as of torch.empty."""
+        num_bytes = size * dtype.itemsize
+        if num_bytes == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
+            return torch.empty(size, dtype=dtype)
+        with self.lock:
+            block = self.block() if self.block else None
+            if block is None or self.end + num_bytes > len(block):
+                block = self._map(num_bytes)
+            start, self.end = self.end, self.end + -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return torch.frombuffer(block, dtype=torch.uint8, count=num_bytes, offset=start).view(dtype)
+
+    def _map(self, num_bytes: int) -> mmap.mmap:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        block = mmap.mmap(-1, max(num_bytes, BLOCK) + PAGE, flags=flags)
+        with suppress(OSError):  # Linux without huge pages
+            block.madvise(mmap.MADV_HUGEPAGE)
+        self.block = weakref.ref(block)
+        self.end = -torch.frombuffer(block, dtype=torch.uint8).data_ptr() % PAGE
+        return block
