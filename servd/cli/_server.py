@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
+from servd import ipc
 from servd.cli._client import Client
 from servd.errors import ServdError
 
 POLL_INTERVAL = 0.05  # seconds
 STOP_TIMEOUT = 20.0  # seconds
+Connect = Callable[[], Client]
 
 
 @contextlib.contextmanager
@@ -56,3 +63,32 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.contextmanager
+def own_server(options: dict[str, Any]) -> Iterator[Connect]:
+    """Run `servd serve` with these options of Config on a private socket until the block ends.
+
+    Raises:
+        ServdError: it ended before it was ready; its log says why.
+    """
+    folder = ipc.private_dir()
+    config, uds = folder / "config.json", folder / "http"
+    config.write_text(json.dumps({**options, "uds": str(uds)}), encoding="utf8")
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # or the server would outlive this process
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
+    command = [sys.executable, "-m", "servd", "serve", "--config", str(config)]
+    connect = partial(Client, "http://localhost", key_of(options), str(uds))
+    try:
+        with running(command, connect(), timeout=math.inf):
+            yield connect
+    finally:
+        for file in (config, uds):
+            file.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def key_of(options: dict[str, Any]) -> str | None:
+    """The first API key, if any."""
+    return next(iter(options.get("api_key", [])), None)

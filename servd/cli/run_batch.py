@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import json
-import math
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
-from servd import batch, ipc
+from servd import batch
 from servd.batch import Problem, Response, Result
-from servd.cli import _options, _server
+from servd.cli import _options
 from servd.cli._client import Client
+from servd.cli._server import Connect, key_of, own_server
 from servd.errors import ConfigError
 
 TIERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-Connect = Callable[[], Client]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -173,32 +167,3 @@ class Batch:
         except (OSError, http.client.HTTPException) as problem:
             result.error = Problem("connection", f"{type(problem).__name__}: {problem}")
         return result
-
-
-@contextmanager
-def own_server(options: dict[str, Any]) -> Iterator[Connect]:
-    """Run `servd serve` on a private socket until the block ends.
-
-    Raises:
-        ServdError: it ended before it was ready; its log says why.
-    """
-    folder = ipc.private_dir()
-    config, uds = folder / "config.json", folder / "http"
-    config.write_text(json.dumps({**options, "uds": str(uds)}), encoding="utf8")
-    for signum in (signal.SIGTERM, signal.SIGHUP):  # or the server would outlive this process
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
-    command = [sys.executable, "-m", "servd", "serve", "--config", str(config)]
-    connect = partial(Client, "http://localhost", key_of(options), str(uds))
-    try:
-        with _server.running(command, connect(), timeout=math.inf):
-            yield connect
-    finally:
-        for file in (config, uds):
-            file.unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def key_of(options: dict[str, Any]) -> str | None:
-    """The first API key, if any."""
-    return next(iter(options.get("api_key", [])), None)

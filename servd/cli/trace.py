@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import html
 import json
-import shutil
-import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future
 from math import exp
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from servd import ipc, launch
-from servd.api.async_llm import AsyncLLM
-from servd.api.metrics import Metrics
-from servd.api.output_processor import OutputProcessor
-from servd.api.processor import Processor
-from servd.api.prompt import Chat, Prompt
-from servd.api.timeline import Tracer
-from servd.api.tokenizer import Tokenizer
-from servd.cli import _calls, _client, _options, _timeline
+from servd.cli import _calls, _options, _timeline
+from servd.cli._client import Client
+from servd.cli._server import key_of, own_server
 from servd.config import Config
-from servd.core.client import EngineCoreClient, identity
-from servd.core.engine_core_proc import EngineCoreProc, Start
-from servd.errors import ConfigError, EngineError
-from servd.messages import WorkerFailed
-from servd.outputs import CompletionOutput
-from servd.params import SamplingParams
 
 NUM_CANDIDATES = 4
-SETTLING = 0.1  # seconds, for the last words on the request before
+WARM_UP = "What is new takes longer."
+ACCESS = ("api_key", "api_key_file")  # nobody else reaches a server of its own
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,22 +28,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=8, metavar="N", help="longest answer [%(default)s]"
     )
-    parser.add_argument(
-        "--url", help="ask a running server instead, and draw its timeline as calls"
-    )
+    parser.add_argument("--url", help="ask a running server, instead of one that is started for it")
     parser.add_argument("--html", metavar="FILE", help="write a page instead")
     _options.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, and print or write."""
-    config = Config.load(_options.load_options(arguments))
-    calls, tokens = (ask_server if arguments.url else ask_here)(arguments, config)
+    options = _options.load_options(arguments)
+    Config.load(options)  # a wrong option is named before anything is started
+    prompt, raw, max_tokens = arguments.prompt, arguments.raw, arguments.max_tokens
+    if arguments.url:
+        calls, tokens = ask(Client(arguments.url, key_of(options)), prompt, raw, max_tokens)
+    else:
+        private = {name: value for name, value in options.items() if name not in ACCESS}
+        with own_server({"log_level": "error", **private}) as connect:
+            ask(connect(), WARM_UP, raw, 2)
+            calls, tokens = ask(connect(), prompt, raw, max_tokens)
     lines = [f"{'came after':>12}  {'token':<24}candidates", *map(str, tokens)]
     if arguments.html:
         tree, text = "".join(map(_calls.to_html, calls)), html.escape("\n".join(lines))
         head = f'<!doctype html><meta charset="utf-8"><title>servd trace</title>{_calls.STYLE}'
-        page = f"<h1>{html.escape(arguments.prompt)}</h1><h2>Calls</h2>{tree}<h2>Tokens</h2>"
+        page = f"<h1>{html.escape(prompt)}</h1><h2>Calls</h2>{tree}<h2>Tokens</h2>"
         Path(arguments.html).write_text(f"{head}{page}<pre>{text}</pre>", encoding="utf8")
         print(f"written to {arguments.html}")
     else:
@@ -82,31 +71,26 @@ class Token(NamedTuple):
         return f"{came:>12}  {token:<24}{', '.join(f'{t!r} {c}' for t, c in others)}"
 
 
-# ---- a running server ----
-
-
-def ask_server(
-    arguments: argparse.Namespace, config: Config
+def ask(
+    client: Client, text: str, raw: bool, max_tokens: int
 ) -> tuple[list[_calls.Call], list[Token]]:
     """What the server says of the time, as calls.
 
     Raises:
         ServdError: it does not answer, or refuses.
     """
-    keys = config.access.api_key
-    client = _client.Client(arguments.url, keys[0] if keys else None)
     client.headers["x-servd-watch"] = "1"
-    path, asked = "/v1/chat/completions", {"messages": [_message(arguments.prompt)]}
-    if arguments.raw:
-        path, asked = "/v1/completions", {"prompt": arguments.prompt}
+    path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+    if raw:
+        path, asked = "/v1/completions", {"prompt": text}
     body = {
         **asked,
         "model": client.first_model(),
-        "max_tokens": arguments.max_tokens,
-        "logprobs": NUM_CANDIDATES if arguments.raw else True,
+        "max_tokens": max_tokens,
+        "logprobs": NUM_CANDIDATES if raw else True,
         "return_token_ids": True,
     }
-    if not arguments.raw:
+    if not raw:
         body["top_logprobs"] = NUM_CANDIDATES
     tokens: list[Token] = []
     name, prompt, began = "", [], time.perf_counter()
@@ -117,9 +101,14 @@ def ask_server(
             pairs = zip(choice.get("token_ids") or (), _candidates(choice), strict=True)
             tokens += [Token(token_id, candidates, seconds) for token_id, candidates in pairs]
     timeline = json.load(client.open("GET", f"/v1/requests/{name}/timeline"))
+    info = client.ask("GET", "/server_info")
     client.connection.close()
+    runner = model = ""
+    if info.status == 200 and (device := info.body["engine"]["device"]) != "none":
+        runner = "CPUModelRunner" if device == "cpu" else "GPUModelRunner"
+        model = info.body["architecture"]
     sampled = [token.id for token in tokens if token.id is not None]
-    return _timeline.calls_of(timeline, prompt, sampled), tokens
+    return _timeline.calls_of(timeline, prompt, sampled, runner, model), tokens
 
 
 def _candidates(choice: dict[str, Any]) -> list[list[tuple[str, float]]]:
@@ -134,107 +123,3 @@ def _candidates(choice: dict[str, Any]) -> list[list[tuple[str, float]]]:
         [(each["token"], each["logprob"]) for each in (found, *found["top_logprobs"])]
         for found in logprobs.get("content") or ()
     ]
-
-
-def _message(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-# ---- API server and engine as threads of this process, with their sockets between them ----
-
-
-def ask_here(
-    arguments: argparse.Namespace, config: Config
-) -> tuple[list[_calls.Call], list[Token]]:
-    """The calls of each thread.
-
-    Raises:
-        ConfigError: the engine does not start.
-        InvalidRequest: the prompt cannot be served.
-    """
-    config, spec, _ = launch.find_and_resolve(config)
-    assert config.model.max_model_len is not None
-    ipc_dir, recorder = ipc.private_dir(), _calls.Recorder()
-    engine = EngineCoreProc(Start(config, spec, str(ipc_dir), time.monotonic()))
-    threading.setprofile(recorder)
-    ended: Future[None] = Future()
-    thread = threading.Thread(target=run_engine, args=[engine, ended], name="busy loop")
-    thread.start()
-    client = EngineCoreClient(str(ipc_dir), 0, identity(config, spec))
-    tokenizer = Tokenizer.of_model(config, spec)
-    processor = Processor(config, spec, tokenizer, config.model.max_model_len)
-    outputs, metrics = OutputProcessor(tokenizer), Metrics(spec.model_type)
-    llm = AsyncLLM(config, spec, [client], processor, outputs, Tracer(), metrics)
-    content = arguments.prompt
-    if not arguments.raw:
-        content = Chat(messages=[_message(content)])
-    try:
-        calls, answer = asyncio.run(ask(llm, ended, recorder, content, arguments.max_tokens))
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-        engine.inputs.put(WorkerFailed("the trace has ended"))
-        thread.join()
-        client.close()
-        shutil.rmtree(ipc_dir, ignore_errors=True)
-    for call in calls:
-        is_own = call.name == threading.current_thread().name
-        call.name = "API server" if is_own else f"engine, {call.name}"
-    return calls, [*tokens_of(answer, tokenizer)]
-
-
-def run_engine(engine: EngineCoreProc, ended: Future[None]) -> None:
-    """Run it until it fails, and keep the failure."""
-    try:
-        engine.run()
-    except (EngineError, ConfigError) as error:
-        ended.set_exception(error)
-
-
-async def ask(
-    llm: AsyncLLM,
-    ended: Future[None],
-    recorder: _calls.Recorder,
-    content: str | Chat,
-    max_tokens: int,
-) -> tuple[list[_calls.Call], list[tuple[float, CompletionOutput]]]:
-    """The calls, and what came in how many seconds; raises as `ask_here`."""
-    llm.start()
-    while not llm.is_ready:
-        if ended.done():
-            ended.result()
-        await asyncio.sleep(0.01)
-    try:
-        warm = SamplingParams(max_tokens=2, ignore_eos=True)
-        [delta async for delta in generate(llm, "warm-up", "What is new takes longer.", warm)]
-        await asyncio.sleep(SETTLING)
-        defaults = llm.processor.default_params
-        params = SamplingParams(**defaults, max_tokens=max_tokens, logprobs=NUM_CANDIDATES)
-        sys.setprofile(recorder)
-        began = recorder.start()
-        stream = generate(llm, "traced", content, params)
-        answer = [(time.perf_counter() - began, delta) async for delta in stream]
-        return recorder.finish(), answer
-    finally:
-        llm.close()
-
-
-async def generate(
-    llm: AsyncLLM, request_id: str, content: str | Chat, params: SamplingParams
-) -> AsyncIterator[CompletionOutput]:
-    """As a route does it."""
-    with llm.admit():
-        prompt = Prompt(content=content, request_id=request_id)
-        async for delta in llm.generate(await llm.prepare([prompt], params)):
-            yield delta
-
-
-def tokens_of(
-    answer: list[tuple[float, CompletionOutput]], tokenizer: Tokenizer
-) -> Iterator[Token]:
-    """Those of each delta."""
-    for seconds, delta in answer:
-        for logprobs in delta.logprobs or []:
-            pairs = zip(logprobs.token_ids, logprobs.logprobs, strict=True)
-            candidates = [(tokenizer.token_string(i), p) for i, p in pairs]
-            yield Token(logprobs.token_ids[0], candidates, seconds)

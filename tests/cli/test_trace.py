@@ -14,22 +14,15 @@ import msgspec
 import pytest
 
 import servd
-from servd.cli import _calls, _timeline, trace
+from servd.cli import _calls, _timeline, main, trace
 from servd.cli._calls import Call
-from servd.config import Config
+from servd.cli._client import Client
 from servd.messages import EngineCoreRequest
 from servd.tracing import STAGES
 from tests.api.harness import chat_prompt, output_text, serve
 
 PROMPT = "Say <b>hi</b>"
 NUM_TOKENS = 3
-
-
-@pytest.fixture(scope="module")
-def traced() -> tuple[list[Call], list[trace.Token]]:
-    """The demo model, in this process."""
-    arguments = Namespace(prompt=PROMPT, raw=False, max_tokens=NUM_TOKENS)
-    return trace.ask_here(arguments, Config.load({"model": "demo", "device": "cpu", "seed": 1}))
 
 
 def walk(call: Call) -> list[Call]:
@@ -40,72 +33,57 @@ def named(calls: list[Call], name: str) -> list[Call]:
     return [call for top in calls for call in walk(top) if call.name == name]
 
 
-def test_the_way_of_a_request(traced):
-    """What happens first comes first, thread by thread."""
-    calls, _ = traced
-    assert [call.name for call in calls] == [
-        "API server", "engine, input", "engine, busy loop", "engine, output",
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--executor", "fake"], []),
+        pytest.param(
+            ["demo", "--device", "cpu"],
+            ["CPUModelRunner", "Qwen3ForCausalLM"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_way_of_a_request(capsys, options, told):
+    """On a server of its own: what happens first comes first."""
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", PROMPT, *options, "--max-tokens", str(NUM_TOKENS)])
+    assert ended.value.code == 0
+    tree, _, tokens = capsys.readouterr().out.partition("came after")
+    names = re.findall(r"^[│ ]*[├└]─ (\S+)", tree, re.MULTILINE)
+    way = [
+        "AsyncLLM.prepare", "Processor.process", "ChatTemplate.render", "Tokenizer.encode",
+        "AsyncLLM.generate", "EngineCoreClient.send", "EngineCoreProc.receive",
+        "EngineCoreProc.busy_loop", "EngineCore.step", "Scheduler.schedule",
+        "ModelRunner.execute_model", "ModelRunner.forward", "ModelRunner.sample_tokens",
+        "Outbox.send", "EngineCoreClient.drain", "OutputProcessor.process",
     ]  # fmt: skip
-    way = {
-        "API server": ["AsyncLLM.prepare", "Processor.process", "Outbox.send"],
-        "engine, input": ["Inbox.recv"],
-        "engine, busy loop": [
-            "EngineCore.handle", "Scheduler.add", "EngineCore.step", "Scheduler.schedule",
-            "CPUModelRunner.execute_model", "Qwen3ForCausalLM.forward",
-            "CPUModelRunner.sample_tokens", "AsyncOutput.result",
-        ],
-        "engine, output": ["Outbox.send"],
-    }  # fmt: skip
-    for call in calls:
-        names = [inner.name for inner in walk(call)]
-        places = [names.index(name) for name in way[call.name]]
-        assert places == sorted(places)
-    assert named(calls, "AsyncLLM.generate") and named(calls, "OutputProcessor.process")
+    places = [names.index(name) for name in way]
+    assert places == sorted(places)
+    assert all(word in tree for word in told)
+    sampled = [int(i) for i in re.findall(r"sampled \[(\d+)\]", tree)]
+    ids = [int(i) for i in re.findall(r"ms +(\d+) \'", tokens)]
+    assert sampled == ids[: len(sampled)] and len(sampled) == 2 and len(ids) == NUM_TOKENS
 
 
-def test_calls_take_no_longer_than_the_one_around_them(traced):
-    for call in chain.from_iterable(map(walk, traced[0])):
-        inner = [each for each in call.calls if not each.name.startswith("AsyncLLM.admit")]
-        if call.seconds and not call.name.startswith("AsyncLLM"):  # those are suspended meanwhile
-            assert sum(each.seconds for each in inner) <= call.seconds * 1.01 + 1e-4, call.name
-
-
-def test_messages_and_tokens(traced):
-    calls, tokens = traced
-    sizes = [
-        [call.text for call in named(calls, name) if call.text.startswith("EngineCoreRequest")]
-        for name in ("Outbox.send", "Inbox.recv")
-    ]
-    assert sizes[0] == sizes[1] and re.fullmatch(r"EngineCoreRequest, \d+ bytes", *sizes[0])
-    sampled = [int(re.findall(r"\d+", c.text)[0]) for c in named(calls, "AsyncOutput.result")]
-    assert sampled == [token.id for token in tokens] and len(tokens) == NUM_TOKENS
-    texts = "".join(token.candidates[0][0] for token in tokens)
-    told = [c.text.removeprefix("text ") for c in named(calls, "OutputProcessor.process")]
-    assert "".join(map(eval, told)) == texts
-    first, *_ = named(calls, "Scheduler.schedule")
-    prompt = named(calls, "Processor.process")[0].text
-    assert f"computes {prompt.split()[0]} tokens, new blocks [" in first.text
-    assert [token.seconds for token in tokens] == sorted(token.seconds for token in tokens)
-
-
-def functions() -> set[str]:
-    """Methods with their classes, functions with their modules, of all of servd."""
+def functions(path: Path) -> set[str]:
+    """Methods with their classes, functions with their module, of a file."""
     found: set[str] = set()
-    for path in Path(servd.__file__).parent.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                found |= {f"{node.name}.{each.name}" for each in node.body if hasattr(each, "name")}
-            elif hasattr(node, "name"):
-                found.add(f"{path.stem}.{node.name}")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if hasattr(each, "name")}
+        elif hasattr(node, "name"):
+            found.add(f"{path.stem}.{node.name}")
     return found
 
 
 def test_functions_of_a_timeline_exist():
-    tables = _timeline.BEFORE, _timeline.ENGINE, _timeline.AFTER, _timeline.STEP
-    named = {name for table in tables for name in table.values()}
-    assert named | {"EngineCore.step", "ModelRunner.execute_model", "Outbox.send"} <= functions()
-    stages = {stage for table in tables[:3] for stage in table}
-    assert stages <= {*STAGES}
+    root = Path(servd.__file__).parent
+    for name, file in _timeline.FILES.items():
+        assert name in functions(root / file)
+    ways = {stage: way for ways in _timeline.WAYS.values() for stage, way in ways.items()}
+    assert {name for way in ways.values() for name in way} <= _timeline.FILES.keys()
+    assert ways.keys() <= {*STAGES}
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -119,8 +97,8 @@ async def test_a_running_server_is_asked(raw):
             tell(message)
 
         served.engine.tell = weigh
-        arguments = Namespace(prompt=PROMPT, raw=raw, max_tokens=NUM_TOKENS, url=served.url)
-        calls, tokens = await asyncio.to_thread(trace.ask_server, arguments, Config())
+        client = Client(served.url)
+        calls, tokens = await asyncio.to_thread(trace.ask, client, PROMPT, raw, NUM_TOKENS)
         [sent] = [each for each in served.engine.sent if isinstance(each, EngineCoreRequest)]
         [request] = served.async_llm.tracer.recent.values()
     prompt = PROMPT if raw else chat_prompt(PROMPT)
@@ -130,7 +108,7 @@ async def test_a_running_server_is_asked(raw):
     assert times == sorted(times)
     own = sent.prompt_token_ids
     assert [call.text for call in named(calls, "Tokenizer.encode")] == [
-        f"{len(own)} prompt tokens {_calls.shorten(own)}"
+        f"{len(own)} prompt tokens {_timeline.shorten(own)}"
     ]
     was = msgspec.structs.replace(sent, block_hashes=[], marks=[])  # the engine fills them in
     size = len(msgspec.msgpack.encode(was))
@@ -140,19 +118,23 @@ async def test_a_running_server_is_asked(raw):
     [first, *_] = named(calls, "EngineCore.step")
     blocks = request.choices[0].block_ids
     assert len(blocks) == -(-(len(own) + NUM_TOKENS - 1) // 4)
-    assert first.text.endswith(f"its blocks in the end: {_calls.shorten(blocks)}")
+    assert first.text.endswith(f"its blocks in the end: {_timeline.shorten(blocks)}")
     assert first.text.startswith(f"step 0: {len(own)} tokens of 1 requests")
+    sampled = [call.text for call in named(calls, "ModelRunner.sample_tokens")]
+    assert sampled == [f"sampled [{token.id}]" for token in tokens]
     for call in chain.from_iterable(map(walk, calls)):
         assert sum(each.seconds for each in call.calls) <= call.seconds * 1.01 + 1e-4 or (
             call.seconds == 0
         )
 
 
-def test_a_page_of_it(traced, tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "ask_here", lambda *_: traced)
+async def test_a_page_of_it(tmp_path, capsys):
     file = tmp_path / "trace.html"
-    arguments = Namespace(html=str(file), url=None, prompt="<b>Hi")
-    assert trace.run(arguments) == 0
+    async with serve(listen=True) as served:
+        arguments = Namespace(
+            html=str(file), url=served.url, prompt=PROMPT, raw=False, max_tokens=NUM_TOKENS
+        )
+        assert await asyncio.to_thread(trace.run, arguments) == 0
     text = file.read_text()
     names: list[str] = []
 
@@ -164,15 +146,13 @@ def test_a_page_of_it(traced, tmp_path, monkeypatch):
             names.append(data)
 
     Page().feed(text)
-    assert names.index("<b>Hi") < names.index("Calls") < names.index("Tokens")
-    assert "Scheduler.schedule" in names and "url(" not in text
-    assert re.search(r"core/scheduler.py:\d+", text)
+    assert names.index(PROMPT) < names.index("Calls") < names.index("Tokens")
+    assert "Scheduler.schedule" in names and "core/scheduler.py" in names and "url(" not in text
 
 
 def test_drawing_folds_what_repeats():
     def step(number: int) -> Call:
-        inner = Call("inner", seconds=0.001)
-        return Call("step", begin=number, seconds=0.5, text=f"number {number}", calls=[inner] * 3)
+        return Call("step", 0.5, f"number {number}", [Call("inner", 0.001)] * 3)
 
     top = Call("loop", calls=[step(1), step(2), step(3), step(4), Call("end", seconds=1.0)])
     lines = [" ".join(line.split()) for line in _calls.draw([top])]
@@ -180,10 +160,12 @@ def test_drawing_folds_what_repeats():
         "└─ loop",
         "├─ step 500.000 ms number 1",
         "│ ├─ inner 1.000 ms",
-        "│ └─ inner 2.000 ms 2 more, 1.000 ms each",
+        "│ ├─ inner 1.000 ms",
+        "│ └─ inner 1.000 ms 1 more, 1.000 ms each",
         "├─ step 500.000 ms number 2",
         "│ ├─ inner 1.000 ms",
-        "│ └─ inner 2.000 ms 2 more, 1.000 ms each",
+        "│ ├─ inner 1.000 ms",
+        "│ └─ inner 1.000 ms 1 more, 1.000 ms each",
         "├─ step 1000.000 ms 2 more, 500.000 ms each",
         "└─ end 1000.000 ms",
     ]
