@@ -136,6 +136,7 @@ class AsyncLLM:
         self._threads.close()
         self._grammar_threads.close()
         self.processor.grammars.close()
+        self.metrics.write()  # other API servers go on answering for it
 
     @property
     def status(self) -> EngineStatus | EngineReady | EngineDeadMessage:

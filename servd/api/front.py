@@ -32,7 +32,6 @@ from servd.api.app import answer_error, cross_origin
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.context import json_response
 from servd.api.fair_loop import FairLoop
-from servd.api.metrics import Metrics
 from servd.api.middleware import SINCE, RequestContext
 from servd.api.model_request import read, seconds_of
 from servd.api.model_server import ModelServer, Visit
@@ -263,9 +262,7 @@ async def _disconnected(receive: Receive) -> None:
 def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette:
     """The application, with what every request needs around it: ids, limits, keys, errors."""
     access_log, origins = config.observability.access_log, config.access.allowed_origins
-    context = Middleware(
-        RequestContext, Tracer(), FairLoop(), Metrics("front"), access_log, origins
-    )
+    context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, origins)
     middleware = [context]
     if keys.are_needed:
         open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())

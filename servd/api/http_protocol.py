@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import msgspec
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -20,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from servd.api.protocol.errors import ErrorBody, ErrorDetail
 from servd.config import ServerConfig
 from servd.errors import Unavailable
+from servd.tracing import Mark, now_ns
 
 logger = logging.getLogger("servd.api")
 
@@ -29,6 +32,8 @@ MIN_BODY_RATE = 1024  # bytes per second, on average over --body-timeout
 MIN_CHUNK = 64  # bytes, on average
 MAX_SMALL_CHUNKS = 4096  # before that counts
 LINGER = 1.0  # seconds in which a refused client may read why
+BLOCKED_NS = 1_000_000  # a write that takes longer waits for the client
+MAX_BLOCKED = 128  # marks of such writes that are kept, the last ones
 
 
 class Connections:
@@ -54,6 +59,21 @@ def settings(app: Any, connections: Connections, **options: Any) -> uvicorn.Conf
     """What uvicorn needs to serve an application over HttpProtocol."""
     protocol: Any = partial(HttpProtocol, connections)
     return uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None, **options)
+
+
+class TimedFlow(FlowControl):
+    """Notes how long writes waited for the client."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self.blocked: deque[Mark] = deque(maxlen=MAX_BLOCKED)
+
+    async def drain(self) -> None:
+        """Called by a write that cannot go on."""
+        begin_ns = now_ns()
+        await super().drain()
+        if (end_ns := now_ns()) - begin_ns > BLOCKED_NS:
+            self.blocked.extend((Mark("blocked", begin_ns), Mark("resumed", end_ns)))
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -89,6 +109,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """A client is there; it owes a head."""
         super().connection_made(transport)
+        self.flow = TimedFlow(transport)
         self.shared.idle[self] = None
         self._watch_reading()
         if len(self.connections) > self.limits.max_connections:
@@ -157,9 +178,11 @@ class HttpProtocol(HttpToolsProtocol):
         self.shared.idle.pop(self, None)
         if not self.flow.write_paused:  # what was left of the answer before is no longer watched
             self._stop_write_timer()
+        state = self.scope.setdefault("state", {})
+        state["blocked"] = self.flow.blocked
         num_open = len(self.connections) - len(self.shared.idle)
         if self._is_surplus and num_open > self.limits.max_connections:
-            self.scope.setdefault("state", {})["refusal"] = Unavailable(
+            state["refusal"] = Unavailable(
                 f"the server has {self.limits.max_connections} connections with open requests, its "
                 f"limit (--max-connections): retry later"
             )

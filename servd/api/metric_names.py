@@ -120,7 +120,6 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context
         "How late an API server's event loop came to a timer, sampled ten times a second.",
         LAG_BUCKETS),
 }  # fmt: skip
-TALLIED = ("vllm:inter_token_latency_seconds", "vllm:iteration_tokens_total")
 CACHE_FACTS = (
     "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching",
     "gpu_memory_utilization", "kv_cache_size_tokens", "kv_cache_max_concurrency",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -31,7 +32,6 @@ from servd.api.metric_names import (
     SLEEP_BUCKETS,
     SLEEP_OPERATIONS,
     STAGES,
-    TALLIED,
     WAITING,
 )
 from servd.config import Config
@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 SECOND = 1e9  # nanoseconds
 OPEN_METRICS = "application/openmetrics-text"
+LAGS_PER_WRITE = 10  # as many are a second
 
 
 class ChoiceTimes(msgspec.Struct):
@@ -74,9 +75,7 @@ class ChoiceTimes(msgspec.Struct):
 
 
 class TalliedHistogram(Histogram):
-    """Keeps the values that come with every token until `flush`: the library takes microseconds for
-    each.
-    """
+    """Keeps values until `flush`: the library takes microseconds for each, and for all of them."""
 
     def _metric_init(self) -> None:
         super()._metric_init()
@@ -87,12 +86,12 @@ class TalliedHistogram(Histogram):
         if not (values := self.values):
             return
         values.sort()
-        num_below = 0
-        for bucket, bound in zip(self._buckets, self._upper_bounds, strict=True):
-            num_within = bisect_right(values, bound, lo=num_below)
-            if num_within > num_below:
-                bucket.inc(num_within - num_below)
-            num_below = num_within
+        begin = 0
+        while begin < len(values):
+            bucket = bisect_left(self._upper_bounds, values[begin])
+            end = bisect_right(values, self._upper_bounds[bucket], lo=begin)
+            self._buckets[bucket].inc(end - begin)
+            begin = end
         self._sum.inc(sum(values))
         values.clear()
 
@@ -124,12 +123,14 @@ class Families:
             Counter, "http_requests", "Answers.", ["handler", "method", "status"]
         )
         self.http_seconds = self(
-            Histogram,
+            TalliedHistogram,
             "http_request_duration_seconds",
             "From the head of a request to the last byte of its answer.",
             ["handler", "method"],
             buckets=HTTP_BUCKETS,
         )
+        # Seconds of answers that the two do not show yet, by the labels of the first.
+        self.answers = defaultdict[tuple[str, str, int], list[float]](list)
         # Without any labels but their own, as vLLM has them.
         self.sleep_seconds = self(
             Histogram,
@@ -154,6 +155,15 @@ class Families:
         if name not in self.made:
             self.made[name] = kind(name, *args, registry=self.registry, **options)
         return self.made[name]
+
+    def write(self) -> None:
+        """Publish the answers."""
+        answers, self.answers = self.answers, defaultdict(list)
+        for (handler, method, status), seconds in answers.items():
+            self.http_requests.labels(handler, method, str(status)).inc(len(seconds))
+            histogram = self.http_seconds.labels(handler, method)
+            histogram.values += seconds
+            histogram.flush()
 
 
 class Metrics:
@@ -189,18 +199,16 @@ class Metrics:
             name: families(Counter, name, text, labels).labels(**labels)
             for name, text in COUNTERS.items()
         }
-        self.histograms = {
+        self.histograms: dict[str, TalliedHistogram] = {
             name: families(
-                TalliedHistogram if name in TALLIED else Histogram,
-                name, text, labels, buckets=buckets or families.token_buckets,
+                TalliedHistogram, name, text, labels, buckets=buckets or families.token_buckets
             ).labels(**labels)
             for name, (text, buckets) in HISTOGRAMS.items()
-        }  # fmt: skip
-        self._num_generated = 0  # tokens that no counter shows yet
-        gaps, step_tokens = (self.histograms[name] for name in TALLIED)
-        assert isinstance(gaps, TalliedHistogram) and isinstance(step_tokens, TalliedHistogram)
-        self._tallied = gaps, step_tokens
-        self._note_gap, self._note_steps = gaps.values.append, step_tokens.values.extend
+        }
+        self._note_gap = self.histograms["vllm:inter_token_latency_seconds"].values.append
+        self._note_steps = self.histograms["vllm:iteration_tokens_total"].values.extend
+        # Tokens that no counter shows yet; those of prompts: all, cached ones, from lower tiers.
+        self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
         self.labelled = {
             (name, *values): counter.labels(*labels.values(), *values)
             for name, (text, own) in LABELLED.items()
@@ -253,8 +261,7 @@ class Metrics:
 
     def observe_answer(self, handler: str, method: str, status: int, seconds: float) -> None:
         """An HTTP request was answered. `handler` is the template of its route."""
-        self.families.http_requests.labels(handler, method, str(status)).inc()
-        self.families.http_seconds.labels(handler, method).observe(seconds)
+        self.families.answers[handler, method, status].append(seconds)
 
     def observe_refusal(self, handler: str, method: str, status: int) -> None:
         """A client was refused before there was a whole request."""
@@ -262,9 +269,10 @@ class Metrics:
 
     def observe_lag(self, seconds: float) -> None:
         """The event loop ran a timer this late; called ten times a second."""
-        for each in self.engines:
-            each.write()
-        self.histograms["servd:event_loop_lag_seconds"].observe(seconds)
+        lags = self.histograms["servd:event_loop_lag_seconds"].values
+        lags.append(seconds)
+        if len(lags) >= LAGS_PER_WRITE:
+            self.write()
 
     def observe_step(self, stats: SchedulerStats) -> None:
         """Record the engine's state after a step; its counters are since the last report."""
@@ -280,13 +288,13 @@ class Metrics:
         ):
             self._count(stats)
         for block in stats.evictions:
-            seconds = self.histograms["vllm:kv_block_lifetime_seconds"]
-            seconds.observe(block.lifetime_ns / SECOND)
-            seconds = self.histograms["vllm:kv_block_idle_before_evict_seconds"]
-            seconds.observe(block.idle_ns / SECOND)
-            seconds = self.histograms["vllm:kv_block_reuse_gap_seconds"]
-            for gap in block.reuse_gaps_ns:
-                seconds.observe(gap / SECOND)
+            for name, times in (
+                ("lifetime", [block.lifetime_ns]),
+                ("idle_before_evict", [block.idle_ns]),
+                ("reuse_gap", block.reuse_gaps_ns),
+            ):
+                histogram = self.histograms[f"vllm:kv_block_{name}_seconds"]
+                histogram.values += [ns / SECOND for ns in times]
 
     def _count(self, stats: SchedulerStats) -> None:
         drafts = stats.drafts
@@ -310,15 +318,29 @@ class Metrics:
             self.accepted_by_position.labels(**self.labels, position=position).inc(count)
 
     def write(self) -> None:
-        """Publish what changes with every token: before a scrape, ten times a second and, since
-        another API server may answer the scrape, as a request ends. With every step, that would be
-        a fifth of the cost of a token.
+        """Publish what changes with tokens and requests: before a scrape, and once a second so that
+        it does not grow. At once, it would be a third of what an API server does for a request.
         """
-        for histogram in self._tallied:
-            histogram.flush()
-        if self._num_generated:
-            self.counters["vllm:generation_tokens"].inc(self._num_generated)
-            self._num_generated = 0
+        self.families.write()
+        for each in self.engines:
+            each._write_tokens()
+            each._write_state()
+            for histogram in each.histograms.values():
+                histogram.flush()
+
+    def _write_tokens(self) -> None:
+        prompt, cached, external = self._num_prompt, self._num_cached, self._num_external
+        self.counters["vllm:generation_tokens"].inc(self._num_generated)
+        self.counters["vllm:prompt_tokens"].inc(prompt)
+        self.counters["vllm:prompt_tokens_cached"].inc(cached)
+        sources = {"local_cache_hit": cached - external, "external_kv_transfer": external}
+        for source, count in sources.items():
+            self.labelled["vllm:prompt_tokens_cached_by_source", source].inc(count)
+        for source, count in {**sources, "local_compute": prompt - cached}.items():
+            self.labelled["vllm:prompt_tokens_by_source", source].inc(count)
+        self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
+
+    def _write_state(self) -> None:
         stats, self._unwritten = self._unwritten, None
         if stats is None:
             return
@@ -356,19 +378,10 @@ class Metrics:
     def _observe_first(self, choice: ChoiceTimes, now_ns: int) -> None:
         """Its first tokens came."""
         seconds = (now_ns - choice.arrival_ns) / SECOND
-        self._observe("vllm:time_to_first_token_seconds", seconds, choice.exemplar)
-        self.counters["vllm:prompt_tokens"].inc(choice.num_prompt_tokens)
-        num_cached = choice.num_cached_tokens
-        self.counters["vllm:prompt_tokens_cached"].inc(num_cached)
-        self.labelled["vllm:prompt_tokens_by_source", "local_compute"].inc(
-            choice.num_prompt_tokens - num_cached
-        )
-        for source, count in (
-            ("local_cache_hit", num_cached - choice.num_external_tokens),
-            ("external_kv_transfer", choice.num_external_tokens),
-        ):
-            self.labelled["vllm:prompt_tokens_by_source", source].inc(count)
-            self.labelled["vllm:prompt_tokens_cached_by_source", source].inc(count)
+        self._observe({"vllm:time_to_first_token_seconds": seconds}, choice.exemplar)
+        self._num_prompt += choice.num_prompt_tokens
+        self._num_cached += choice.num_cached_tokens
+        self._num_external += choice.num_external_tokens
 
     def observe_finished(self, choice: ChoiceTimes, reason: FinishReason, now_ns: int) -> None:
         """A choice ended."""
@@ -391,30 +404,34 @@ class Metrics:
         if "first_token" in marks and choice.num_tokens > 1:
             seconds = (marks["finished"] - marks["first_token"]) / SECOND
             values["vllm:request_time_per_output_token_seconds"] = seconds / (choice.num_tokens - 1)
-        for name, value in values.items():
-            self._observe(name, value, choice.exemplar)
+        self._observe(values, choice.exemplar)
 
-    def _observe(self, name: str, value: float, leads_to: dict[str, str] | None) -> None:
-        self.histograms[name].observe(value, leads_to)
-        if leads_to and self.families.is_shared:
-            bounds = HISTOGRAMS[name][1] or self.families.token_buckets
-            exemplar = Exemplar(leads_to, value, time.time())
-            self.families.shared.note(name, str(self.rank), bounds, exemplar)
+    def _observe(self, values: dict[str, float], leads_to: dict[str, str] | None) -> None:
+        """Values by histogram, all of one request."""
+        for name, value in values.items():
+            if leads_to is None:
+                self.histograms[name].values.append(value)
+                continue
+            self.histograms[name].observe(value, leads_to)
+            if self.families.is_shared:
+                bounds = HISTOGRAMS[name][1] or self.families.token_buckets
+                exemplar = Exemplar(leads_to, value, time.time())
+                self.families.shared.note(name, str(self.rank), bounds, exemplar)
 
     def observe_request(self, params: SamplingParams, choices: Sequence[ChoiceTimes]) -> None:
         """A request ended with all its choices."""
-        self.histograms["vllm:request_params_n"].observe(params.n)
-        if params.max_tokens is not None:
-            self.histograms["vllm:request_params_max_tokens"].observe(params.max_tokens)
         longest = max(choice.num_tokens for choice in choices)
-        self.histograms["vllm:request_max_num_generation_tokens"].observe(longest)
-        if self.families.is_shared:
-            self.write()
+        values: dict[str, float] = {
+            "vllm:request_params_n": params.n,
+            "vllm:request_max_num_generation_tokens": longest,
+        }
+        if params.max_tokens is not None:
+            values["vllm:request_params_max_tokens"] = params.max_tokens
+        self._observe(values, None)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Body and content type of GET /metrics, in the format that an Accept header asks for."""
-        for each in self.engines:
-            each.write()
+        self.write()
         registry = self.registry
         if self.families.is_shared:
             registry = CollectorRegistry()

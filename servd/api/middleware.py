@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -37,8 +37,6 @@ log = logging.getLogger("servd.access")
 SINCE = "x-servd-since"  # header: nanoseconds of the host's clock
 MONITORING = {"/health", "/ping", "/metrics", "/load", "/version"}
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
-BLOCKED_NS = 1_000_000  # a write that takes longer waits for the client
-MAX_BLOCKED = 128  # marks of such writes that are kept, the last ones
 LEFT = 499  # status where the client left before it got one
 MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
 
@@ -65,13 +63,14 @@ class RequestContext:
     others: an owner or, where no key is needed, an address; `span`, of OpenTelemetry, or None;
     `since_ns`, when the front of several models got it, or 0; `timeout` of the header, in seconds,
     or None; `deadline`, on the loop's clock, or None; `headers`, of the answer; `lane`, the least
-    that it runs in; `is_logged`, where another process has written the line of the access log.
+    that it runs in; `is_logged`, where another process has written the line of the access log;
+    `blocked`, marks of the connection where writes waited for the client.
 
     Args:
         app: what is surrounded.
         tracer: has the timelines.
         loop: gives turns where there are many of them.
-        metrics: count.
+        metrics: count; None where nobody reads them.
         access_log: as --access-log says.
         origins: --allowed-origins.
     """
@@ -81,7 +80,7 @@ class RequestContext:
         app: ASGIApp,
         tracer: Tracer,
         loop: FairLoop,
-        metrics: Metrics,
+        metrics: Metrics | None,
         access_log: str = "off",
         origins: Collection[str] = (),
     ) -> None:
@@ -103,7 +102,6 @@ class RequestContext:
         announced = int(length) if length.isdecimal() else 0
         most = MAX_BODY if scope["path"] != "/v1/files" else MAX_UPLOAD
         num_received, status, written = 0, 0, False
-        blocked: deque[Mark] = deque(maxlen=MAX_BLOCKED)
         begin = time.perf_counter()
 
         async def receive_some() -> Message:
@@ -120,18 +118,13 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *self._headers(state, message)]
-            await _send_timed(send, message, blocked)
+            await send(message)
             written = message["type"] == "http.response.body" and not message.get(
                 "more_body", False
             )
 
         try:
-            if (refusal := state.get("refusal")) and scope["path"] not in OPEN_PATHS:
-                self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
-                raise refusal
-            self._check_origin(scope, headers)
-            if (text := headers.get("x-request-timeout")) and scope["path"] not in OPEN_PATHS:
-                state["timeout"] = _timeout(text)
+            self._check(scope, headers)
             await self.app(scope, receive_some, send_on)
         except ClientDisconnect:
             pass  # nobody is there to answer
@@ -143,15 +136,23 @@ class RequestContext:
             await send_error(reply, send_on)
         finally:
             self._observe(scope, status, time.perf_counter() - begin)
-            self._end(state, status, blocked, written)
+            self._end(state, status, written)
 
-    def _check_origin(self, scope: Scope, headers: Headers) -> None:
-        """A page of anybody's may have its visitors' browsers send forms to this machine: without a
-        body they would be taken (`/sleep`), or load a model before they are refused.
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Whether there is room; whose page sends it: anybody's may have its visitors' browsers
+        send forms to this machine, and without a body they would be taken (`/sleep`), or load a
+        model before they are refused.
         """
+        state, is_open = scope["state"], scope["path"] in OPEN_PATHS
+        if (refusal := state.get("refusal")) and not is_open:
+            if self.metrics is not None:
+                self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
+            raise refusal
         is_foreign = scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site"
         if is_foreign and self.origins.isdisjoint({"*", headers.get("origin", "")}):
             raise Forbidden("pages of this origin may not send requests: see --allowed-origins")
+        if (text := headers.get("x-request-timeout")) and not is_open:
+            state["timeout"] = _timeout(text)
 
     def _begin(self, scope: Scope, headers: Headers) -> dict[str, Any]:
         """The state of a request, with its ids."""
@@ -196,17 +197,17 @@ class RequestContext:
             running = self.tracer.running
             traced = [running[n] for n in scope["state"]["traced"] if n in running]
             _log_answer(scope, status, seconds, traced)
-        if status:  # else the client left before
+        if status and self.metrics is not None:  # else the client left before
             route = scope.get("route")  # none if it was refused before it reached the router
             handler = route.path if route else handler_of(scope["path"], scope["app"])
             self.metrics.observe_answer(handler, scope["method"], status, seconds)
 
-    def _end(
-        self, state: dict[str, Any], status: int, blocked: Iterable[Mark], written: bool
-    ) -> None:
+    def _end(self, state: dict[str, Any], status: int, written: bool) -> None:
         """End the timelines, and the span that is made of them."""
         now, timelines = now_ns(), list[Timeline]()
+        blocked = state.get("blocked", deque[Mark]())  # the connection's
         marks = [*blocked, *([Mark("written", now)] if written else ()), Mark("done", now)]
+        blocked.clear()
 
         def finish(name: str) -> None:
             timelines.append(self.tracer.finish(name, marks))
@@ -243,14 +244,6 @@ def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timel
     text = "%s %s %d in %.3f s, %d + %d tokens, key %s, client %s, %s"
     shown = ("-" if value == "" else value for value in fields.values())
     log.info(text, *shown, extra={"fields": fields})
-
-
-async def _send_timed(send: Send, message: Message, blocked: deque[Mark]) -> None:
-    """Send, and note whether that had to wait for the client."""
-    begin_ns = now_ns()
-    await send(message)
-    if (end_ns := now_ns()) - begin_ns > BLOCKED_NS:
-        blocked.extend((Mark("blocked", begin_ns), Mark("resumed", end_ns)))
 
 
 def handler_of(path: str, app: FastAPI) -> str:

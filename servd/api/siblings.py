@@ -26,7 +26,7 @@ from servd.tracing import StepRecord
 
 log = logging.getLogger("servd.api")
 
-PATIENCE = 5.0  # seconds for a sibling's answer; half of them where it is asked for another one's
+PATIENCE = 5.0  # seconds for a sibling's answer; half of them where somebody waits for more
 CHARS_PER_STEP = 16  # a step takes about as long as so many characters, see `AsyncLLM.offload`
 
 
@@ -62,7 +62,13 @@ class ListSteps(msgspec.Struct, tag=True):
     count: int
 
 
-Question = ListRequests | FindTimeline | WhenRan | FindPrompt | ListSteps
+class WriteMetrics(msgspec.Struct, tag=True):
+    """Publish what is counted, for who reads all API servers' counts."""
+
+    answer: ClassVar[Any] = None
+
+
+Question = ListRequests | FindTimeline | WhenRan | FindPrompt | ListSteps | WriteMetrics
 
 
 class Siblings:
@@ -110,6 +116,10 @@ class Siblings:
         by_start = {(step.started_ns, step.engine): step for step in steps}
         return [by_start[start] for start in sorted(by_start)][-question.count :]
 
+    async def write_metrics(self) -> None:
+        """Have the others publish theirs."""
+        await self._ask_others(WriteMetrics())
+
     # ---- between siblings ----
 
     async def _ask_all(self, question: Question) -> list[Any]:
@@ -126,7 +136,7 @@ class Siblings:
     async def _ask(self, path: Path, question: Question) -> list[Any]:
         """The answer of one, if it gives any."""
         try:
-            is_second = isinstance(question, WhenRan | FindPrompt)
+            is_second = isinstance(question, WhenRan | FindPrompt | WriteMetrics)
             async with asyncio.timeout(PATIENCE / (1 + is_second)):
                 reader, writer = await asyncio.open_unix_connection(path)
                 with closing(writer):
@@ -166,6 +176,8 @@ class Siblings:
             case ListSteps(count):
                 engines = [*self.tracer.steps]
                 return [step for each in engines for step in self.tracer.latest_steps(count, each)]
+            case WriteMetrics():
+                return self.async_llm.metrics.write()
 
     async def _summaries(self, question: ListRequests) -> list[RequestSummary]:
         find = self.tracer.longest if question.order == "slowest" else self.tracer.latest

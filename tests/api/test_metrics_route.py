@@ -168,6 +168,7 @@ def test_event_loop_lag_is_measured_and_logged_occasionally(monkeypatch, caplog)
     for late in (0.0, 0.0, 0.001, 0.5, 0.3, 0.0):  # the first has no tick before it
         now += TICK + late
         lag.sample()
+    metrics.render()
     assert metrics.registry.get_sample_value(
         "servd:event_loop_lag_seconds_sum", {"model_name": "m", "engine": "0"}
     ) == pytest.approx(0.801)

@@ -17,5 +17,7 @@ router = APIRouter()
 async def metrics(request: Request) -> Response:
     """What Prometheus collects, as its text or as OpenMetrics."""
     accept = request.headers.get("accept", "")
-    body, content_type = context_of(request).async_llm.metrics.render(accept)
+    context = context_of(request)
+    await context.siblings.write_metrics()
+    body, content_type = context.async_llm.metrics.render(accept)
     return Response(body, headers={"content-type": content_type})
