@@ -3,7 +3,8 @@
 
 | part | |
 |---|---|
-| cost | CPU time and throughput with all records and without them, in turns |
+| cost | CPU time and throughput with all records and without them, in pairs of servers |
+| noise | the same of two equal servers: what `cost` can tell apart |
 | unaccounted | the share of the time of 200 mixed concurrent requests that has no cause |
 | memory | what the API server has grown by after 10,000 requests |
 """
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ import psutil
 
 from servd import ipc
 
-ROUNDS = 40
+PAIRS, ROUNDS = 16, 12
 STREAMS, TOKENS = 32, 64
 MIXED, MANY = 200, 10_000
 TIMEOUT = 600  # seconds
@@ -110,42 +111,62 @@ async def send(url: str, bodies: list[dict[str, Any]], concurrency: int) -> list
 # ---- cost ----
 
 
-def cost(*options: str) -> None:
-    """With and without, in turns; the median over rounds of what each pair differs by."""
+class Cost(NamedTuple):
+    """The medians of a server's rounds."""
+
+    api_cpu: float  # microseconds per token
+    engine_cpu: float  # microseconds per step
+    throughput: float  # tokens per second
+
+
+def cost(*options: str, other: str = "benchmarks.unrecorded") -> None:
+    """With and without. Of two equal servers one may be slower by 5 % for as long as they live, so
+    that many pairs say more than many rounds.
+    """
     options = options or ("--executor", "fake", "--max-num-seqs", str(STREAMS))
-    body = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-    with server(*options) as on, server(*options, module="benchmarks.unrecorded") as off:
-        rounds: dict[Running, list[tuple[float, ...]]] = {on: [], off: []}
-        for each in (on, off):
-            asyncio.run(send(each.url, [body] * STREAMS, STREAMS))
-        first_step = on.num_steps()
-        num_tokens = STREAMS * TOKENS
-        for number in range(ROUNDS):
-            for each in (on, off) if number % 2 else (off, on):
-                before, began = each.cpu(), time.perf_counter()
-                asyncio.run(send(each.url, [body] * STREAMS, STREAMS))
-                seconds = time.perf_counter() - began
-                used = (now - then for now, then in zip(each.cpu(), before, strict=True))
-                rounds[each].append(
-                    (*(1e6 * cpu / num_tokens for cpu in used), num_tokens / seconds)
-                )
-        per_step = ROUNDS * num_tokens / (on.num_steps() - first_step)
-    print(f"load {os.getloadavg()[0]:.1f}, {ROUNDS} rounds of {num_tokens} tokens")
-    for i, (name, unit, times) in enumerate((
-        ("API CPU", "us per token", 1.0),
-        ("engine CPU", "us per step", per_step),
-        ("throughput", "tokens/s", 1.0),
-    )):  # fmt: skip
-        with_all, without = ([times * one[i] for one in rounds[each]] for each in (on, off))
-        pairs = sorted(a - b for a, b in zip(with_all, without, strict=True))
-        spread = 0.98 * ROUNDS**0.5  # ranks around the median: 95 % of intervals have the true one
-        low, high = pairs[int(ROUNDS / 2 - spread)], pairs[int(ROUNDS / 2 + spread)]
-        middle, base = statistics.median(pairs), statistics.median(without)
+    pairs = [_pair(options, ("servd", other), number) for number in range(PAIRS)]
+    print(f"load {os.getloadavg()[0]:.1f}, {PAIRS} pairs of servers, {ROUNDS} rounds of each")
+    for name in Cost._fields:
+        on, off = ([getattr(pair[i], name) for pair in pairs] for i in (0, 1))
+        more = [a - b for a, b in zip(on, off, strict=True)]
+        mean, base = statistics.mean(more), statistics.median(off)
+        error = 2 * statistics.stdev(more) / PAIRS**0.5
         print(
-            f"{name}: {statistics.median(with_all):.1f} {unit} with, {base:.1f} without; "
-            f"difference {middle:+.1f} ({low:+.1f} to {high:+.1f}), {middle / base:+.1%} "
-            f"({low / base:+.1%} to {high / base:+.1%})"
+            f"{name}: {base:.1f} without, {mean:+.1f} +- {error:.1f} with all: "
+            f"{mean / base:+.1%} +- {error / base:.1%}"
         )
+
+
+def noise(*options: str) -> None:
+    """Of two servers with all records."""
+    cost(*options, other="servd")
+
+
+def _pair(options: Sequence[str], modules: Sequence[str], number: int) -> list[Cost]:
+    """Two servers, each of which is the first in half of all pairs and rounds."""
+    body = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    num_tokens = STREAMS * TOKENS
+    rounds: tuple[list[tuple[float, ...]], ...] = ([], [])
+    with contextlib.ExitStack() as stack:
+        started = {i: stack.enter_context(server(*options, module=modules[i]))
+                   for i in _in_turn(number)}  # fmt: skip
+        for i in (0, 1):
+            asyncio.run(send(started[i].url, [body] * STREAMS, STREAMS))
+        first_step = started[0].num_steps()
+        for turn in range(ROUNDS):
+            for i in _in_turn(turn):
+                before, began = started[i].cpu(), time.perf_counter()
+                asyncio.run(send(started[i].url, [body] * STREAMS, STREAMS))
+                seconds = time.perf_counter() - began
+                used = (now - then for now, then in zip(started[i].cpu(), before, strict=True))
+                rounds[i].append((*(1e6 * cpu / num_tokens for cpu in used), num_tokens / seconds))
+        per_step = ROUNDS * num_tokens / (started[0].num_steps() - first_step)
+    medians = (map(statistics.median, zip(*each, strict=True)) for each in rounds)
+    return [Cost(api, engine * per_step, rate) for api, engine, rate in medians]
+
+
+def _in_turn(number: int) -> tuple[int, int]:
+    return (0, 1) if number % 2 else (1, 0)
 
 
 # ---- unaccounted ----
@@ -193,7 +214,7 @@ def memory(*options: str) -> None:
 
 
 if __name__ == "__main__":
-    parts = {"cost": cost, "unaccounted": unaccounted, "memory": memory}
+    parts = {"cost": cost, "noise": noise, "unaccounted": unaccounted, "memory": memory}
     if sys.argv[1:2] == [] or sys.argv[1] not in parts:
         sys.exit(__doc__)
     parts[sys.argv[1]](*sys.argv[2:])

@@ -6,29 +6,24 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
-
-from starlette.types import Message, Send
 
 from servd import cli, incarnations, ipc, process_tree
 from servd.tracing import StepRecord
 
+Replaced = list[tuple[Any, str, Any]]  # owner, name, what is there instead
+
 COUNTED = ("step", "finished", "request", "answer", "lag")
-
-
-def replace(*what: tuple[Any, str, Any]) -> None:
-    """Give attributes other values."""
-    for owner, name, value in what:
-        setattr(owner, name, value)
 
 
 def nothing(*_: Any, **__: Any) -> None:
     """In place of what is left out."""
 
 
-def engine() -> None:
-    """Run the engine process."""
-    from servd.core import engine_core_proc, scheduler, step
+def of_engine() -> Replaced:
+    """No records of steps."""
+    from servd.core import scheduler, step
 
     class NoLog(step.StepLog):
         """Only tells the time between steps, by which drafts are planned."""
@@ -40,13 +35,12 @@ def engine() -> None:
         def news(self, client: int) -> list[Any]:
             return []
 
-    replace((scheduler, "StepLog", NoLog))
-    engine_core_proc.main()
+    return [(scheduler, "StepLog", NoLog)]
 
 
-def api_server() -> None:
-    """Run the API-server process."""
-    from servd.api import middleware, server
+def of_api_server() -> Replaced:
+    """No timelines and metrics."""
+    from servd.api import middleware
     from servd.api.metrics import ChoiceTimes, Metrics
     from servd.api.timeline import Timeline, Tracer
 
@@ -56,25 +50,30 @@ def api_server() -> None:
     def forget(tracer: Tracer, request_id: str, *_: object) -> Timeline:
         return tracer.running.pop(request_id, None) or Timeline(request_id)
 
-    async def send_on(send: Send, message: Message, blocked: object) -> None:
-        await send(message)
-
-    replace(
-        (middleware, "_send_timed", send_on),
+    return [
         (Metrics, "observe_tokens", count),
         *((Metrics, f"observe_{what}", nothing) for what in COUNTED),
         (Tracer, "finish", forget),
-        *((Tracer, name, nothing) for name in ("mark", "extend")),
         (middleware, "server_timing", lambda timelines: ""),
-    )
-    server.main()
+    ]
+
+
+def main(replaced: Replaced, entry: Callable[[], None]) -> None:
+    """Run a process with what is there instead."""
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    entry()
 
 
 if __name__ == "__main__":
     if ipc.PARENT_DIR in os.environ:  # which only engines get
-        engine()
+        from servd.core import engine_core_proc
+
+        main(of_engine(), engine_core_proc.main)
     elif len(sys.argv) > 1:
         incarnations.ENGINE_MODULE = process_tree.API_MODULE = "benchmarks.unrecorded"
         sys.exit(cli.main())
     else:
-        api_server()
+        from servd.api import server
+
+        main(of_api_server(), server.main)
