@@ -62,11 +62,11 @@ def settings(app: Any, connections: Connections, **options: Any) -> uvicorn.Conf
 
 
 class TimedFlow(FlowControl):
-    """Notes how long writes waited for the client."""
+    """Notes in `blocked` how long writes waited for the client."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, blocked: deque[Mark]) -> None:
         super().__init__(transport)
-        self.blocked: deque[Mark] = deque(maxlen=MAX_BLOCKED)
+        self.blocked = blocked
 
     async def drain(self) -> None:
         """Called by a write that cannot go on."""
@@ -97,6 +97,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.limits = shared.config
         self.num_unparsed = 0  # bytes since the parser handed on a whole head or a part of a body
         self.num_body_bytes = self.num_chunks = 0
+        self.blocked: deque[Mark] = deque(maxlen=MAX_BLOCKED)
         self._problem = ""  # for which the parser has been stopped
         self._is_in_body = False
         self._is_surplus = False
@@ -109,7 +110,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """A client is there; it owes a head."""
         super().connection_made(transport)
-        self.flow = TimedFlow(transport)
+        self.flow = TimedFlow(transport, self.blocked)
         self.shared.idle[self] = None
         self._watch_reading()
         if len(self.connections) > self.limits.max_connections:
@@ -179,7 +180,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self.flow.write_paused:  # what was left of the answer before is no longer watched
             self._stop_write_timer()
         state = self.scope.setdefault("state", {})
-        state["blocked"] = self.flow.blocked
+        state["blocked"] = self.blocked
         num_open = len(self.connections) - len(self.shared.idle)
         if self._is_surplus and num_open > self.limits.max_connections:
             state["refusal"] = Unavailable(
