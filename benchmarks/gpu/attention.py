@@ -1,11 +1,12 @@
 """Attention backends against each other: writing and attending of one layer with 8B's heads, over
-scattered blocks.
+scattered blocks; with what a graph's kernels are given, where steps of the kind are graphs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,18 @@ import torch
 from servd import plugins
 from servd.worker import attention
 from servd.worker.attention import AttentionBatch, AttentionSpec
+from servd.worker.graph_runner import MOST_MIXED_TOKENS
 
 # (tokens of the step, tokens in all) per row
 WORKLOADS = {
     "decode, 256 rows of 1k": [(1, 1024)] * 256,
+    "decode, 32 rows of 8k": [(1, 8192)] * 32,
     "decode, 1 row of 8k": [(1, 8192)],
     "prompt of 8k": [(8192, 8192)],
     "255 decode rows and 2k of a prompt": [(1, 1024)] * 255 + [(2048, 4096)],
+    "64 decode rows and 256 of a prompt": [(1, 1024)] * 64 + [(256, 1024)],
 }
+MAX_MODEL_LEN = 32768  # what graphs are captured for
 
 
 def measure(device: torch.device, is_tiny: bool) -> Iterator[tuple[str, dict[str, float] | str]]:
@@ -47,6 +52,19 @@ def measure(device: torch.device, is_tiny: bool) -> Iterator[tuple[str, dict[str
         )
 
 
+def as_captured(batch: AttentionBatch) -> AttentionBatch:
+    """What the host knows of the step when its graph is captured: bounds."""
+    num_rows, is_decode = len(batch.seq_lens), (batch.query_lens == 1).all()
+    tables = batch.block_tables
+    return replace(
+        batch,
+        block_tables=torch.nn.functional.pad(tables, (0, MAX_MODEL_LEN // 16 - tables.shape[1])),
+        query_lens=np.full(num_rows, 1 if is_decode else len(batch.slot_mapping)),
+        has_exact_query_lens=bool(is_decode),
+        seq_lens=np.full(num_rows, MAX_MODEL_LEN),
+    )
+
+
 def _shorten(rows: list[tuple[int, int]], is_tiny: bool) -> list[tuple[int, int]]:
     return [(-(-new // 256), length // 256) for new, length in rows[-2:]] if is_tiny else rows
 
@@ -67,10 +85,13 @@ def _seconds(
     def on_device(array: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(array, dtype=dtype, device=spec.device)
 
-    metadata = backend.build_metadata(AttentionBatch(
+    batch = AttentionBatch(
         query_lens, seq_lens, on_device(starts), on_device(seq_lens), on_device(tables),
         on_device(np.concatenate(slots), torch.int64),
-    ))  # fmt: skip
+    )  # fmt: skip
+    if backend.supports_graphs and starts[-1] <= MOST_MIXED_TOKENS:
+        batch = as_captured(batch)
+    metadata = backend.build_metadata(batch)
     random = {"dtype": spec.dtype, "device": spec.device}
     q = torch.randn(starts[-1], spec.num_heads, spec.head_dim, **random)
     k, v = torch.randn(2, starts[-1], spec.num_kv_heads, spec.head_dim, **random)

@@ -1,10 +1,11 @@
-"""GPUModelRunner: decode steps as CUDA graphs, memory found by a profile run, output copies that
+"""GPUModelRunner: steps as CUDA graphs, memory found by a profile run, output copies that
 nothing waits for.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,13 +13,17 @@ import torch
 from servd.errors import ConfigError
 from servd.messages import GrammarBitmask, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.params import SamplingParams
-from servd.worker.graph_runner import CudaRecorder, GraphRunner, Record
-from servd.worker.input_batch import InputBatch, decode_attention
+from servd.worker.graph_runner import CudaRecorder, GraphRunner, GraphSize, Record
+from servd.worker.input_batch import InputBatch, decode_attention, mixed_attention
 from servd.worker.memory import CudaMeter, MemoryUse, Meter
 from servd.worker.model_runner import ModelRunner
 from servd.worker.readers import StepPart
 
 log = logging.getLogger("servd.worker")
+
+# Products of a weight and a token in a step that keeps a large device busy for longer than the host
+# needs to launch it kernel by kernel: some 10 ms. Padding would cost more than a graph saves.
+MOST_PRODUCTS = 4 * 10**12
 
 
 class GPUModelRunner(ModelRunner):
@@ -27,7 +32,7 @@ class GPUModelRunner(ModelRunner):
     graphs: GraphRunner | None = None  # from allocate_kv_cache on, where they can be used
     memory_use: MemoryUse | None = None  # from kv_cache_memory on
 
-    # ---- decode steps as graphs ----
+    # ---- steps as graphs ----
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One extra block that no request owns: padding is written there."""
@@ -39,13 +44,14 @@ class GPUModelRunner(ModelRunner):
         """Capture all graphs and run each way to sample, so that no request waits for a capture or
         a compiler.
         """
-        # The largest first: the others fit into its memory.
-        sizes = self.graphs.sizes[::-1] if self.graphs is not None else []
+        sizes, started = [] if self.graphs is None else self.graphs.sizes, time.monotonic()
         ways = self.sampler.examples
         for done, size in enumerate(sizes, 1):
             assert self.graphs is not None
             self._capture(self.graphs, size)
             progress(done / (len(sizes) + len(ways)))
+        if sizes:
+            log.info("%d CUDA graphs in %.1f s", len(sizes), time.monotonic() - started)
         for done, params in enumerate(ways, len(sizes) + 1):
             for has_grammar in (False, True):
                 self._launch(1, 1, 0, params)
@@ -61,36 +67,41 @@ class GPUModelRunner(ModelRunner):
                 "no CUDA graphs: attention backend %s cannot be captured", self.backend_name
             )
             return None
-        hidden = torch.zeros(
-            (self.max_num_samples, self.spec.hidden_size), dtype=self.dtype, device=self.device
-        )
+        num_weights = self.weights_bytes // self.dtype.itemsize
         graphs = GraphRunner(
-            self._decode, self.max_num_samples, self.states.null_slot, hidden, self.recorder(),
-            2 if self.states.tree is None else 3,
+            self._captured, self.max_num_samples,
+            min(self.max_num_tokens, MOST_PRODUCTS // max(num_weights, 1)), self.states.null_slot,
+            torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device),
+            self.recorder(), 2 if self.states.tree is None else 3,
         )  # fmt: skip
         graphs.variant = lambda: self.variant
         return graphs
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Decode steps by graphs, others kernel by kernel."""
-        if self.graphs is not None and batch.is_decode:
-            return self.graphs(batch.tokens)
+        """By a graph, or kernel by kernel where the device is the slower one anyway."""
+        if self.graphs is not None:
+            ends = None if batch.is_decode else batch.attention_rows.ends
+            if (hidden := self.graphs(batch.tokens, ends)) is not None:
+                return hidden
         return super().forward(batch)
 
-    def _decode(
-        self, slots: torch.Tensor, columns: torch.Tensor, places: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        attention = decode_attention(self.states, slots, columns, places)
+    def _captured(self, tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+        slots, columns, *places = tokens
+        if ends is None:
+            attention = decode_attention(self.states, slots, columns, *places)
+        else:
+            attention = mixed_attention(self.states, tokens, ends)
         input_ids = self.states.token_ids[slots, columns].long().clamp_(min=0)  # see InputBatch
-        return self.run(input_ids, self.states.positions(columns, places), attention)
+        positions = self.states.positions(columns, *(places or [None]))
+        return self.run(input_ids, positions, attention)
 
     @torch.inference_mode()
-    def _capture(self, graphs: GraphRunner, size: int) -> None:
+    def _capture(self, graphs: GraphRunner, size: GraphSize) -> None:
         try:
             graphs.capture(size)
         except RuntimeError as error:
             raise ConfigError(
-                f"the CUDA graph of a step with {size} requests cannot be captured: {error}; "
+                f"the CUDA graph of a step ({size}) cannot be captured: {error}; "
                 "--enforce-eager serves without graphs"
             ) from error
 
@@ -194,14 +205,14 @@ class GPUModelRunner(ModelRunner):
         if (graphs := self.make_graphs()) is None:
             return 0
         taken = [meter.taken()]
-        for size in graphs.sizes[-1:-3:-1]:
+        for size in graphs.sizes[:2]:
             self._capture(graphs, size)
             taken.append(meter.taken())
         each = taken[-1] - taken[-2] if len(taken) > 2 else 0
         # Where adapters may take part, there are two of each size in the end.
         variants = 1 if self.adapters is None else 2
         one = taken[1] - taken[0] + each * (len(graphs.sizes) - 1)
-        return variants * one + graphs.hidden.nbytes
+        return variants * one + graphs.nbytes
 
     # ---- output ----
 

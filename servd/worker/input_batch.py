@@ -234,3 +234,15 @@ def decode_attention(
         slot_mapping=tables.slot_mapping(slots, columns),
         tails=states.tails(slots, columns, places),
     )
+
+
+def mixed_attention(
+    states: RequestStates, tokens: torch.Tensor, ends: torch.Tensor
+) -> AttentionBatch:
+    """The attention of rows that end at `ends`, see `AttentionRows`, in a form that a graph can
+    capture (see `Backend`). A row that ends where the one before does has no token.
+    """
+    query_lens = np.full(len(ends), tokens.shape[1], dtype=np.int64)
+    seq_lens = np.full(len(ends), states.max_model_len, dtype=np.int64)
+    attention = AttentionRows(query_lens, seq_lens, ends).gather(states, *tokens)
+    return replace(attention, has_exact_query_lens=False)

@@ -60,7 +60,7 @@ def test_attention_backends_are_compared(facts: dict):
     )
     assert "- `varlen` was not measured: needs CUDA, not cpu." in page
     assert all(seconds > 0 for seconds in facts["attention_torch_sdpa"].values())
-    assert len(facts["attention_torch_sdpa"]) == 4
+    assert len(facts["attention_torch_sdpa"]) == 6
 
 
 def test_ratios_are_taken_against_the_ceilings():

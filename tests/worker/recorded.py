@@ -54,32 +54,39 @@ def record(run: Callable[[], None]) -> Callable[[], None]:
 
 
 class GraphBackend(torch_sdpa.Backend):
-    """Decode rows attend over all columns of the block table, so that no number comes from the
-    host.
+    """Where lengths are known on the device only, tokens attend over all columns of their row's
+    block table, so that no number comes from the host.
     """
 
     supports_graphs = True
 
     def build_metadata(self, batch: AttentionBatch) -> Any:
-        return batch if (batch.query_lens == 1).all() else super().build_metadata(batch)
+        is_captured = not batch.has_exact_query_lens or (batch.query_lens == 1).all()
+        return batch if is_captured else super().build_metadata(batch)
 
     def attend(self, q, kv_cache, metadata, scale, sinks):
         if not isinstance(metadata, AttentionBatch):
             return super().attend(q, kv_cache, metadata, scale, sinks)
+        tokens, starts = torch.arange(len(q)), metadata.query_start_loc
+        rows = torch.searchsorted(starts[1:].contiguous(), tokens, right=True, out_int32=True)
+        is_padding = rows >= len(starts) - 1
+        rows = rows.clamp(max=len(starts) - 2)
+        seq_lens = metadata.seq_lens_device[rows]
+        positions = seq_lens - starts[rows + 1] + tokens  # of each token in its row
         shape = (len(q), -1, self.spec.num_kv_heads, self.spec.head_dim)
         groups = self.spec.num_heads // self.spec.num_kv_heads
-        parts = kv_cache[:, metadata.block_tables].view(2, *shape)
+        parts = kv_cache[:, metadata.block_tables[rows]].view(2, *shape)
         if metadata.tails is not None:
-            numbers = torch.arange(-metadata.tails.shape[1], 0) + metadata.seq_lens_device[:, None]
-            tails = kv_cache.flatten(1, 2)[:, metadata.tails]
-            parts[:, torch.arange(len(q))[:, None], numbers.clamp(min=0)] = tails
-        # [rows, keys, heads, head_dim] each
+            numbers = torch.arange(-metadata.tails.shape[1], 0) + seq_lens[:, None]
+            tails = kv_cache.flatten(1, 2)[:, metadata.tails[rows]]
+            parts[:, tokens[:, None], numbers.clamp(min=0)] = tails
+        # [tokens, keys, heads, head_dim] each
         keys, values = parts.repeat_interleave(groups, 3)
         scores = torch.einsum("rhd,rkhd->rhk", q, keys) * scale
-        hidden = torch.arange(keys.shape[1]) >= metadata.seq_lens_device[:, None]
-        return torch.einsum(
-            "rhk,rkhd->rhd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values
-        )
+        hidden = torch.arange(keys.shape[1]) > positions[:, None]
+        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+        out = torch.einsum("rhk,rkhd->rhd", weights, values)
+        return out.masked_fill(is_padding[:, None, None], torch.nan)  # anything
 
 
 class RecordedRunner(GPUModelRunner):

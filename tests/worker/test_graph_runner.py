@@ -1,4 +1,4 @@
-"""Decode steps as graphs: padding changes nothing, and what is replayed is what would have been
+"""Steps as graphs: padding changes nothing, and what is replayed is what would have been
 computed.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
 from servd.errors import ConfigError
 from servd.hf import read_spec
-from servd.messages import EngineCoreRequest
+from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import SamplingParams
 from servd.speculative import MAX_FORCED_TOKENS
-from servd.worker.graph_runner import GraphRunner, graph_sizes
+from servd.worker.graph_runner import GraphRunner, GraphSize, decode_sizes, mixed_sizes
 from tests.core.engines import Log
 from tests.worker.driver import Driver, config_for
 from tests.worker.recorded import (
@@ -40,10 +41,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("max_num_rows", [1, 3, 8, 9, 60, 256, 300, 1024])
 def test_sizes_are_close_to_each_other(max_num_rows: int):
-    sizes = graph_sizes(max_num_rows)
+    sizes = decode_sizes(max_num_rows)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_rows
     assert all(
         larger <= 2 * size and larger - size <= 32 for size, larger in itertools.pairwise(sizes)
+    )
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 16, 100, 500, 2048, 8192])
+def test_a_mixed_step_is_padded_by_a_quarter_at_most(most: int):
+    sizes = mixed_sizes(most)
+    assert sizes == sorted(set(sizes)) and len(sizes) <= 24
+    assert sizes[-1:] == ([min(most, 2048)] if most > 1 else [])
+    assert all(
+        larger <= 1.25 * size or larger - size <= 16 for size, larger in itertools.pairwise(sizes)
     )
 
 
@@ -51,20 +62,33 @@ def test_a_step_is_padded_with_rows_of_nobody_and_a_size_is_captured_once():
     seen: list[list[list[int]]] = []
     recorded: list[int] = []
 
-    def forward(slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        seen.append([slots.tolist(), positions.tolist()])
-        return (10 * slots + positions)[:, None].float()
+    def forward(tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+        seen.append(tokens.tolist() + ([] if ends is None else [ends.tolist()]))
+        return (10 * tokens[0] + tokens[1])[:, None].float()
 
     def count(run):
         recorded.append(1)
         return run
 
-    runner = GraphRunner(forward, 8, NULL, torch.full((8, 1), torch.nan), count)
-    assert runner(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])).flatten().tolist() == [15, 26, 37, 48]
-    assert runner(torch.tensor([[3, 1, 2], [2, 9, 4]])).flatten().tolist() == [32, 19, 24]
+    runner = GraphRunner(forward, 8, 16, NULL, torch.empty(0, 1), count)
+
+    def run(slots: list[int], columns: list[int], ends: list[int] | None = None):
+        given = None if ends is None else torch.tensor(ends)
+        hidden = runner(torch.tensor([slots, columns]), given)
+        return hidden if hidden is None else hidden.flatten().tolist()
+
+    assert run([1, 2, 3, 4], [5, 6, 7, 8]) == [15, 26, 37, 48]
+    assert run([3, 1, 2], [2, 9, 4]) == [32, 19, 24]
     assert seen[0] == [[NULL] * 4, [0] * 4], "compiled and captured on rows of nobody"
     assert seen[-1] == [[3, 1, 2, NULL], [2, 9, 4, 0]]
     assert len(recorded) == 1
+    assert run([3, 3, 3, 1], [0, 1, 2, 9], [2, 3]) == [30, 31, 32, 19]
+    assert seen[-1] == [
+        [3, 3, 3, 1, *[NULL] * 12], [0, 1, 2, 9, *[0] * 12], [2, *[3] * 7]
+    ], "the rows after the last one have no token"  # fmt: skip
+    assert len(recorded) == 2
+    assert run([5] * 17, list(range(17)), [16]) is None, "more tokens than any graph has"
+    assert run([1, 1, *range(2, 10)], [0] * 10, [1, *range(2, 10)]) is None, "and more rows"
 
 
 def test_the_recorder_freezes_what_comes_from_the_host():
@@ -111,7 +135,9 @@ def test_graphs_compute_what_is_computed_without(folder: Path):
     assert eager.worker.runner.graphs is None
     # The largest is for all requests, one of them with as many forced tokens as it may have.
     sizes = [1, 2, 4, 8, 16, 8 + MAX_FORCED_TOKENS]
-    assert sorted(graphs.worker.runner.graphs.graphs) == [(size, False) for size in sizes]
+    made = graphs.worker.runner.graphs.graphs
+    assert sorted(size.num_tokens for size, _ in made if size.is_decode) == sizes
+    assert sorted(size.num_tokens for size, _ in made if not size.is_decode) == mixed_sizes(256)
     assert tokens == expected_tokens
     torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), atol=1e-5, rtol=0)
     for cache, expected in zip(
@@ -135,15 +161,40 @@ def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int)
         )  # fmt: skip
         executor = Executor(config, spec, lambda *_: None)
         engine, log = EngineCore(config, spec, executor, executor.start()), Log()
+        steps = steps_by_kind(executor.worker.runner)
         for i in range(8):
             params = SamplingParams(
                 temperature=1.0, seed=i, max_tokens=14, repetition_penalty=1.3, logprobs=1
             )
             engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), params))
+        for _ in range(6):
+            log.step(engine)
+        engine.handle(AbortRequests(["1", "6"]))  # one decodes, with its next step in flight
         log.run(engine)
         assert log.total("num_preemptions") > 0
+        assert 0 < len(log.token_ids("1")) < 14 and not log.token_ids("6")
+        assert enforce_eager or min(steps["decode"], steps["mixed"]) >= 5, steps
+        assert bool(steps["eager"]) == enforce_eager, "the budget is a size of a graph"
         results.append([log.token_ids(str(i)) for i in range(8)])
     assert results[0] == results[1]
+
+
+def test_a_cache_that_is_made_again_has_graphs_of_its_own(folder: Path):
+    driver = Driver(config_for(folder, load_format="dummy"))
+    worker = driver.worker
+
+    def serve() -> list[list[int]]:
+        slots = [driver.add(prompt) for prompt in ([3, 4, 5], [6] * 30)]
+        driver.generate(slots, 6, chunk=9)
+        return [driver.free(slot) for slot in slots]
+
+    expected = serve()
+    old, before = worker.runner.kv_caches, [each.nan_to_num() for each in worker.runner.kv_caches]
+    worker.allocate_kv_cache(driver.ready.num_blocks)
+    assert serve() == expected
+    assert all(
+        torch.equal(each.nan_to_num(), was) for each, was in zip(old, before, strict=True)
+    ), "nothing writes to the old one"
 
 
 def test_all_that_is_captured_and_every_way_to_sample_comes_before_the_first_request(
@@ -164,8 +215,23 @@ def test_all_that_is_captured_and_every_way_to_sample_comes_before_the_first_req
     assert captured == at_start
 
 
-def count_calls(capture, captured: list[int]):
-    def counted(self: GraphRunner, size: int) -> None:
+def steps_by_kind(runner: RecordedRunner) -> Counter[str]:
+    """Counts steps from now on: by a graph for decoding, by one for any rows, or without."""
+    steps: Counter[str] = Counter()
+    forward = runner.forward
+
+    def counted(batch):
+        hidden, graphs = forward(batch), runner.graphs
+        by_graph = graphs is not None and hidden.data_ptr() == graphs.hidden.data_ptr()
+        steps["eager" if not by_graph else "decode" if batch.is_decode else "mixed"] += 1
+        return hidden
+
+    runner.forward = counted
+    return steps
+
+
+def count_calls(capture, captured: list[GraphSize]):
+    def counted(self: GraphRunner, size: GraphSize) -> None:
         captured.append(size)
         capture(self, size)
 
@@ -186,5 +252,5 @@ def test_a_failing_capture_names_the_way_out(folder: Path, monkeypatch: pytest.M
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(RecordedRunner, "recorder", lambda self: fail)
-    with pytest.raises(ConfigError, match=r"\d+ requests .* not permitted .* --enforce-eager"):
+    with pytest.raises(ConfigError, match=r"\(256 tokens, .* not permitted .* --enforce-eager"):
         Driver(config_for(folder, load_format="dummy"))

@@ -12,41 +12,39 @@ import sys
 import pytest
 
 # Kernel, types of what is not constant (":16": a multiple of 16, as all pointers are), constants,
-# warps.
+# warps or all options.
 OPS, SAMPLE = "servd.worker.ops.triton", "servd.worker.sample.ops.triton"
 LOGITS = {"COUNT_BITS": 2**30 - 1, "LAST": 2**31 - 1, "ENTRIES": 256, "BLOCK": 4096}
 NO_BIAS = {"starts_ptr": None, "ids_ptr": None, "biases_ptr": None}
 NO_PENALTIES = {"bitmask_ptr": None, "slots_ptr": None, "counts_ptr": None, "factors_ptr": None}
 # Llama 3 8B: 32 heads, 8 of keys and values, of 128 numbers each.
-SPLITS = {
-    "HEAD_DIM": 128,
-    "WINDOW": None,
-    "TILE_KEYS": 64,
-    "SPLIT_QUERIES": 4,
-    "MIN_SPLIT": 512,
-    "MAX_SPLITS": 16,
-}
-TILES = {
-    "GROUP": 4,
-    "KV_HEADS": 8,
-    "BLOCK_SIZE": 16,
-    "DECODE_LINES": 16,
-    "PREFILL_LINES": 64,
-    "HAS_TILES": True,
-}
+HEADS = {"HEAD_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "WINDOW": None, "BLOCK_SIZE": 16}
 PLAIN = {"tails_ptr": None, "TAIL": 0, "sinks_ptr": None, "SOFT_CAP": None}
-ATTENTION = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i32 *i32 *i32 i32:16 i32 i32 i32 i32 i32 fp32"
+DECODE = HEADS | PLAIN | {"TILE_KEYS": 64, "MAX_SPLITS": 16, "LINES": 16}
+PREFILL = HEADS | PLAIN | {"TILE_KEYS": 64, "LINES": 128}
+CACHE = "*bf16 *bf16 *bf16 *bf16"
+TREE = HEADS | {"TAIL": 5, "SOFT_CAP": 50.0}  # and sinks
+STEP, SIZES = "*i32 *i32 *i32 *i32", "i32:16 i32 i32 fp32"
+DECODING, PROMPTS = {"num_warps": 4, "num_stages": 5}, {"num_warps": 8, "num_stages": 5}
+WORK = {"SPLIT_QUERIES": 4, "TILE_QUERIES": 32, "TILE_KEYS": 64, "MIN_SPLIT": 256,
+        "MAX_SPLITS": 16, "ROWS": 1024}  # fmt: skip
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
 LOW_RANK = {"ROWS": 16, "COLUMNS": 64, "DEPTH": 64}
 KERNELS = [
-    (f"{OPS}.paged_attention.attention_kernel", ATTENTION, SPLITS | TILES | PLAIN, 4),
-    (f"{OPS}.paged_attention.attention_kernel",
-     ATTENTION.replace("*i32 i32", "*i32 *i64 *bf16 i32"),
-     SPLITS | TILES | {"TAIL": 5, "SOFT_CAP": 50.0}, 4),
-    (f"{OPS}.paged_attention.attention_kernel", ATTENTION.replace("*bf16 *bf16 *bf16",
-        "*bf16 *fp8e4nv *fp8e4nv"),
-     SPLITS | TILES | PLAIN | {"HAS_TILES": False, "WINDOW": 4096}, 4),
-    (f"{OPS}.paged_attention.merge_kernel", "*fp32 *fp32 *bf16 *bf16 *i32 *i32 i32 i32", SPLITS, 1),
+    (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32", WORK | {"WINDOW": None}, 4),
+    (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32", WORK | {"WINDOW": 4096}, 4),
+    (f"{OPS}.paged_attention.prefill_kernel", f"{CACHE} {STEP} {SIZES}", PREFILL, PROMPTS),
+    (f"{OPS}.paged_attention.prefill_kernel", f"{CACHE} {STEP} *i64 *bf16 {SIZES}",
+     TREE | {"TILE_KEYS": 64, "LINES": 128, "WINDOW": 4096}, PROMPTS),
+    (f"{OPS}.paged_attention.decode_kernel", f"{CACHE} *fp32 *fp32 {STEP} {SIZES}", DECODE,
+     DECODING),
+    (f"{OPS}.paged_attention.decode_kernel", f"{CACHE} *fp32 *fp32 {STEP} *i64 *bf16 {SIZES}",
+     TREE | {"TILE_KEYS": 64, "MAX_SPLITS": 16, "LINES": 16}, DECODING),
+    (f"{OPS}.paged_attention.decode_kernel",
+     f"*bf16 *fp8e4nv *fp8e4nv *bf16 *fp32 *fp32 {STEP} {SIZES}", DECODE | {"WINDOW": 4096},
+     DECODING),
+    (f"{OPS}.paged_attention.merge_kernel", "*fp32 *fp32 *bf16 *i32 *i32 i32",
+     {"sinks_ptr": None, "HEADS": 32, "HEAD_DIM": 128, "MAX_SPLITS": 16}, 1),
     (f"{OPS}.experts.experts_kernel", "*bf16 *i32 *i32 *i64 *bf16 i32 i32 i32",
      {"HAS_INDEX": True, "ROWS": 16, "COLUMNS": 64, "DEPTH": 64}, 4),
     (f"{OPS}.rotary.rotate_and_store_kernel",
@@ -98,7 +96,7 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for name, types, constants, num_warps in KERNELS:
+    for name, types, constants, options in KERNELS:
         module, _, kernel_name = name.rpartition(".")
         kernel = getattr(importlib.import_module(module), kernel_name)
         given = iter(types.split())
@@ -112,7 +110,12 @@ def main() -> None:
         }
         signature = {arg: kind.removesuffix(":16") for arg, kind in signature.items()}
         source = ASTSource(kernel, signature, constants, aligned)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        if isinstance(options, int):
+            options = {"num_warps": options}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        if options == DECODING:  # keys and values of two turns are loaded ahead
+            tile_bytes = 64 * 128 * (1 if "*fp8e4nv" in types else 2)
+            assert compiled.metadata.shared >= 2 * 2 * tile_bytes, (name, compiled.metadata.shared)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from servd.errors import NotEnoughMemory
 from servd.hf import read_spec
-from servd.speculative import MAX_FORCED_TOKENS
+from servd.worker.graph_runner import mixed_sizes
 from servd.worker.memory import MemoryUse
 from servd.worker.worker import Worker
 from tests.worker.driver import config_for
@@ -103,9 +103,11 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
     assert use.outside == 2_000_000
     assert use.persistent == 1_500_000
     assert (use.forward, use.sampling) == (5_000_000 - 1_900_000, 9_900_000 - 1_900_000)
-    num_graphs = 6  # for 1, 2, 4, 8, 16 and all requests, one with as many forced tokens as it may
-    hidden_bytes = (8 + MAX_FORCED_TOKENS) * 48 * 4
-    assert use.graphs == 3_000_000 + 500_000 * (num_graphs - 1) + hidden_bytes
+    # For 1, 2, 4, 8, 16 and all requests, one with as many forced tokens as it may; and for steps
+    # with prompts.
+    num_graphs = 6 + len(mixed_sizes(256))
+    buffers = 256 * (48 * 4 + 2 * 8)  # hidden states, slots and columns
+    assert use.graphs == 3_000_000 + 500_000 * (num_graphs - 1) + buffers
     assert use.available == 50_000_000 - 2_000_000 - 1_500_000 - 8_000_000 - use.graphs
     block = ready.kv_bytes_per_block
     assert ready.num_blocks == min(use.available // block - 1, 8 * 32)

@@ -55,6 +55,7 @@ class AttentionSpec:
     has_sinks: bool = False  # see Backend.attend
     # False: a token sees those after it too; all tokens of a row are computed in one step.
     is_causal: bool = True
+    batch_invariant: bool = False  # see Backend.is_batch_invariant; where it costs something
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class AttentionBatch:
     tokens.
     """
 
-    query_lens: np.ndarray  # int64 [num_rows], at least 1
+    query_lens: np.ndarray  # int64 [num_rows], at least 1; see has_exact_query_lens
     # int64 [num_rows], with the tokens of this step. Only a bound in a captured step, see Backend,
     # and without `exact_seq_lens`: then the device alone knows how many drafts were kept.
     seq_lens: np.ndarray
@@ -76,23 +77,27 @@ class AttentionBatch:
     # of the last n tokens that each row sees; any before its first one. Others are where
     # block_tables say.
     tails: Tensor | None = None
+    # False: query_lens are bounds; a row may have fewer tokens, or none, and some tokens no row.
+    has_exact_query_lens: bool = True
 
 
 class Backend(ABC, Generic[Metadata]):
     """Attention over a KV cache in blocks. `Metadata` is what a step needs in all layers, built
     once.
 
-    A backend with `supports_graphs` can be captured in decode steps (every query_len is 1):
-    `build_metadata`, `write` and `attend` run once, and their kernels again for other steps with
-    the same number of rows. So they take sequence lengths, block tables and slots from the batch's
-    device tensors, whose contents change; the host's `seq_lens` are max_model_len in every row,
-    good for the size of a grid or a buffer; and the device is not waited for. Rows of padding have
-    length 1 and a block of their own.
+    A backend with `supports_graphs` can be captured: `build_metadata`, `write` and `attend` run
+    once, and their kernels again for other steps with as many tokens. So they take lengths, block
+    tables and slots from the batch's device tensors, whose contents change; the host's lengths are
+    good for the size of a grid or a buffer only: `seq_lens` are max_model_len in every row; and the
+    device is not waited for. There are two kinds: decode steps, where every query_len is 1 and rows
+    of padding have length 1 and a block of their own; and steps without `has_exact_query_lens`,
+    where rows of padding have no tokens, and tokens of padding no row: they are written to that
+    block, and what `attend` returns for them is anything.
     """
 
     supports_graphs: ClassVar[bool] = False
     supports_tails: ClassVar[bool] = False  # see AttentionBatch.tails
-    is_batch_invariant: ClassVar[bool] = False  # a token has the same bits whatever is beside it
+    is_batch_invariant: bool = False  # a token has the same bits whatever is beside it
     supports_soft_cap: ClassVar[bool] = False  # and sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
     # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.

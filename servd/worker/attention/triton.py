@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The step's batch, and the sizes of its grids."""
+    """The step's batch, bounds of its pieces, and how many it has."""
 
     batch: AttentionBatch
     plan: Plan
+    work: Tensor  # see work_list
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -31,26 +32,27 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """Two kernels per layer, and a third where rows are long enough to be split; see
-    `ops/triton/paged_attention.py`.
-
-    A token's result depends on its own request only, not on the rest of the batch.
+    """A kernel per layer that writes and one or two that attend, and a third where rows are long
+    enough to be split; see `ops/triton/paged_attention.py`.
     """
 
     auto_order = {"cuda": 20}  # reads the cache in place
     supports_graphs = True
     supports_tails = True
     supports_soft_cap = True
-    is_batch_invariant = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         # Only here: the modules need triton, and `supports` must be able to say that there is none.
-        from servd.worker.ops.triton import paged_attention, rotary
+        from servd.worker.ops.triton.paged_attention import PagedAttention
+        from servd.worker.ops.triton.rotary import rotate_and_store
 
-        self.paged_attention = paged_attention
-        self.fused_write = rotary.rotate_and_store  # in the interpreter too
-        self.group = spec.num_heads // spec.num_kv_heads
+        self.fused_write = rotate_and_store  # in the interpreter too
+        self.is_batch_invariant = spec.batch_invariant
+        self.attention = PagedAttention(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device,
+            spec.sliding_window, spec.batch_invariant,
+        )  # fmt: skip
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -78,26 +80,11 @@ class Backend(AttentionBackend[Metadata]):
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
         """The kernels read the batch's own tensors."""
-        window = self.spec.sliding_window
-        return Metadata(
-            batch, self.paged_attention.plan(batch.query_lens, batch.seq_lens, self.group, window)
-        )
+        return Metadata(batch, self.attention.plan(batch), self.attention.work(batch))
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """One kernel over all rows, and one that merges what was split."""
-        batch = metadata.batch
-        return self.paged_attention.paged_attention(
-            q,
-            kv_cache,
-            batch.block_tables,
-            batch.query_start_loc,
-            batch.seq_lens_device,
-            metadata.plan,
-            scale,
-            self.spec.sliding_window,
-            batch.tails,
-            self.spec.soft_cap,
-            sinks,
-        )
+        """See `PagedAttention`."""
+        batch, plan, work = metadata.batch, metadata.plan, metadata.work
+        return self.attention(q, kv_cache, batch, plan, work, scale, self.spec.soft_cap, sinks)

@@ -94,7 +94,8 @@ class Backend(AttentionBackend[Metadata]):
             enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
             seqused_k=batch.seq_lens_device,
             block_table=batch.block_tables,
-            num_splits=1,  # otherwise a row's result depends on the longest row of the batch
+            # With several a row's result depends on the longest row of the batch.
+            num_splits=1 if self.spec.batch_invariant else None,
         )
         return out.contiguous()
 

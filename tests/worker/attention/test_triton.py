@@ -32,12 +32,18 @@ def spec(request) -> AttentionSpec:
 
 
 @pytest.fixture
+def invariant(spec) -> AttentionSpec:
+    return dataclasses.replace(spec, batch_invariant=True)
+
+
+@pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short rows are split: 32 keys at least, 4 splits at most."""
+    """So that short rows are split: 32 keys at least, 4 splits at most. Programs are few."""
     from servd.worker.ops.triton import paged_attention
 
     monkeypatch.setattr(paged_attention, "MIN_SPLIT", 32)
     monkeypatch.setattr(paged_attention, "MAX_SPLITS", 4)
+    monkeypatch.setattr(paged_attention, "PROGRAMS_PER_SM", 3)
 
 
 # One split; three; more keys than 4 times 32; several query tokens, of which the first see nothing
@@ -45,21 +51,51 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 SPLIT_LENS = [(9, 1), (79, 1), (300, 1), (62, 4), (40, 9), (0, 1)]
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.usefixtures("short_splits")
-def test_split_rows_equal_dense_attention_over_a_poisoned_cache(spec, window):
-    rows = Rows(dataclasses.replace(spec, sliding_window=window), SPLIT_LENS, rotary=True)
+def test_split_rows_equal_dense_attention_over_a_poisoned_cache(spec, window, batch_invariant):
+    spec = dataclasses.replace(spec, sliding_window=window, batch_invariant=batch_invariant)
+    rows = Rows(spec, SPLIT_LENS, rotary=True)
     out = rows.run(Backend(rows.spec), fill=torch.nan)
     torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("short_splits")
-def test_a_row_is_the_same_to_the_bit_whatever_else_is_in_the_batch(spec):
-    together = Rows(spec, SPLIT_LENS)
-    out = together.run(Backend(spec)).split(together.query_lens.tolist())
+def test_a_row_is_the_same_to_the_bit_whatever_else_is_in_the_batch(invariant):
+    together = Rows(invariant, SPLIT_LENS)
+    out = together.run(Backend(invariant)).split(together.query_lens.tolist())
     for row in (2, 3, 4):
-        alone = Rows(spec, SPLIT_LENS[row : row + 1], seed=row)
-        assert torch.equal(alone.run(Backend(spec)), out[row])
+        alone = Rows(invariant, SPLIT_LENS[row : row + 1], seed=row)
+        assert torch.equal(alone.run(Backend(invariant)), out[row])
+
+
+def pieces(backend: Backend, rows: Rows) -> tuple[list[list[int]], int]:
+    """Tiles, splits and merged tokens of each row, and the fewest keys of a split."""
+    work = backend.build_metadata(rows.batch(rows.computed, rows.seq_lens)).work.tolist()
+    counts = np.array(work[:-1]).reshape(3, -1)
+    assert not counts[:, 0].any()
+    return np.diff(counts).tolist(), work[-1]
+
+
+@pytest.mark.usefixtures("short_splits")
+def test_rows_are_split_where_the_device_would_be_idle(spec, invariant, monkeypatch):
+    from servd.worker.ops.triton import paged_attention, work_list
+
+    monkeypatch.setattr(work_list, "ROWS", 4)  # counted in several turns
+    monkeypatch.setattr(paged_attention, "num_sms", lambda device: 2)  # 4 splits are enough
+    lens = [*SPLIT_LENS, (70, 33)]
+    tiles = [0, 0, 0, 0, 1, 0, 3]  # of 16 tokens
+    by_length = [1, 3, 4, 3, 0, 1, 0]
+    assert pieces(Backend(invariant), Rows(invariant, lens)) == (
+        [tiles, by_length, [0, 1, 1, 4, 0, 0, 0]], 32
+    )  # fmt: skip
+    # 10 + 80 + 301 + 66 + 1 keys: four splits have 115 each.
+    assert pieces(Backend(spec), Rows(spec, lens)) == (
+        [tiles, [1, 1, 3, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0]], 128
+    )  # fmt: skip
+    alone = [(300, 1)]
+    assert pieces(Backend(spec), Rows(spec, alone))[0] == [[0], [4], [1]]
 
 
 @pytest.mark.usefixtures("short_splits")
@@ -75,24 +111,54 @@ def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(spec):
     assert torch.equal(torch.cat(chunks), whole)
 
 
+class Bounded(Backend):
+    """The host knows of each row no more than that it has 60 tokens at most, or 4,096 in all."""
+
+    def build_metadata(self, batch):
+        most = np.full(len(batch.seq_lens), 60)
+        return super().build_metadata(
+            dataclasses.replace(
+                batch, seq_lens=most * 0 + 4096, query_lens=most, has_exact_query_lens=False
+            )
+        )
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("lens", [[(9, 1), (79, 1), (60, 1)], SPLIT_LENS[1:4], [(0, 37), (60, 9)]])
 @pytest.mark.usefixtures("short_splits")
-def test_a_plan_of_upper_bounds_serves_every_decode_step(spec):
+def test_a_plan_of_upper_bounds_serves_every_step(spec, lens, batch_invariant):
     """A captured step is planned for the longest rows; then its kernels run on whatever the
     device's tensors hold.
     """
-    lens = [(9, 1), (79, 1), (60, 1)]  # at most 3 splits, of 4
+    spec = dataclasses.replace(spec, batch_invariant=batch_invariant)
     exact, backend = Rows(spec, lens), Backend(spec)
-    plan = backend.build_metadata(exact.batch(exact.computed, exact.seq_lens)).plan
-
-    class Bounded(Backend):
-        def build_metadata(self, batch):
-            return super().build_metadata(
-                dataclasses.replace(batch, seq_lens=np.full_like(batch.seq_lens, 4096))
-            )
-
-    bounded = Bounded(spec)
-    assert bounded.build_metadata(exact.batch(exact.computed, exact.seq_lens)).plan != plan
+    bounded, batch = Bounded(spec), exact.batch(exact.computed, exact.seq_lens)
+    assert bounded.build_metadata(batch).plan != backend.build_metadata(batch).plan
     assert torch.equal(exact.run(bounded), exact.run(backend))
+
+
+@pytest.mark.usefixtures("short_splits")
+def test_rows_and_tokens_of_padding_change_nothing(spec):
+    rows, backend = Rows(spec, SPLIT_LENS), Bounded(spec)
+    batch = rows.batch(rows.computed, rows.seq_lens)
+    starts, tables = batch.query_start_loc, batch.block_tables
+    padded = dataclasses.replace(
+        batch,
+        seq_lens=np.append(batch.seq_lens, [1, 1]),
+        query_start_loc=torch.cat((starts, starts[-1:].expand(2))),
+        seq_lens_device=torch.cat((batch.seq_lens_device, batch.seq_lens_device[-1:].expand(2))),
+        block_tables=torch.cat((tables, tables[-1:].expand(2, -1))),
+    )
+    cache = torch.randn(
+        backend.kv_cache_shape(rows.num_blocks),
+        generator=torch.Generator().manual_seed(1),
+    ).to(spec.device)
+    q = torch.cat([x[first:] for x, first in zip(rows.q, rows.computed, strict=True)])
+    expected = backend.attend(q, cache, backend.build_metadata(batch), 0.3, None)
+    more = torch.cat((q, q.new_full((5, *q.shape[1:]), torch.nan)))
+    out = backend.attend(more, cache, backend.build_metadata(padded), 0.3, None)
+    assert torch.equal(out[: len(q)], expected)
+    assert out[len(q) :].isnan().all(), "nobody has written there"
 
 
 def test_writing_leaves_everything_else_alone(spec):

@@ -21,7 +21,7 @@ def paged_attention(
     num_splits,
 ):  # fmt: skip
     """`varlen_attn` of a paged cache, row by row."""
-    assert cu_seq_k is None and enable_gqa and num_splits == 1
+    assert cu_seq_k is None and enable_gqa and num_splits is None
     lens = cu_seq_q.diff()
     assert max_q >= lens.max() and max_k >= seqused_k.max()
     assert all(t.dtype == torch.int32 for t in (cu_seq_q, seqused_k, block_table))

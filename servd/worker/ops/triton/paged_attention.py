@@ -1,67 +1,95 @@
-"""Attention of a mixed batch over the paged KV cache: one kernel for all rows, and one that merges
-split rows.
+"""Attention of a mixed batch over the paged KV cache: a kernel for prompts, one for decoding, and
+one that merges what was split.
 
-A *row* is one request: the last query_len of its seq_len tokens are this step's. What a program
-computes is a *tile*: some query tokens of one row, for all the query heads that share one kv head,
-so that keys and values are read once for the group. The tile's lines are (token, head) pairs.
+A *row* is one request: the last query_len of its seq_len tokens are this step's.
 
-- Rows with few query tokens (decode) have one tile. Its keys are split over several programs, whose
-  results `merge_kernel` puts together: one row alone can use the whole device.
+- Rows with few query tokens (decode) are one tile (`attend.py`). Its keys are split over several
+  programs, whose results `merge_kernel` puts together: one row alone can use the whole device.
 - Rows with more (chunks of prompts) have many tiles, and each reads all the keys that its tokens
   see.
 
-What happens to a row is decided by its own lengths, never by the other rows: how it is tiled, where
-its keys are split, the order of every sum. So a result does not depend, to the last bit, on what
-else is in the batch.
+The device is never asked for anything: which pieces there are is counted there (`work_list.py`),
+and grids have no more programs than keep it busy. Kernels read lengths, tables and slots from
+device tensors only, so a step can be captured in a graph, with bounds for all lengths, and be
+replayed while these tensors change.
 
-The device is never asked for anything: grids are made of numbers that the host has, as upper
-bounds, and programs that find nothing to do end at once. Kernels read lengths, tables and slots
-from device tensors only, so a decode step can be captured in a graph, with bounds for the longest
-sequences, and be replayed while these tensors change.
+With `batch_invariant`, what happens to a row is decided by its own lengths, never by the other
+rows: where its keys are split, the order of every sum. So a result does not depend, to the last
+bit, on what else is in the batch. Otherwise rows are split where the device would be idle.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from servd.worker.attention import AttentionBatch
+from servd.worker.ops.triton.attend import (
+    attend,
+    lines_of,
+    load_queries,
+    store_lines,
+    without_sink,
+)
+from servd.worker.ops.triton.work_list import first_key_of, row_of, splits_of, work_list
+
 # ---- tuning: plausible, not measured yet ----
 
 DECODE_LINES = 16  # in a tile: the fewest that the tensor cores multiply
-PREFILL_LINES = 64
 # Query tokens of a row that is split over its keys; bounds the memory of the partial results.
 MAX_SPLIT_QUERIES = 4
-MIN_SPLIT = 512  # keys per split: below this, merging costs more than it gains
+MIN_SPLIT = 256  # keys per split: below this, merging costs more than it gains
 MAX_SPLITS = 16  # a power of two
+SPLITS_PER_SM = 4  # over all heads: twice what runs at once
+PROGRAMS_PER_SM = 8  # of a grid; some wait for others to end, which evens out long and short pieces
 
 LOG2E = math.log2(math.e)  # kernels compute powers of two
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What depends on the size of a head."""
+    """How a tile is computed."""
 
+    lines: int  # (token, head) pairs of a tile, at least
     tile_keys: int  # keys per turn of the loop; divides MIN_SPLIT
     num_warps: int
-    num_stages: int  # turns of the loop whose keys and values are in flight
+    # Half of it, less one half, is how many turns ahead keys and values are loaded: as far ahead of
+    # them come the block numbers that say where they are.
+    num_stages: int
+
+    def options(self, group: int) -> dict[str, int]:
+        """Of a launch, for `group` heads that share a kv head, and are in one tile."""
+        return {
+            "TILE_KEYS": self.tile_keys, "LINES": max(self.lines, triton.next_power_of_2(group)),
+            "num_warps": self.num_warps, "num_stages": self.num_stages,
+        }  # fmt: skip
 
 
-def tuning(head_dim: int, dtype: torch.dtype) -> Tuning:
-    """Keys and values of all stages, 2 * stages * tile_keys * head_dim, fit into shared memory."""
+@cache
+def tunings(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tuning, Tuning]:
+    """For decoding and for prompts.
+
+    With two turns ahead and 16 bits three programs that decode run at once on Hopper, and one of a
+    prompt, of two groups of warps that multiply 64 lines each: 73 and 132 KB of shared memory at a
+    head_dim of 128. Most devices but those for data centers have 99 KB.
+    """
     if dtype == torch.float32:  # no tensor cores in full precision: for tests and comparisons
-        return Tuning(tile_keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
-    if head_dim <= 64:
-        return Tuning(tile_keys=128, num_warps=4, num_stages=3)
-    if head_dim <= 128:
-        return Tuning(tile_keys=64, num_warps=4, num_stages=3)
-    return Tuning(tile_keys=32, num_warps=4, num_stages=2)
+        few = Tuning(DECODE_LINES, 32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
+        return few, replace(few, lines=32)
+    tile_keys = max(8192 // max(head_dim, 64), 32)
+    if shared_memory(device) < 160_000:
+        decode = Tuning(DECODE_LINES, tile_keys, num_warps=4, num_stages=3)
+        return decode, replace(decode, lines=64, tile_keys=min(tile_keys, 64))
+    decode = Tuning(DECODE_LINES, tile_keys, num_warps=4, num_stages=5)
+    return decode, replace(decode, lines=128, tile_keys=min(tile_keys, 64), num_warps=8)
 
 
 # ---- the host's part ----
@@ -69,11 +97,13 @@ def tuning(head_dim: int, dtype: torch.dtype) -> Tuning:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a step's grids and buffers, from the lengths on the host; equal in all layers."""
+    """Most pieces that a step may have, by what the host knows of its lengths; equal in all
+    layers.
+    """
 
     num_tiles: int  # over all rows that are not split
-    max_queries: int  # in a row that is split; 0: there is none
-    max_splits: int  # in a row; at most MAX_SPLITS
+    num_splits: int  # of the others
+    num_merged: int  # tokens whose row has more than one
 
 
 def split_queries(group: int) -> int:
@@ -81,271 +111,261 @@ def split_queries(group: int) -> int:
     return min(MAX_SPLIT_QUERIES, max(DECODE_LINES // group, 1))
 
 
-def plan(query_lens: np.ndarray, seq_lens: np.ndarray, group: int, window: int | None) -> Plan:
-    """Plan a step of these rows; `seq_lens` may be upper bounds."""
-    short = query_lens <= split_queries(group)
-    num_tiles = 0
-    if not short.all():
-        # See _row_of_tile.
-        num_tiles = int(query_lens.sum()) // _tile_queries(group) + len(query_lens)
-    if not short.any():
-        return Plan(num_tiles, 0, 0)
-    max_queries, max_keys = int(query_lens[short].max()), int(seq_lens[short].max())
-    if window is not None:
-        # The first key is rounded down to a turn of the loop.
-        max_keys = min(max_keys, window + max_queries + MIN_SPLIT)
-    return Plan(num_tiles, max_queries, min(-(-max_keys // MIN_SPLIT), MAX_SPLITS))
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors; 1 in the interpreter, so that programs take several pieces there too."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tile_queries(group: int) -> int:
-    """Query tokens of a tile of a row that is not split."""
-    return max(PREFILL_LINES // group, 1)
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    plan: Plan,
-    scale: float,
-    window: int | None,
-    tails: Tensor | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Causal attention of the last tokens of each row over the row's keys and values in the cache.
+@dataclass(frozen=True)
+class PagedAttention:
+    """The attention of a model's layers with the same window.
 
     Args:
-        q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart.
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of q's type or narrower. What
-            lies outside of the rows' visible keys is not read, and may be anything.
-        block_tables: int32 [num_rows, at least the blocks of the longest row].
-        query_start_loc: int32 [num_rows + 1].
-        seq_lens: int32 [num_rows], at least 1.
-        plan: this step's.
-        scale: factor on the scores.
+        num_heads: of queries.
+        num_kv_heads: of keys and values.
+        head_dim: a power of two.
+        dtype: of queries.
+        device: where all is.
         window: a token sees itself and the window - 1 tokens before; None: all before.
-        tails: int64 [num_rows, n], the slots of each row's last n tokens, where those are not in
-            the row's blocks.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
-        sinks: [num_heads], scores of one more key each, whose value is zero.
-
-    Returns:
-        [num_tokens, num_heads, head_dim], contiguous.
+        batch_invariant: a token's bits do not depend on other rows.
     """
-    num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = kv_cache.shape[2:4]
-    num_rows, group = len(seq_lens), num_heads // num_kv_heads
-    assert q.stride()[1:] == (head_dim, 1)
-    assert kv_cache.is_contiguous() and block_tables.stride(1) == 1
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    merged = num_rows * plan.max_queries if plan.max_splits > 1 else 0
-    lses = torch.empty((merged, num_heads, plan.max_splits), dtype=torch.float32, device=q.device)
-    partials = torch.empty((*lses.shape, head_dim), dtype=torch.float32, device=q.device)
-    tuned, tail = tuning(head_dim, q.dtype), 0 if tails is None else tails.shape[1]
-    sizes = {
-        "HEAD_DIM": head_dim, "WINDOW": window, "TILE_KEYS": tuned.tile_keys,
-        "SPLIT_QUERIES": split_queries(group), "MIN_SPLIT": MIN_SPLIT, "MAX_SPLITS": MAX_SPLITS,
-    }  # fmt: skip
-    attention_kernel[plan.num_tiles + num_rows * plan.max_splits, num_kv_heads](
-        q, kv_cache[0], kv_cache[1], out, partials, lses, block_tables, query_start_loc, seq_lens,
-        tails, sinks, q.stride(0), block_tables.stride(0), num_rows, plan.num_tiles,
-        plan.max_queries, plan.max_splits, scale * LOG2E, **sizes,
-        GROUP=group, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HAS_TILES=plan.num_tiles > 0,
-        SOFT_CAP=soft_cap * LOG2E if soft_cap else None, TAIL=tail,
-        DECODE_LINES=_lines_of(DECODE_LINES, group), PREFILL_LINES=_lines_of(PREFILL_LINES, group),
-        num_warps=tuned.num_warps, num_stages=tuned.num_stages,
-    )  # fmt: skip
-    if merged:
-        lengths = query_start_loc, seq_lens, plan.max_queries, plan.max_splits
-        merge_kernel[merged, num_heads](partials, lses, out, sinks, *lengths, **sizes, num_warps=1)
-    return out
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None
+    batch_invariant: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_wanted(self) -> int:
+        """Splits that keep the device busy; see `work_list`."""
+        if self.batch_invariant:
+            return 0
+        return -(-num_sms(self.device) * SPLITS_PER_SM // self.num_kv_heads)
+
+    @property
+    def tunings(self) -> tuple[Tuning, Tuning]:
+        """For decoding and for prompts."""
+        return tunings(self.head_dim, self.dtype, self.device)
+
+    @property
+    def tile_queries(self) -> int:
+        """Query tokens of a tile of a row that is not split."""
+        return max(self.tunings[1].lines // self.group, 1)
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """Plan a step, whose lengths on the host may be bounds."""
+        num_rows, num_tokens = len(batch.query_lens), len(batch.slot_mapping)
+        few, longest = split_queries(self.group), int(batch.query_lens.max())
+        num_tiles = 0 if longest <= few else num_tokens // self.tile_queries + num_rows
+        if batch.has_exact_query_lens and int(batch.query_lens.min()) > few:
+            return Plan(num_tiles, 0, 0)
+        queries, keys = min(longest, few), int(batch.seq_lens.max())
+        if self.window is not None:
+            # The first key is rounded down to a turn of the loop.
+            keys = min(keys, self.window + queries + MIN_SPLIT)
+        num_splits = num_rows * min(-(-keys // MIN_SPLIT), MAX_SPLITS)
+        if num_splits == num_rows:
+            return Plan(num_tiles, num_splits, 0)
+        # A row of several splits has more keys than one of `num_wanted` equal parts of them all.
+        split_rows = min(num_rows, self.num_wanted or num_rows)
+        return Plan(num_tiles, num_splits, min(split_rows * queries, num_tokens))
+
+    def work(self, batch: AttentionBatch) -> Tensor:
+        """The step's work list, on the device."""
+        return work_list(
+            batch.query_start_loc, batch.seq_lens_device, self.num_wanted, self.window,
+            SPLIT_QUERIES=split_queries(self.group), TILE_QUERIES=self.tile_queries,
+            TILE_KEYS=self.tunings[0].tile_keys, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        batch: AttentionBatch,
+        plan: Plan,
+        work: Tensor,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of the last tokens of each row over the row's keys and values in the
+        cache.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart.
+            kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of q's type or narrower.
+                What lies outside of the rows' visible keys is not read, and may be anything.
+            batch: the step.
+            plan: of the step.
+            work: of the step.
+            scale: factor on the scores.
+            soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
+            sinks: [num_heads], scores of one more key each, whose value is zero.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], contiguous. Tokens of no row are anything.
+        """
+        assert q.stride()[1:] == (self.head_dim, 1)
+        assert kv_cache.is_contiguous() and batch.block_tables.stride(1) == 1
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        num_rows = len(batch.seq_lens_device)
+        step = (
+            work, batch.block_tables, batch.query_start_loc, batch.seq_lens_device, batch.tails,
+            sinks, q.stride(0), batch.block_tables.stride(0), num_rows, scale * LOG2E,
+        )  # fmt: skip
+        sizes = {
+            "HEAD_DIM": self.head_dim, "GROUP": self.group, "KV_HEADS": self.num_kv_heads,
+            "WINDOW": self.window, "BLOCK_SIZE": kv_cache.shape[2],
+            "TAIL": 0 if batch.tails is None else batch.tails.shape[1],
+            "SOFT_CAP": soft_cap * LOG2E if soft_cap else None,
+        }  # fmt: skip
+        decode, prefill = (tuning.options(self.group) for tuning in self.tunings)
+        if plan.num_tiles:
+            grid = self._grid(plan.num_tiles)
+            prefill_kernel[grid](q, *kv_cache, out, *step, **sizes, **prefill)
+        if plan.num_splits:
+            shape = plan.num_merged, self.num_heads, MAX_SPLITS, self.head_dim
+            partials = q.new_empty(shape, dtype=torch.float32)
+            lses = q.new_empty(shape[:3], dtype=torch.float32)
+            decode_kernel[self._grid(plan.num_splits)](
+                q, *kv_cache, out, partials, lses, *step, **sizes, **decode,
+                MAX_SPLITS=MAX_SPLITS,
+            )  # fmt: skip
+            if plan.num_merged:
+                merge_kernel[self._grid(plan.num_merged * self.group, 4)](
+                    partials, lses, out, work, batch.query_start_loc, sinks, num_rows,
+                    self.num_heads, self.head_dim, MAX_SPLITS, num_warps=1,
+                )  # fmt: skip
+        return out
+
+    def _grid(self, num_pieces: int, more: int = 1) -> tuple[int]:
+        """Programs for so many pieces of each kv head."""
+        most = more * PROGRAMS_PER_SM * num_sms(self.device)
+        return (min(num_pieces * self.num_kv_heads, most),)
 
 
-def _lines_of(least: int, group: int) -> int:
-    """Lines of a tile: at least one token's heads."""
-    return max(least, triton.next_power_of_2(group))
-
-
-# ---- the device's part: offsets into the cache are int64, it can have more than 2**31 numbers ----
+# ---- the device's part: piece by piece, kv heads side by side as in the cache ----
 
 
 # What changes from step to step is not specialized: a number that is 1 or a multiple of 16 would
 # mean another kernel, and requests would wait while it is compiled.
-@triton.jit(
-    do_not_specialize=["table_stride", "num_rows", "num_tiles", "max_queries", "max_splits"]
-)
-def attention_kernel(
-    q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    tails_ptr, sinks_ptr, q_stride, table_stride, num_rows, num_tiles, max_queries, max_splits,
-    score_scale,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
-    SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr,
-    SOFT_CAP: tl.constexpr, HAS_TILES: tl.constexpr,
-    DECODE_LINES: tl.constexpr, PREFILL_LINES: tl.constexpr,
+@triton.jit(do_not_specialize=["table_stride", "num_rows"])
+def prefill_kernel(
+    q_ptr, key_ptr, value_ptr, out_ptr, work_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
+    tails_ptr, sinks_ptr, q_stride, table_stride, num_rows, score_scale,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TILE_KEYS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: tiles of the rows that are not split, then all splits; axis 1: kv heads."""
-    kv_head = tl.program_id(1)
-    key_ptr += kv_head * HEAD_DIM
-    value_ptr += kv_head * HEAD_DIM
-    program = tl.program_id(0)
-    if HAS_TILES:
-        if program < num_tiles:
-            _prefill_tile(
-                q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr,
-                sinks_ptr, q_stride, table_stride, num_rows, num_tiles - 1 - program, score_scale,
-                HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, GROUP, KV_HEADS, BLOCK_SIZE, TAIL,
-                SOFT_CAP, PREFILL_LINES,
-            )  # fmt: skip
-    if program >= num_tiles:
-        row, split = (program - num_tiles) // max_splits, (program - num_tiles) % max_splits
-        _decode_split(
-            q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr,
-            tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr, sinks_ptr,
-            q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
-            HEAD_DIM, WINDOW, TILE_KEYS, SPLIT_QUERIES, MIN_SPLIT, MAX_SPLITS,
-            GROUP, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP, DECODE_LINES,
-        )  # fmt: skip
-
-
-@triton.jit
-def _prefill_tile(
-    q_ptr, key_ptr, value_ptr, out_ptr, tables_ptr, starts_ptr, seq_lens_ptr, tails_ptr,
-    sinks_ptr, q_stride, table_stride, num_rows, tile, score_scale,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
-    SPLIT_QUERIES: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr,
-    SOFT_CAP: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """Some tokens of a row that is not split, over all keys that they see."""
+    """Tiles of the rows that are not split: some tokens each, over all keys that they see."""
     QUERIES: tl.constexpr = LINES // GROUP
-    row, first_query = _row_of_tile(tile, starts_ptr, num_rows, QUERIES)
-    start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
-    if (query_len > SPLIT_QUERIES) & (first_query < query_len):
-        query, head, valid = _lines(first_query, query_len, GROUP, LINES)
-        first_position = seq_len - query_len + first_query
-        first_key = _first_key(first_position, WINDOW)
-        q = _load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM)
-        result, lse = _attend(
-            q, seq_len - query_len + query, key_ptr, value_ptr, tables_ptr + row * table_stride,
-            tails_ptr, row, seq_len - TAIL, first_key, first_key // TILE_KEYS * TILE_KEYS,
+    num_tiles = tl.load(work_ptr + num_rows)
+    for piece in range(tl.program_id(0), num_tiles * KV_HEADS, tl.num_programs(0)):
+        kv_head = piece % KV_HEADS
+        # The last of a row see the most keys: they come first.
+        row, tile = row_of(num_tiles - 1 - piece // KV_HEADS, work_ptr, num_rows)
+        start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
+        query, head, valid = lines_of(kv_head, tile * QUERIES, query_len, GROUP, LINES)
+        computed = seq_len - query_len
+        first_position = computed + tile * QUERIES
+        first_key = first_key_of(first_position, WINDOW)
+        tail_ptr = tails_ptr
+        if TAIL > 0:
+            tail_ptr += row * TAIL
+        result, lse = attend(
+            load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM), computed + query,
+            key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM,
+            tables_ptr + row * table_stride, tail_ptr, seq_len - TAIL,
+            first_key, first_key // TILE_KEYS * TILE_KEYS, first_position + 1,
             tl.minimum(first_position + QUERIES, seq_len), score_scale,
             HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP, LINES,
         )  # fmt: skip
-        result *= _without_sink(lse, sinks_ptr, head)[:, None]
+        result *= without_sink(lse, sinks_ptr, head)[:, None]
         at = (start + query) * (KV_HEADS * GROUP) + head
-        _store(out_ptr, at, valid, result, HEAD_DIM)
+        store_lines(out_ptr, at, valid, result, HEAD_DIM)
 
 
-@triton.jit
-def _decode_split(
-    q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    tails_ptr, sinks_ptr, q_stride, table_stride, row, split, max_queries, max_splits, score_scale,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
-    SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr,
-    SOFT_CAP: tl.constexpr, LINES: tl.constexpr,
+@triton.jit(do_not_specialize=["table_stride", "num_rows"])
+def decode_kernel(
+    q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, work_ptr, tables_ptr, starts_ptr,
+    seq_lens_ptr, tails_ptr, sinks_ptr, q_stride, table_stride, num_rows, score_scale,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TILE_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """All tokens of a row, over one split of its keys, or over all if there is one."""
-    start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
-    first_key = _first_key(seq_len - query_len, WINDOW)
-    begin, size, num_splits = _splits(first_key, seq_len, TILE_KEYS, MIN_SPLIT, MAX_SPLITS)
-    if (query_len <= SPLIT_QUERIES) & (split < num_splits):
-        query, head, valid = _lines(0, query_len, GROUP, LINES)
-        q = _load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM)
-        result, lse = _attend(
-            q, seq_len - query_len + query, key_ptr, value_ptr, tables_ptr + row * table_stride,
-            tails_ptr, row, seq_len - TAIL, first_key, begin + split * size,
+    splits_ptr = work_ptr + num_rows + 1
+    tokens_ptr = splits_ptr + num_rows + 1
+    least = tl.load(tokens_ptr + num_rows + 1)
+    num_pieces = tl.load(splits_ptr + num_rows) * KV_HEADS
+    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        kv_head = piece % KV_HEADS
+        row, split = row_of(piece // KV_HEADS, splits_ptr, num_rows)
+        start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
+        computed = seq_len - query_len
+        first_key = first_key_of(computed, WINDOW)
+        begin, size, num_splits = splits_of(first_key, seq_len, least, TILE_KEYS, MAX_SPLITS)
+        query, head, valid = lines_of(kv_head, 0, query_len, GROUP, LINES)
+        tail_ptr = tails_ptr
+        if TAIL > 0:
+            tail_ptr += row * TAIL
+        result, lse = attend(
+            load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM), computed + query,
+            key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM,
+            tables_ptr + row * table_stride, tail_ptr, seq_len - TAIL,
+            first_key, begin + split * size, computed + 1,
             tl.minimum(begin + (split + 1) * size, seq_len), score_scale,
             HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP, LINES,
         )  # fmt: skip
         if num_splits == 1:
-            result *= _without_sink(lse, sinks_ptr, head)[:, None]
+            result *= without_sink(lse, sinks_ptr, head)[:, None]
             at = (start + query) * (KV_HEADS * GROUP) + head
-            _store(out_ptr, at, valid, result, HEAD_DIM)
+            store_lines(out_ptr, at, valid, result, HEAD_DIM)
         else:
-            at = ((row * max_queries + query) * (KV_HEADS * GROUP) + head) * max_splits + split
-            _store(partial_ptr, at, valid, result, HEAD_DIM)
+            token = tl.load(tokens_ptr + row) + query
+            at = (token * (KV_HEADS * GROUP) + head) * MAX_SPLITS + split
+            store_lines(partial_ptr, at, valid, result, HEAD_DIM)
             tl.store(lse_ptr + at, lse, mask=valid)
 
 
-@triton.jit
-def _attend(
-    q, position, key_ptr, value_ptr, table_ptr, tails_ptr, row, tail_begin,
-    first_key, begin, end, score_scale,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
-    LINES: tl.constexpr,
-):  # fmt: skip
-    """Softmax in one pass (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from `begin` to
-    `end`.
-
-    Returns:
-        The mean of the values [LINES, HEAD_DIM], and the logarithm (base 2) of the sum of
-        exponentials [LINES], with which it can be merged. A line that sees none of the keys: 0 and
-        -inf.
-    """
-    dim = tl.arange(0, HEAD_DIM)
-    highest = tl.full([LINES], float("-inf"), tl.float32)
-    total = tl.zeros([LINES], tl.float32)
-    result = tl.zeros([LINES, HEAD_DIM], tl.float32)
-    for tile in range(begin, end, TILE_KEYS):
-        key = tile + tl.arange(0, TILE_KEYS)
-        # What no line can see is not loaded: it may be infinite, and 0 times infinity is not 0.
-        visible = (key >= first_key) & (key < end)
-        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + key % BLOCK_SIZE
-        if TAIL > 0:
-            in_tail = visible & (key >= tail_begin)
-            slot = tl.load(tails_ptr + row * TAIL + key - tail_begin, mask=in_tail, other=slot)
-        at = slot * (KV_HEADS * HEAD_DIM)
-        k = tl.load(key_ptr + at[None, :] + dim[:, None], mask=visible[None, :], other=0.0).to(
-            q.dtype
-        )
-        v = tl.load(value_ptr + at[:, None] + dim[None, :], mask=visible[:, None], other=0.0).to(
-            q.dtype
-        )
-
-        scores = tl.dot(q, k, input_precision="ieee") * score_scale
-        if SOFT_CAP is not None:  # tanh(x) is 2 * sigmoid(2 * x) - 1
-            scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)
-        seen = visible[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW is not None:
-            seen &= key[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # -inf - -inf is not a number.
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(highest - shift)
-        total = total * decay + tl.sum(weights, 1)
-        result = tl.dot(weights.to(q.dtype), v, result * decay[:, None], input_precision="ieee")
-        highest = new_highest
-    total = tl.where(total > 0.0, total, 1.0)
-    return result / total[:, None], highest + tl.log2(total)
-
-
-@triton.jit(do_not_specialize=["max_queries", "max_splits"])
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
-    partial_ptr, lse_ptr, out_ptr, sinks_ptr, starts_ptr, seq_lens_ptr, max_queries, max_splits,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
-    SPLIT_QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, work_ptr, starts_ptr, sinks_ptr, num_rows,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per token of a split row (axis 0: max_queries per row) and head (axis 1)."""
-    row, query = tl.program_id(0) // max_queries, tl.program_id(0) % max_queries
-    head = tl.program_id(1)
-    start, query_len, seq_len = _lengths(row, starts_ptr, seq_lens_ptr)
-    first_key = _first_key(seq_len - query_len, WINDOW)
-    _, _, num_splits = _splits(first_key, seq_len, TILE_KEYS, MIN_SPLIT, MAX_SPLITS)
-    if (query < query_len) & (query_len <= SPLIT_QUERIES) & (num_splits > 1):
-        split, dim = tl.arange(0, MAX_SPLITS), tl.arange(0, HEAD_DIM)
-        at = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head) * max_splits + split
+    """The mean over all splits, of each head of each token whose row has several."""
+    split, dim = tl.arange(0, MAX_SPLITS), tl.arange(0, HEAD_DIM)
+    splits_ptr = work_ptr + num_rows + 1
+    tokens_ptr = splits_ptr + num_rows + 1
+    num_pieces = tl.load(tokens_ptr + num_rows) * HEADS
+    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        head = piece % HEADS
+        row, query = row_of(piece // HEADS, tokens_ptr, num_rows)
+        num_splits = tl.load(splits_ptr + row + 1) - tl.load(splits_ptr + row)
+        at = piece * MAX_SPLITS + split
         lse = tl.load(lse_ptr + at, mask=split < num_splits, other=float("-inf"))
         partials = tl.load(
-            partial_ptr + at[:, None] * HEAD_DIM + dim[None, :],
+            partial_ptr + at[:, None].to(tl.int64) * HEAD_DIM + dim[None, :],
             mask=(split < num_splits)[:, None],
             other=0.0,
         )
@@ -353,29 +373,12 @@ def merge_kernel(
         weights = tl.exp2(lse - highest)
         total = tl.sum(weights, 0)
         result = tl.sum(tl.div_rn(weights, total)[:, None] * partials, 0)
-        result *= _without_sink(highest + tl.log2(total), sinks_ptr, head)
-        at_out = ((start + query) * tl.num_programs(1) + head) * HEAD_DIM + dim
-        tl.store(out_ptr + at_out, result.to(out_ptr.dtype.element_ty))
-
-
-# ---- shared by the kernels ----
-
-
-@triton.jit
-def _row_of_tile(tile, starts_ptr, num_rows, QUERIES: tl.constexpr):
-    """Row of tile number `tile`, and the first of its query tokens, which may be past the row's
-    end.
-
-    Row r has the tiles from `starts[r] // QUERIES + r` on: at least as many as it needs, whatever
-    its neighbours are.
-    """
-    low, high = 0, num_rows  # the row is in [low, high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(starts_ptr + middle) // QUERIES + middle <= tile
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low, (tile - tl.load(starts_ptr + low) // QUERIES - low) * QUERIES
+        result *= without_sink(highest + tl.log2(total), sinks_ptr, head)
+        token = (tl.load(starts_ptr + row) + query).to(tl.int64)
+        tl.store(
+            out_ptr + (token * HEADS + head) * HEAD_DIM + dim,
+            result.to(out_ptr.dtype.element_ty),
+        )
 
 
 @triton.jit
@@ -383,59 +386,3 @@ def _lengths(row, starts_ptr, seq_lens_ptr):
     """First token in the step, number of tokens in the step, tokens in all."""
     start = tl.load(starts_ptr + row)
     return start, tl.load(starts_ptr + row + 1) - start, tl.load(seq_lens_ptr + row)
-
-
-@triton.jit
-def _first_key(first_position, WINDOW: tl.constexpr):
-    """First key that the token at this position sees."""
-    return tl.maximum(first_position - WINDOW + 1, 0) if WINDOW is not None else first_position * 0
-
-
-@triton.jit
-def _splits(
-    first_key, seq_len, TILE_KEYS: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
-):
-    """First key, keys per split, number of splits; borders are multiples of TILE_KEYS."""
-    begin = first_key // TILE_KEYS * TILE_KEYS
-    size = tl.maximum(
-        tl.cdiv(tl.cdiv(seq_len - begin, MAX_SPLITS), TILE_KEYS) * TILE_KEYS, MIN_SPLIT
-    )
-    return begin, size, tl.cdiv(seq_len - begin, size)
-
-
-@triton.jit
-def _lines(first_query, query_len, GROUP: tl.constexpr, LINES: tl.constexpr):
-    """Query token and head of each line of a tile, and whether there is one; [LINES] each."""
-    line = tl.arange(0, LINES)
-    query = first_query + line // GROUP
-    return (
-        query,
-        tl.program_id(1) * GROUP + line % GROUP,
-        (line < LINES // GROUP * GROUP) & (query < query_len),
-    )
-
-
-@triton.jit
-def _without_sink(lse, sinks_ptr, head):
-    """The share of the weight that the keys have beside the sinks of these heads."""
-    share = tl.full(lse.shape, 1.0, tl.float32)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-        share = 1.0 / (1.0 + tl.exp2(sink - lse))
-    return share
-
-
-@triton.jit
-def _load_queries(q_ptr, token, head, valid, q_stride, HEAD_DIM: tl.constexpr):
-    """[LINES, HEAD_DIM], zeros where there is none."""
-    at = token.to(tl.int64) * q_stride + head * HEAD_DIM
-    return tl.load(
-        q_ptr + at[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0
-    )
-
-
-@triton.jit
-def _store(ptr, at, valid, lines, HEAD_DIM: tl.constexpr):
-    """Write `lines` [LINES, HEAD_DIM] as heads number `at` [LINES]."""
-    to = ptr + at.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(to, lines.to(ptr.dtype.element_ty), mask=valid[:, None])

@@ -1,0 +1,134 @@
+"""Attention of a tile: some lines of queries over keys and values in the blocks of one row.
+
+A tile's lines are (token, head) pairs of one row: for all the query heads that share one kv head,
+so that keys and values are read once for the group. Offsets into the cache are int64: it can have
+more than 2**31 numbers.
+"""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lines_of(kv_head, first_query, query_len, GROUP: tl.constexpr, LINES: tl.constexpr):
+    """Query token and head of each line of a tile, and whether there is one; [LINES] each."""
+    line = tl.arange(0, LINES)
+    query = first_query + line // GROUP
+    valid = (line < LINES // GROUP * GROUP) & (query < query_len)
+    return query, kv_head * GROUP + line % GROUP, valid
+
+
+@triton.jit
+def load_queries(q_ptr, token, head, valid, q_stride, HEAD_DIM: tl.constexpr):
+    """[LINES, HEAD_DIM], zeros where there is none."""
+    at = token.to(tl.int64) * q_stride + head * HEAD_DIM
+    return tl.load(
+        q_ptr + at[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0
+    )
+
+
+@triton.jit
+def store_lines(ptr, at, valid, lines, HEAD_DIM: tl.constexpr):
+    """Write `lines` [LINES, HEAD_DIM] as heads number `at` [LINES]."""
+    to = ptr + at.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(to, lines.to(ptr.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def without_sink(lse, sinks_ptr, head):
+    """The share of the weight that the keys have beside the sinks of these heads."""
+    share = tl.full(lse.shape, 1.0, tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        share = 1.0 / (1.0 + tl.exp2(sink - lse))
+    return share
+
+
+@triton.jit
+def attend(
+    q, position, key_ptr, value_ptr, table_ptr, tail_ptr, tail_begin,
+    first_key, begin, all_see, end, score_scale,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    """Softmax in one pass (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from `begin`, a
+    multiple of TILE_KEYS, to `end`. All lines see those before `all_see`.
+
+    Returns:
+        The mean of the values [LINES, HEAD_DIM], and the logarithm (base 2) of the sum of
+        exponentials [LINES], with which it can be merged. A line that sees none of the keys: 0 and
+        -inf.
+    """
+    highest = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    result = tl.zeros([LINES, HEAD_DIM], tl.float32)
+    masked_from = begin
+    if WINDOW is None:
+        all_see = tl.minimum(all_see, end)
+        if TAIL > 0:
+            all_see = tl.minimum(all_see, tail_begin)
+        masked_from = tl.maximum(all_see // TILE_KEYS * TILE_KEYS, begin)
+        highest, total, result = _turns(
+            q, position, highest, total, result, key_ptr, value_ptr, table_ptr, tail_ptr,
+            tail_begin, first_key, begin, masked_from, score_scale, False,
+            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, 0, SOFT_CAP,
+        )  # fmt: skip
+    highest, total, result = _turns(
+        q, position, highest, total, result, key_ptr, value_ptr, table_ptr, tail_ptr, tail_begin,
+        first_key, masked_from, end, score_scale, True,
+        HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP,
+    )  # fmt: skip
+    total = tl.where(total > 0.0, total, 1.0)
+    return result / total[:, None], highest + tl.log2(total)
+
+
+@triton.jit
+def _turns(
+    q, position, highest, total, result, key_ptr, value_ptr, table_ptr, tail_ptr, tail_begin,
+    first_key, begin, end, score_scale, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Go on with the softmax over some more keys, of which all lines see all if not MASKED."""
+    dim = tl.arange(0, HEAD_DIM)
+    for tile in range(begin, end, TILE_KEYS):
+        key = tile + tl.arange(0, TILE_KEYS)
+        # What no line can see is not loaded: it may be infinite, and 0 times infinity is not 0.
+        visible = (key >= first_key) & (key < end)
+        if MASKED:
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=visible, other=0)
+        else:
+            block = tl.load(table_ptr + key // BLOCK_SIZE)
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        if TAIL > 0:
+            in_tail = visible & (key >= tail_begin)
+            slot = tl.load(tail_ptr + key - tail_begin, mask=in_tail, other=slot)
+        at = slot * (KV_HEADS * HEAD_DIM)
+        k_at, v_at = key_ptr + at[None, :] + dim[:, None], value_ptr + at[:, None] + dim[None, :]
+        if MASKED:
+            k = tl.load(k_at, mask=visible[None, :], other=0.0).to(q.dtype)
+            v = tl.load(v_at, mask=visible[:, None], other=0.0).to(q.dtype)
+        else:
+            k, v = tl.load(k_at).to(q.dtype), tl.load(v_at).to(q.dtype)
+
+        scores = tl.dot(q, k, input_precision="ieee") * score_scale
+        if SOFT_CAP is not None:  # tanh(x) is 2 * sigmoid(2 * x) - 1
+            scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)
+        if MASKED:
+            seen = visible[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW is not None:
+                seen &= key[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # -inf - -inf is not a number.
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(highest - shift)
+        total = total * decay + tl.sum(weights, 1)
+        result = tl.dot(weights.to(q.dtype), v, result * decay[:, None], input_precision="ieee")
+        highest = new_highest
+    return highest, total, result

@@ -1,0 +1,126 @@
+"""Work list of a step's attention: how many pieces each row has, counted on the device.
+
+The attention kernels have a fixed number of programs, each of which takes every n-th piece. So rows
+that a graph has room for and a step does not need cost nothing, nor do the splits that the longest
+sequence would have; and a captured step is divided by the lengths that it finds.
+"""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 1024  # counted at a time
+
+
+def work_list(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_wanted: int,
+    window: int | None,
+    **sizes: int,
+) -> Tensor:
+    """Count the pieces of a step.
+
+    Args:
+        query_start_loc: int32 [num_rows + 1].
+        seq_lens: int32 [num_rows].
+        num_wanted: splits of all rows together that keep the device busy: rows have fewer, longer
+            ones where there are more. 0: a row's splits depend on its own length only.
+        window: of the attention.
+        sizes: SPLIT_QUERIES, TILE_QUERIES, TILE_KEYS, MIN_SPLIT and MAX_SPLITS of the kernels.
+
+    Returns:
+        int32 [3 * (num_rows + 1) + 1]: for each row how many pieces those before it have, and in
+        the end all; first the tiles of rows that are not split, then splits, then the tokens that
+        have more than one split. The last number is the fewest keys of a split.
+    """
+    num_rows = len(seq_lens)
+    work = torch.empty(3 * num_rows + 4, dtype=torch.int32, device=seq_lens.device)
+    work_list_kernel[(1,)](
+        work, query_start_loc, seq_lens, num_rows, num_wanted, **sizes, WINDOW=window, ROWS=ROWS
+    )
+    return work
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_wanted"])
+def work_list_kernel(
+    work_ptr, starts_ptr, seq_lens_ptr, num_rows, num_wanted,
+    SPLIT_QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program."""
+    num_keys = tl.zeros([ROWS], tl.int32)
+    for row in range(0, num_rows, ROWS):
+        query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows, ROWS)
+        first_key = first_key_of(seq_len - query_len, WINDOW)
+        keys = seq_len - first_key // TILE_KEYS * TILE_KEYS
+        num_keys += tl.where((query_len > 0) & (query_len <= SPLIT_QUERIES), keys, 0)
+    least = tl.cdiv(tl.cdiv(tl.sum(num_keys, 0), tl.maximum(num_wanted, 1)), TILE_KEYS) * TILE_KEYS
+    least = tl.maximum(tl.where(num_wanted > 0, least, 0), MIN_SPLIT)
+    tiles_ptr, splits_ptr = work_ptr, work_ptr + num_rows + 1
+    tokens_ptr = splits_ptr + num_rows + 1
+    tl.store(work_ptr + 3 * num_rows + 3, least)
+    num_tiles, num_splits, num_tokens = 0, 0, 0
+    for row in range(0, num_rows, ROWS):
+        query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows, ROWS)
+        is_split = (query_len > 0) & (query_len <= SPLIT_QUERIES)
+        tiles = tl.where(is_split, 0, tl.cdiv(query_len, TILE_QUERIES))
+        first_key = first_key_of(seq_len - query_len, WINDOW)
+        _, _, splits = splits_of(first_key, seq_len, least, TILE_KEYS, MAX_SPLITS)
+        splits = tl.where(is_split, splits, 0)
+        num_tiles = _append(tiles_ptr, tiles, num_tiles, row, num_rows, ROWS)
+        num_splits = _append(splits_ptr, splits, num_splits, row, num_rows, ROWS)
+        tokens = tl.where(splits > 1, query_len, 0)
+        num_tokens = _append(tokens_ptr, tokens, num_tokens, row, num_rows, ROWS)
+    tl.store(tiles_ptr + num_rows, num_tiles)
+    tl.store(splits_ptr + num_rows, num_splits)
+    tl.store(tokens_ptr + num_rows, num_tokens)
+
+
+@triton.jit
+def _lengths_of(first_row, starts_ptr, seq_lens_ptr, num_rows, ROWS: tl.constexpr):
+    """Tokens in the step and tokens in all of some rows, 0 of those that are not there."""
+    row = first_row + tl.arange(0, ROWS)
+    valid = row < num_rows
+    start = tl.load(starts_ptr + row, mask=valid, other=0)
+    query_len = tl.load(starts_ptr + row + 1, mask=valid, other=0) - start
+    return query_len, tl.load(seq_lens_ptr + row, mask=valid, other=0)
+
+
+@triton.jit
+def _append(to_ptr, counts, before, first_row, num_rows, ROWS: tl.constexpr):
+    """Write how many pieces come before each row; returns how many there are with these."""
+    row = first_row + tl.arange(0, ROWS)
+    tl.store(to_ptr + row, before + tl.cumsum(counts, 0) - counts, mask=row < num_rows)
+    return before + tl.sum(counts, 0)
+
+
+@triton.jit
+def row_of(piece, counts_ptr, num_rows):
+    """The row that a piece belongs to, and its number there."""
+    low, high = 0, num_rows  # the row is in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_before = tl.load(counts_ptr + middle) <= piece
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    return low, piece - tl.load(counts_ptr + low)
+
+
+@triton.jit
+def first_key_of(first_position, WINDOW: tl.constexpr):
+    """First key that the token at this position sees."""
+    return tl.maximum(first_position - WINDOW + 1, 0) if WINDOW is not None else first_position * 0
+
+
+@triton.jit
+def splits_of(first_key, seq_len, least, TILE_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """First key, keys per split, number of splits; borders are multiples of TILE_KEYS."""
+    begin = first_key // TILE_KEYS * TILE_KEYS
+    wanted = tl.minimum(tl.cdiv(seq_len - begin, least), MAX_SPLITS)
+    size = tl.cdiv(tl.cdiv(seq_len - begin, tl.maximum(wanted, 1)), TILE_KEYS) * TILE_KEYS
+    return begin, size, tl.cdiv(seq_len - begin, tl.maximum(size, 1))
