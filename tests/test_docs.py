@@ -54,6 +54,7 @@ OTHER_FLAGS = {
     "--seconds",  # benchmarks.soak
     "--shape", "--requests", "--rate", "--speed", "--costs", "--servers", "--balancing",
     "--routing", "--num-blocks",  # servd what-if
+    "--to", "--calibrate", "--tokens", "--group-size", "--output",  # servd quantize
 }  # fmt: skip
 
 

@@ -1,0 +1,81 @@
+"""Write a checkpoint of 4 or 8 bits, calibrated with a text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tqdm import tqdm
+
+from servd import hf, plugins
+from servd.api.tokenizer import Tokenizer
+from servd.errors import ConfigError
+from servd.sizes import format_bytes
+
+BITS = {"int4": 4, "int8": 8}
+ROW = 512  # tokens that are computed together, if the model can
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    parser.add_argument("model", metavar="MODEL", help="a folder or the name of a model on the hub")
+    parser.add_argument("--to", choices=BITS, required=True, help="type of the matrices")
+    parser.add_argument(
+        "--calibrate", metavar="FILE", required=True,
+        help="text like that of requests: it decides which errors matter",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="DIR", help="folder that is made [MODEL-TYPE]")
+    parser.add_argument(
+        "--group-size", type=int, default=32, metavar="N",
+        help="numbers of a row that share a scale [32]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=int, default=32768, metavar="N", help="to read of the text [32768]"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write it, and say what it costs."""
+    output = Path(arguments.output or f"{Path(arguments.model).name}-{arguments.to}")
+    if output.exists():
+        raise ConfigError(f"{output} exists already: name another folder with --output")
+    folder = hf.download_weights(arguments.model)
+    rows = read_rows(folder, arguments.calibrate, arguments.tokens)
+    held_out = max(len(rows) // 8, 1)
+    quantize = plugins.load("servd.worker", "calibration", "quantize")
+    with tqdm(
+        total=1.0, desc="quantize", bar_format="{l_bar}{bar}| {elapsed}", disable=None
+    ) as bar:
+        result = quantize(
+            folder, output, BITS[arguments.to], arguments.group_size, rows[held_out:],
+            rows[:held_out], lambda done: bar.update(done - bar.n),
+        )  # fmt: skip
+    before, after = result.before, result.after
+    print(
+        f"{result.num_matrices} matrices, {result.share:.0%} of the weights, are {arguments.to}\n"
+        f"perplexity on {held_out * len(rows[0])} tokens of the text that were left out: "
+        f"{before:.3f} before, {after:.3f} after ({after / before:.3f}x)\n"
+        f"{output}: {format_bytes(result.num_bytes)}; servd serve {output}"
+    )
+    return 0
+
+
+def read_rows(folder: Path, file: str, num_tokens: int) -> list[list[int]]:
+    """Tokens of a text, equally many in each.
+
+    Raises:
+        ConfigError: it cannot be read, or is too short.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--calibrate {file}: {error}") from None
+    size = min(ROW, hf.read_spec(folder).max_position_embeddings)
+    ids = Tokenizer.load(str(folder)).encode(text, add_special_tokens=False)[:num_tokens]
+    rows = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
+    if len(rows) < 2:
+        raise ConfigError(
+            f"--calibrate {file}: {len(ids)} tokens are too few: {2 * size} at least, and 16384 or "
+            "more for a good result"
+        )
+    return rows

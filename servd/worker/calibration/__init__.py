@@ -1,0 +1,94 @@
+"""A checkpoint of fewer bits than another, made with a text: `servd quantize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from servd.errors import ConfigError, UnsupportedModel
+from servd.hf import quantization_of, weight_files
+from servd.worker.calibration import checkpoint, gptq
+from servd.worker.calibration.walk import Model
+
+BATCH = 8  # rows
+
+
+class Result(NamedTuple):
+    """What became of a model.
+
+    Args:
+        num_matrices: that have fewer bits now.
+        share: of all weights that are in them.
+        before: perplexity of the original.
+        after: of the new one.
+        num_bytes: of the new one's weights.
+    """
+
+    num_matrices: int
+    share: float
+    before: float
+    after: float
+    num_bytes: int
+
+
+def quantize(
+    folder: Path,
+    output: Path,
+    bits: int,
+    group_size: int,
+    rows: list[list[int]],
+    held_out: list[list[int]],
+    progress: Callable[[float], None],
+) -> Result:
+    """Write a checkpoint.
+
+    Args:
+        folder: of the original.
+        output: a folder that is made.
+        bits: 4 or 8.
+        group_size: columns that share a scale.
+        rows: token ids to calibrate with, equally many each.
+        held_out: to measure with.
+        progress: called with how far it is, 0 to 1.
+
+    Raises:
+        ConfigError: it is quantized already.
+        UnsupportedModel: transformers does not know it, or there is nothing to be quantized.
+    """
+    if (stated := quantization_of(folder)) is not None:
+        raise ConfigError(f"{folder} is quantized already, by {stated.get('quant_method')}")
+    model = Model(folder)
+    prefix = f"{model.base_prefix}."
+    stored = {name.removeprefix(prefix): name for name in _names(folder)}
+    matrices: dict[str, gptq.Codes] = {}
+
+    def round_(name: str, weight: Tensor, moments: Tensor) -> Tensor:
+        tensor = stored.get(f"{name}.weight".removeprefix(prefix))
+        if tensor is None or weight.shape[1] % group_size:
+            return weight
+        matrices[tensor] = codes = gptq.quantize(weight, moments, bits, group_size)
+        return codes.dequantize()
+
+    before = model.perplexity(torch.tensor(held_out))
+    model.exchange(torch.tensor(rows).split(BATCH), round_, progress)
+    if not matrices:
+        raise UnsupportedModel(
+            f"{folder}: no layer has a matrix with columns in groups of {group_size}"
+        )
+    after = model.perplexity(torch.tensor(held_out))
+    num_bytes = checkpoint.write(folder, output, matrices)
+    share = sum(each.codes.numel() for each in matrices.values()) / model.num_weights
+    return Result(len(matrices), share, before, after, num_bytes)
+
+
+def _names(folder: Path) -> list[str]:
+    names: list[str] = []
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            names += file.keys()
+    return names

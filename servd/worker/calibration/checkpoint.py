@@ -1,0 +1,89 @@
+"""Write a checkpoint of compressed-tensors, "pack-quantized"."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from servd.hf import METADATA_FILES, read_json, weight_files
+from servd.worker.calibration.gptq import Codes
+
+LAYOUT = "pack-quantized"
+
+
+def write(folder: Path, output: Path, matrices: dict[str, Codes]) -> int:
+    """The checkpoint of `folder`, with these matrices in place of some; returns the bytes of all
+    weights.
+
+    Args:
+        folder: of the original.
+        output: a folder that is made.
+        matrices: by the name of the tensor in the original.
+    """
+    output.mkdir(parents=True)
+    for pattern in METADATA_FILES:
+        for file in folder.glob(pattern):
+            shutil.copyfile(file, output / file.name)
+    where: dict[str, str] = {}
+    num_bytes = 0
+    for path in weight_files(folder):
+        tensors: dict[str, Tensor] = {}
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                if (matrix := matrices.get(name)) is None:
+                    tensors[name] = file.get_tensor(name)
+                else:
+                    tensors |= _tensors(name.removesuffix(".weight"), matrix)
+        save_file(tensors, output / path.name, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, path.name)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if (index := output / "model.safetensors.index.json").exists():
+        stated = {"metadata": {"total_size": num_bytes}, "weight_map": where}
+        index.write_text(json.dumps(stated, indent=2))
+    config = read_json(folder / "config.json")
+    config["quantization_config"] = scheme(next(iter(matrices.values())))
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return num_bytes
+
+
+def scheme(matrix: Codes) -> dict[str, Any]:
+    """What config.json says of the weights."""
+    weights = {
+        "num_bits": matrix.bits, "type": "int", "symmetric": True, "strategy": "group",
+        "group_size": matrix.group_size, "dynamic": False,
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "format": LAYOUT}
+    return {
+        "quant_method": "compressed-tensors", "format": LAYOUT, "ignore": ["lm_head"],
+        "quantization_status": "compressed", "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+def _tensors(name: str, matrix: Codes) -> dict[str, Tensor]:
+    codes = matrix.codes.to(torch.uint8)
+    return {
+        f"{name}.weight_packed": pack(codes, matrix.bits),
+        f"{name}.weight_scale": matrix.scale.bfloat16(),
+        f"{name}.weight_shape": torch.tensor(codes.shape),
+    }
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [rows, codes] -> int32 [rows, words], the first code in a word's lowest bits. Rows are
+    filled up with zeros.
+    """
+    per_byte = 8 // bits
+    full = F.pad(codes, (0, -codes.shape[1] % (32 // bits)))
+    fields = full.unflatten(1, (-1, per_byte))
+    data = fields[..., 0].clone()
+    for place in range(1, per_byte):
+        data |= fields[..., place] << bits * place
+    return data.view(torch.int32)

@@ -1,0 +1,158 @@
+"""A transformers model, layer by layer: what each matrix multiplies, and the model's perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from servd.errors import UnsupportedModel
+
+Round = Callable[[str, Tensor, Tensor], Tensor]
+"""Name of a matrix in the model, the matrix [out, in], and the sum of x^T x over its inputs x,
+[in, in] -> what it is from now on.
+"""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a layer is given beside hidden states: positions, masks."""
+
+
+class Reached(Exception):
+    """The layer has come to the matrix in question."""
+
+
+class Model:
+    """A model of transformers in float32.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises:
+        UnsupportedModel: transformers cannot load it, or it is not a list of layers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        except Exception as error:  # whatever it makes of files that it does not know
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise UnsupportedModel(f"{folder}: transformers cannot load it: {why[:200]}") from None
+        count = model.config.get_text_config().num_hidden_layers
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if not lists:
+            raise UnsupportedModel(f"{folder}: {type(model).__name__} is not a list of layers")
+        self.model, self.layers = model, lists[0]
+        self.base_prefix = model.base_model_prefix
+        self.num_weights = model.num_parameters()
+        self.names = {
+            module: name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D)
+        }
+
+    @torch.inference_mode()
+    def perplexity(self, rows: Tensor) -> float:
+        """Of token ids [n, size], the first of a row aside."""
+        losses = []
+        for row in rows:
+            logits = self.model(row[None], use_cache=False).logits[0, :-1]
+            losses.append(F.cross_entropy(logits, row[1:]).item())
+        return math.exp(sum(losses) / len(losses))
+
+    @torch.inference_mode()
+    def exchange(
+        self, batches: Sequence[Tensor], round_: Round, progress: Callable[[float], None]
+    ) -> None:
+        """Exchange every matrix of the layers, in the order in which they are used: each has the
+        inputs that those before it lead to.
+
+        Args:
+            batches: token ids [n, size] each.
+            round_: see `Round`.
+            progress: called with how far it is, 0 to 1.
+        """
+        inputs, calls = self._enter(batches)
+        for index, layer in enumerate(self.layers):
+            for modules in self._by_input(layer, inputs[0], calls[0][index]):
+                moments = torch.zeros(())
+                for hidden, of_layers in zip(inputs, calls, strict=True):
+                    x = self._input_of(modules[0], layer, hidden, of_layers[index])
+                    moments = moments + x.t() @ x
+                for module in modules:
+                    assert isinstance(module.weight, Tensor)
+                    weight, is_transposed = module.weight, isinstance(module, Conv1D)
+                    rounded = round_(
+                        self.names[module], weight.t() if is_transposed else weight, moments
+                    )
+                    weight.copy_(rounded.t() if is_transposed else rounded)
+            for place, of_layers in enumerate(calls):
+                inputs[place] = _run(layer, inputs[place], of_layers[index])
+            progress((index + 1) / len(self.layers))
+
+    def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Call]]]:
+        """What the first layer gets of each batch, and what else every layer gets."""
+        inputs: list[Tensor] = []
+        calls: list[list[Call]] = []
+
+        def record(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            calls[-1].append((args, kwargs))
+            if len(calls[-1]) == 1:
+                inputs.append(hidden)
+            return hidden
+
+        for layer in self.layers:
+            layer.forward = record
+        try:
+            for batch in batches:
+                calls.append([])
+                self.model.base_model(batch, use_cache=False)
+        finally:
+            for layer in self.layers:
+                del layer.forward
+        return inputs, calls
+
+    def _by_input(
+        self, layer: nn.Module, hidden: Tensor, call: Call
+    ) -> list[list[nn.Linear | Conv1D]]:
+        """The layer's matrices in the order of their use, those that multiply the same together."""
+        found: list[tuple[Tensor, list[nn.Linear | Conv1D]]] = []
+
+        def see(module: nn.Linear | Conv1D, args: tuple[Tensor, ...]) -> None:
+            if not found or found[-1][0] is not args[0]:
+                found.append((args[0], []))
+            found[-1][1].append(module)
+
+        hooks = [m.register_forward_pre_hook(see) for m in layer.modules() if m in self.names]
+        _run(layer, hidden, call)
+        for hook in hooks:
+            hook.remove()
+        return [modules for _, modules in found]
+
+    def _input_of(self, module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
+        """[tokens, in]"""
+        seen: list[Tensor] = []
+
+        def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen.append(args[0].flatten(0, -2))
+            raise Reached
+
+        hook = module.register_forward_pre_hook(stop)
+        try:
+            _run(layer, hidden, call)
+        except Reached:
+            pass
+        finally:
+            hook.remove()
+        return seen[0]
+
+
+def _run(layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
+    args, kwargs = call
+    out = layer(hidden, *args, **kwargs)
+    return out[0] if isinstance(out, tuple) else out

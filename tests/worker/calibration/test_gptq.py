@@ -1,0 +1,82 @@
+"""GPTQ: products with the inputs that it was shown, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from servd.worker.calibration.gptq import quantize
+
+
+def made(rows: int, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A matrix, and inputs [n, size] whose numbers go together, some far larger than others."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, size, generator=generator)
+    mixed = torch.randn(size // 2, size, generator=generator)
+    x = torch.randn(1000, size // 2, generator=generator) @ mixed
+    x = x + 0.1 * torch.randn(x.shape, generator=generator)
+    return weight, x * 4.0 ** torch.randn(size, generator=generator)
+
+
+def error(weight: Tensor, other: Tensor, x: Tensor) -> float:
+    """Of products with x, over their size; in float64."""
+    exact = x.double() @ weight.double().t()
+    return float((x.double() @ other.double().t() - exact).norm() / exact.norm())
+
+
+def nearest(weight: Tensor, group_size: int, most: int) -> Tensor:
+    """Rounded to nearest, between the least and the largest number of a group, in float64."""
+    groups = weight.double().unflatten(1, (-1, group_size))
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scale = (high - low) / most
+    return (((groups - low) / scale).round() * scale + low).flatten(1)
+
+
+@pytest.mark.parametrize(("bits", "times"), [(4, 3.0), (8, 1.5)], ids=str)
+def test_products_are_better_than_with_the_nearest_numbers(bits: int, times: float):
+    weight, x = made(40, 192)
+    codes = quantize(weight, x.t() @ x, bits, 32)
+    simple = error(weight, nearest(weight, 32, (1 << bits) - 1), x)
+    assert error(weight, codes.dequantize(), x) < simple / times
+
+
+def test_weights_are_the_nearest_numbers_of_their_grid_where_inputs_are_independent():
+    weight, _ = made(16, 64)
+    codes = quantize(weight, torch.eye(64), 4, 32)
+    grid = torch.arange(-8.0, 8.0) * codes.scale[..., None]
+    distance = weight.view(16, 2, 32, 1) - grid[:, :, None]
+    got = codes.dequantize().view(16, 2, 32)
+    best = grid[:, :, None].expand_as(distance).gather(3, distance.abs().argmin(3, keepdim=True))
+    assert torch.equal(got, best.squeeze(3))
+    assert error(weight, got.flatten(1), torch.eye(64)) < 0.1
+
+
+def test_numbers_of_the_format_are_exact_in_its_types():
+    weight, x = made(20, 64)
+    weight[3] = 0
+    weight[4, :32] = 0.37
+    weight[5] *= 1e-6
+    for bits in (4, 8):
+        codes = quantize(weight, x.t() @ x, bits, 32)
+        assert torch.equal(codes.codes, codes.codes.round()) and codes.codes.min() >= 0
+        assert codes.codes.max() < 1 << bits
+        assert torch.equal(codes.scale, codes.scale.bfloat16().float())
+        assert bool((codes.scale != 0).all()) and bool(codes.dequantize().isfinite().all())
+        assert torch.equal(codes.dequantize()[3], torch.zeros(64))
+        assert error(weight[4:6], codes.dequantize()[4:6], x) < 0.1
+
+
+def test_inputs_that_never_come_do_not_matter():
+    weight, x = made(8, 64)
+    x[:, 7] = 0
+    changed = weight.clone()
+    changed[:, 7] = weight[:, 6]
+    assert error(weight, quantize(changed, x.t() @ x, 4, 32).dequantize(), x) < 0.1
+
+
+def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch):
+    weight, x = made(24, 64)
+    whole = quantize(weight, x.t() @ x, 4, 32).dequantize()
+    monkeypatch.setattr("servd.worker.calibration.gptq.ROWS", 10)
+    assert (quantize(weight, x.t() @ x, 4, 32).dequantize() - whole).abs().mean() < 1e-3
