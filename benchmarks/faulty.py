@@ -36,7 +36,7 @@ def fault() -> str:
 
 def is_hit(scheduled: SchedulerOutput) -> bool:
     """Whether a step is one for a fault: of several requests, the last of which gets a token."""
-    return len(scheduled.scheduled) > 1 and scheduled.scheduled[-1].samples
+    return scheduled.num_rows > 1 and scheduled.rows[-1].samples
 
 
 class Executor(UniProcExecutor):
@@ -49,7 +49,7 @@ class Executor(UniProcExecutor):
         if name in ERRORS:
             runner.forward = self.failing(name)
         elif name == ONE:
-            runner.forward = self.failing(name, scheduled.scheduled[-1].slot)
+            runner.forward = self.failing(name, scheduled.slots[-1])
             super().execute_model(scheduled)
             del runner.forward
             return
@@ -107,5 +107,5 @@ class Wrong:
     def result(self) -> ModelRunnerOutput:
         """Wait for it."""
         output = self.pending.result()
-        output.errors = {len(output.sampled_token_ids) - 1: "the model failed on this request"}
+        output.errors = {len(output.rows) - 1: "the model failed on this request"}
         return output

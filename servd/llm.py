@@ -361,7 +361,7 @@ class InProcess:
         ):
             self.engine.handle(self.compiled.get())
         outputs = self.engine.step().get(self.client)
-        return outputs.outputs if outputs else []
+        return outputs.all_outputs if outputs else []
 
     def close(self) -> None:
         """Stop the workers, once what has ended is kept. At exit it is too late for that."""
@@ -410,7 +410,7 @@ class SeparateProcess:
     def receive(self) -> list[EngineCoreOutput]:
         """Wait for the outputs of a step."""
         message = self.wait_for_message()
-        return message.outputs if isinstance(message, EngineCoreOutputs) else []
+        return message.all_outputs if isinstance(message, EngineCoreOutputs) else []
 
     def close(self) -> None:
         """Stop the process and remove its sockets."""

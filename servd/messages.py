@@ -4,13 +4,11 @@
 |---|---|---|
 | api -> core | ToEngine | Attach, EngineCoreRequest, AbortRequests, ResetPrefixCache, Audit |
 | core -> api | FromEngine | EngineStatus, EngineReady, EngineCoreOutputs, EngineAudit, EngineDead |
-| api -> grammar checker | | StartGrammarChecker on stdin, then StructuredOutput as lines of JSON |
-| grammar checker -> api | | GrammarVerdict as lines of JSON |
-| core -> worker, on stdin | | StartWorker |
 | core -> worker | ToWorker | LoadModel, AllocateKVCache, SchedulerOutput, SampleTokens, Shutdown |
 | worker -> core | FromWorker | WorkerProgress, WorkerReady, ModelRunnerOutput, WorkerFailed |
 
-Structs are positional on the wire (`array_like`): new fields are appended, with a default.
+What goes through the pipes of a child process is in child_messages.py. Structs are positional on
+the wire (`array_like`): new fields are appended, with a default.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from typing import Annotated
 import msgspec
 
 from servd.bounds import TokenId
-from servd.config import Config
-from servd.hf import ModelSpec
 from servd.lora import Adapter
 from servd.params import PoolingParams, SamplingParams
 from servd.stats import SchedulerStats, TierStats
@@ -244,6 +240,13 @@ class EngineCoreOutputs(Message, tag=True):
     stats: SchedulerStats | None = None
     steps: list[StepRecord] = []  # harvested since the last message to this API server
     incarnation: int = 0
+    # By request, before its `outputs`: those of which there is no more to say than another token.
+    decoded: dict[str, int] = {}
+
+    @property
+    def all_outputs(self) -> list[EngineCoreOutput]:
+        """One by one, each request's in their order."""
+        return [*(EngineCoreOutput(key, [one]) for key, one in self.decoded.items()), *self.outputs]
 
 
 class EngineFailed(Message, tag=True):
@@ -282,38 +285,7 @@ FromEngine = (
 )
 
 
-# ---- api <-> grammar checker ----
-
-
-class StartGrammarChecker(msgspec.Struct):
-    """What the process that tries grammars must know to begin."""
-
-    config: Config  # resolved
-    spec: ModelSpec
-    channel: int  # descriptor of a stream socket, inherited
-    memory_limit: int  # bytes, beside the vocabulary
-    stack_size: int  # bytes
-
-
-class GrammarVerdict(Message):
-    """The answer to one grammar; the first one tells that the process is ready."""
-
-    error: str | None = None  # None: it can be used
-
-
 # ---- core -> worker ----
-
-
-class StartWorker(msgspec.Struct):
-    """What a worker process must know to begin: its start message (see child.py)."""
-
-    config: Config  # resolved
-    spec: ModelSpec
-    rank: int  # of all workers
-    inbox: str  # address where it receives ToWorker
-    outbox: str  # address that it sends FromWorker to
-    # Where several workers meet: an init_method of torch.distributed.
-    distributed_init: str | None = None
 
 
 class LoadModel(Message, tag=True):
@@ -354,6 +326,22 @@ class ScheduledRequest(Message):
     draft_token_ids: list[int] = []  # the engine's drafts; empty: those of the workers
 
 
+class Decodes(Message, frozen=True):
+    """The rows that compute one token and sample the next, without drafts: most of most steps, so
+    in columns.
+    """
+
+    slots: list[int] = []
+    num_computed_tokens: list[int] = []  # see ScheduledRequest
+    new_blocks: dict[int, int] = {}  # by slot, of few of them: the block that it gets
+
+    def row(self, index: int) -> ScheduledRequest:
+        """One of them."""
+        slot = self.slots[index]
+        new_block_ids = [self.new_blocks[slot]] if slot in self.new_blocks else []
+        return ScheduledRequest(slot, 1, new_block_ids, True, self.num_computed_tokens[index])
+
+
 class BlockCopy(Message):
     """A block of the KV cache, and a slot of the engine's memory with a part for each rank."""
 
@@ -371,7 +359,8 @@ class BlockCopies(Message):
 
 class SchedulerOutput(Message, tag=True):
     """One step: what changed, and how many tokens each request computes. Workers apply it in this
-    order: make `copies`, free `freed_slots`, add `new_requests`, then compute `scheduled`.
+    order: make `copies`, free `freed_slots`, add `new_requests`, then compute the rows: those of
+    `decodes`, and then those of `scheduled`.
     """
 
     step: int
@@ -379,11 +368,27 @@ class SchedulerOutput(Message, tag=True):
     new_requests: list[NewRequest] = []
     freed_slots: list[int] = []
     copies: BlockCopies | None = None
+    decodes: Decodes = Decodes()
+
+    @property
+    def rows(self) -> list[ScheduledRequest]:
+        """All rows in their order, one by one, for those who are in no hurry."""
+        return [*map(self.decodes.row, range(len(self.decodes.slots))), *self.scheduled]
+
+    @property
+    def slots(self) -> list[int]:
+        """Those of all rows."""
+        return [*self.decodes.slots, *(row.slot for row in self.scheduled)]
+
+    @property
+    def num_rows(self) -> int:
+        """How many requests compute something."""
+        return len(self.decodes.slots) + len(self.scheduled)
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step, over all requests."""
-        return sum(s.num_tokens for s in self.scheduled)
+        return len(self.decodes.slots) + sum(s.num_tokens for s in self.scheduled)
 
 
 class GrammarBitmask(Message):
@@ -391,7 +396,7 @@ class GrammarBitmask(Message):
     be reached: the grammar does not allow the drafts before it.
     """
 
-    indices: list[int]  # positions in SchedulerOutput.scheduled
+    indices: list[int]  # positions in SchedulerOutput.rows
     offsets: list[int]  # drafts of the row before the token to sample
     bitmask: bytes  # int32 [len(indices), ceil(vocab_size / 32)], bit set = allowed
 
@@ -405,7 +410,7 @@ class SampleTokens(Message, tag=True):
 class TakeTokens(Message, tag=True):
     """What the oldest step sampled that this worker, which does not sample, was not told of yet."""
 
-    token_ids: list[list[int]]  # see ModelRunnerOutput
+    token_ids: list[list[int]]  # see ModelRunnerOutput.rows
 
 
 class Shutdown(Message, tag=True):
@@ -426,20 +431,31 @@ class WorkerProgress(Message, tag=True):
 
 
 class ModelRunnerOutput(Message, tag=True):
-    """Sampled tokens of one step, in the order of SchedulerOutput.scheduled."""
+    """Sampled tokens of one step, in the order of SchedulerOutput.rows."""
 
-    # Empty for a request that does not sample in this step; with drafts, those that are kept and
-    # one more.
+    # Of SchedulerOutput.scheduled: empty for a request that does not sample in this step; with
+    # drafts, those that are kept and one more.
     sampled_token_ids: list[list[int]]
-    logprobs: dict[int, list[TokenLogprobs]] = {}  # index in `scheduled` -> one per sampled token
-    # Index in `scheduled` -> those of the tokens computed.
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # index in `rows` -> one per sampled token
+    # Index in `rows` -> those of the tokens computed.
     prompt_logprobs: dict[int, PromptLogprobs] = {}
-    pooled: dict[int, bytes] = {}  # index in `scheduled` -> vector or vectors, float32
-    errors: dict[int, str] = {}  # index in `scheduled` -> why its request could not enter
-    # Index in `scheduled` -> what was drafted for the next step.
+    pooled: dict[int, bytes] = {}  # index in `rows` -> vector or vectors, float32
+    errors: dict[int, str] = {}  # index in `rows` -> why its request could not enter
+    # Index in `rows` -> what was drafted for the next step.
     draft_token_ids: dict[int, list[int]] = {}
     times_ns: list[int] = []  # see StepRecord.worker_ns
     rank: int = 0  # the worker's; of those above 0 the times count
+    decoded: list[int] = []  # the token of each of SchedulerOutput.decodes
+
+    def tokens_of(self, row: int) -> list[int]:
+        """What a row sampled."""
+        other = row - len(self.decoded)
+        return [self.decoded[row]] if other < 0 else self.sampled_token_ids[other]
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """What each row sampled."""
+        return [*([token_id] for token_id in self.decoded), *self.sampled_token_ids]
 
 
 class WorkerFailed(Message, tag=True):

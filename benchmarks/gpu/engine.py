@@ -61,9 +61,7 @@ class TimedExecutor:
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """See Executor."""
-        self.steps.append(
-            StepTime(len(scheduled.scheduled), scheduled.num_tokens, time.perf_counter())
-        )
+        self.steps.append(StepTime(scheduled.num_rows, scheduled.num_tokens, time.perf_counter()))
         self.executor.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> TimedOutput:
@@ -110,7 +108,7 @@ class Bench:
         num_tokens = 0
         while self.engine.has_work and num_steps != 0:
             for outputs in self.engine.step().values():
-                num_tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
+                num_tokens += sum(len(output.new_token_ids) for output in outputs.all_outputs)
             num_steps = None if num_steps is None else num_steps - 1
         return num_tokens
 

@@ -213,7 +213,7 @@ class EngineClient:
                 if getattr(message, "incarnation", current := self.client.incarnation) < current:
                     continue  # from an engine that has died
                 if isinstance(message, EngineCoreOutputs):
-                    outputs += message.outputs
+                    outputs += message.all_outputs
                     self._take_state(message)
                 else:
                     self._take_outputs(outputs)

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import msgspec
 
 from servd.child import Child
+from servd.child_messages import GrammarVerdict, StartGrammarChecker
 from servd.config import Config
 from servd.errors import InvalidRequest, Overloaded, Unavailable
 from servd.hf import ModelSpec
-from servd.messages import GrammarVerdict, StartGrammarChecker
 from servd.params import StructuredOutput
 
 log = logging.getLogger("servd.grammar")

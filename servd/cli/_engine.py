@@ -169,9 +169,10 @@ class Engine:
             steps, launched = self.num_steps, self.launched or self._decode(self.num_steps)
             self.busy_ns += self.clock.ns - self.began
             sampled = [zeros(x.num_drafts + 1) if x.samples else [] for x in launched.scheduled]
-            scheduler.update_from_output(ModelRunnerOutput(sampled), {})
+            decoded = zeros(len(launched.decodes.slots))
+            scheduler.update_from_output(ModelRunnerOutput(sampled, decoded=decoded), {})
             taken = scheduler.take_outputs()
-            outputs = taken[0].outputs if 0 in taken else []
+            outputs = taken[0].all_outputs if 0 in taken else []
             self.num_steps, self.launched = 0, None
             if self.is_stuck and any(each.finish_reason is not None for each in outputs):
                 self.is_stuck = False
@@ -231,14 +232,14 @@ class Engine:
 
     def _step_ns(self, step: SchedulerOutput, was_idle: bool) -> int:
         tokens = context = pairs = 0
-        for each in step.scheduled:
+        for each in step.rows:
             tokens += each.num_tokens
             if each.num_tokens == 1:
                 context += each.num_computed_tokens + 1
             else:
                 pairs += each.num_tokens * (each.num_computed_tokens + each.num_tokens / 2)
         copies = len(step.copies.copies) if step.copies is not None else 0
-        took = self.costs.of_step(tokens, len(step.scheduled), context, pairs, was_idle)
+        took = self.costs.of_step(tokens, step.num_rows, context, pairs, was_idle)
         return round(took + self.copy_ns * copies)
 
     def _decode(self, steps: int) -> SchedulerOutput:
@@ -251,5 +252,5 @@ class Engine:
         forced = {request.slot: zeros(steps - 1) for request in scheduler.running}
         scheduled = scheduler.schedule(forced_tokens=forced)
         scheduler.max_num_batched_tokens, scheduler.max_num_samples = limits
-        assert scheduled is not None and all(x.num_tokens == steps for x in scheduled.scheduled)
+        assert scheduled is not None and all(x.num_tokens == steps for x in scheduled.rows)
         return scheduled

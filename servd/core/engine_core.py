@@ -98,10 +98,10 @@ class EngineCore:
                     if error is None:
                         self._add(request, has_grammar=True)
                     else:
-                        self.scheduler.reject(request, error)
+                        self.scheduler.outputs.reject(request, error)
             case AbortRequests(request_ids):
                 for request in self.grammars.abort(request_ids):
-                    self.scheduler.report_to(request.client)
+                    self.scheduler.outputs.report_to(request.client)
                 self.scheduler.abort(request_ids)
             case ResetPrefixCache():
                 self.scheduler.kv_cache.reset()
@@ -115,10 +115,12 @@ class EngineCore:
             if has_grammar or self.grammars.admit(request):
                 self.scheduler.add(request)
             else:
-                self.scheduler.report_to(request.client)
+                self.scheduler.outputs.report_to(request.client)
         except Exception as error:
             logger.exception("request %s cannot be taken in", request.request_id)
-            self.scheduler.reject(request, f"the engine cannot take it ({type(error).__name__})")
+            self.scheduler.outputs.reject(
+                request, f"the engine cannot take it ({type(error).__name__})"
+            )
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Schedule and launch a step, harvest the oldest one in flight; return outputs by client.

@@ -200,16 +200,18 @@ class Lookahead:
             acceptance.count(*counts)
             self.overall.count(*counts)
 
-    def time(self, scheduled: Sequence[ScheduledRequest], nanoseconds: int) -> None:
-        """A step is over, so long after the one before. What one with prompts takes says nothing of
-        drafts.
+    def time(
+        self, scheduled: Sequence[ScheduledRequest], nanoseconds: int, num_others: int = 0
+    ) -> None:
+        """A step is over, so long after the one before; `num_others` of its rows decoded one token
+        and drafted nothing. What one with prompts takes says nothing of drafts.
         """
         counts = self._counts
         self.num_steps += 1
         self.num_idle += 1
         if not counts:
             return
-        num_tokens = num_asked = 0
+        num_tokens, num_asked = num_others, 0
         for item in scheduled:
             if not item.samples or item.num_tokens > item.num_drafts + 1:
                 return

@@ -97,6 +97,9 @@ class Request:
     num_tokens: int = 0  # known tokens and placeholders
     # Scheduled so far; equal to num_tokens while the next token is awaited.
     num_computed_tokens: int = 0
+    # While fewer are, the next step decodes one token in the blocks that it has; 0: it has not
+    # decoded yet, or the workers draft for it.
+    decodes_until: int = 0
     num_drafts: int = 0  # for its next step, in the workers
     num_found_drafts: int = 0  # by the workers, when last harvested: later steps hope for more
     acceptance: Acceptance | None = None  # None: it is never drafted for
@@ -219,6 +222,17 @@ class Request:
             assert known >= 0, "parts come in order"
             self.prompt_logprobs += part.positions[known:]
 
+    def go_on(self, token_id: int) -> bool:
+        """Add a token that changes nothing else; False, and it is not added, if it might."""
+        if (
+            token_id in self.stop_token_ids
+            or len(self.token_ids) + 1 >= self.max_num_tokens
+            or self.repetition is not None
+        ):
+            return False
+        self.token_ids.append(token_id)
+        return True
+
     def settle(
         self,
         scheduled: ScheduledRequest,
@@ -265,7 +279,7 @@ class Request:
         Returns:
             what the client gets.
         """
-        token_ids = result.sampled_token_ids[row]
+        token_ids = result.tokens_of(row)
         if end is not None:
             token_ids = token_ids[: end.num_tokens]
         is_first = len(self.token_ids) == self.num_prompt_tokens
@@ -290,8 +304,9 @@ class Request:
             output.marks, self.marks = self.marks, []
         if end is not None and num_tokens == end.num_tokens:
             self._end(output, end)
-        if finish_reason is None and end is None:
+        if output.finish_reason is None:
             return output
+        output.marks.append(Mark("finished", now, step))
         if (
             output.finish_reason is FinishReason.STOP
             and not output.ended_by_grammar

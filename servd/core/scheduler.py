@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from itertools import islice
 
 from servd import plugins
 from servd.config import CacheConfig, SchedulerConfig
+from servd.core.drafts import NO_DRAFTS, Drafts, choose_drafts
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
+from servd.core.outputs import Outputs
 from servd.core.queues import QUEUES
 from servd.core.queues.fair import WaitingQueue, by_order
 from servd.core.request import GrammarEnd, Request, RequestStatus, failure, prompt_too_long
 from servd.core.step import Step, StepLog
 from servd.messages import (
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     ModelRunnerOutput,
@@ -35,7 +36,6 @@ from servd.tracing import Mark, StepRecord, now_ns
 logger = logging.getLogger("servd.scheduler")
 
 BACKGROUND_SHARE = 8  # a lower lane's prompts get an eighth of the budget, for short steps
-NO_DRAFTS: list[int] = []
 NOTHING_FORCED: dict[int, list[int]] = {}
 
 
@@ -72,6 +72,7 @@ class Scheduler:
         self.max_model_len = min(max_model_len, self.cache_len)
         self.kv_cache = KVCacheManager(num_blocks, cache_config)
         self.lookahead = Lookahead(max_drafts)
+        self.drafts = Drafts(self.lookahead, self.kv_cache)
         self.requests: dict[str, Request] = {}  # unfinished
         self.running: list[Request] = []  # by order: the last is preempted first
         self.max_background_tokens = max(self.max_num_batched_tokens // BACKGROUND_SHARE, 1)
@@ -84,7 +85,7 @@ class Scheduler:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # not yet told to the workers
         self._in_flight: deque[Step] = deque()
-        self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)  # by client
+        self.outputs = Outputs()
         self._stats = SchedulerStats()
         self._num_steps = 0
         self.step_log = StepLog()
@@ -92,7 +93,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, if only harvest another or hand over outputs."""
-        return bool(self.requests or self._in_flight or self._outputs) or self.kv_cache.has_copies
+        return bool(self.requests or self._in_flight or self.outputs) or self.kv_cache.has_copies
 
     def add(self, message: EngineCoreRequest) -> None:
         """Accept a request; it ends in exactly one terminal output unless it is aborted."""
@@ -101,26 +102,18 @@ class Scheduler:
         request = Request.from_message(message, order, self.max_model_len)
         if request.num_tokens + (not request.is_prompt_only) > self.max_model_len:
             limit, by_cache = self.max_model_len, self.max_model_len == self.cache_len
-            return self.reject(message, prompt_too_long(request.num_tokens, limit, by_cache))
+            return self.outputs.reject(
+                message, prompt_too_long(request.num_tokens, limit, by_cache)
+            )
         self.requests[request.request_id] = request
         self.waiting.add(request)
-
-    def reject(self, message: EngineCoreRequest, error: str) -> None:
-        """End a request that cannot run at all."""
-        marks = [*message.marks, Mark("queued", now_ns())]
-        self._outputs[message.client].append(failure(message.request_id, marks, error))
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests, wherever they are. Those that are unknown may just have finished."""
         for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is not None:
+            if (request := self.requests.get(request_id)) is not None:
                 self._finish(request)
-                self.report_to(request.client)
-
-    def report_to(self, client: int) -> None:
-        """Let `take_outputs` give the client the engine's new state, with no output beside."""
-        self._outputs.setdefault(client, [])
+                self.outputs.report_to(request.client)
 
     # ---- schedule ----
 
@@ -142,8 +135,7 @@ class Scheduler:
         record = StepRecord(self._num_steps, now_ns())
         step = Step(record)
         self.waiting.begin_step()
-        if self.lookahead.max_drafts:
-            self.lookahead.begin_step(len(self.running))
+        self.lookahead.begin_step(len(self.running))
         self._make_room(step)
         budget = self.max_num_batched_tokens
         for lane, first, end in self.waiting.lanes(self.running):
@@ -154,20 +146,21 @@ class Scheduler:
             if record.prefills:
                 break
         step.copies = self.kv_cache.take_copies()
-        if not step.scheduled and step.copies is None:
+        if not (step.decoding or step.scheduled) and step.copies is None:
             return None
         self._num_steps += 1
         self._in_flight.append(step)
         freed, self._freed_slots = self._freed_slots, []
+        output = step.launch(freed)
         record.num_tokens = self.max_num_batched_tokens - budget
         self._stats.step_tokens.append(record.num_tokens)
-        record.num_requests = len(step.scheduled)
+        record.num_requests = output.num_rows
         record.num_waiting = len(self.waiting)
         if self.waiting:
             # Where nothing else held up the first of those that wait, its turn did not come.
             record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
         record.scheduled_ns = now_ns()
-        return SchedulerOutput(record.step, step.scheduled, step.new_requests, freed, step.copies)
+        return output
 
     def forget_workers(self) -> None:
         """They are gone, while nothing ran, with all that they computed and were told."""
@@ -207,26 +200,33 @@ class Scheduler:
         num_samples = min(len(self.requests), self.max_num_seqs)
         # One token of the budget is set aside for each request.
         drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
+        may_draft = self.lookahead.is_open
         for request in part:
-            if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
-                continue  # its last token is in flight, or it pauses
+            slot = request.slot
+            if slot in idle_slots:
+                continue
+            decodes = request.decodes_until > 0 and not may_draft and slot not in forced_tokens
+            if decodes and request.num_computed_tokens < request.decodes_until:
+                step.decode(request)
+                budget -= 1
+                continue
+            if request.num_tokens >= request.max_num_tokens:
+                continue  # its last token is in flight
             if request.num_tokens - request.num_computed_tokens > 1:
                 partial.append(request)
                 continue
-            drafts, num_drafts = NO_DRAFTS, request.num_drafts
-            if request.slot in forced_tokens:
-                if not any(each.chose_drafts_of(request) for each in self._in_flight):
-                    drafts = request.forced_drafts(forced_tokens[request.slot])
-                num_drafts = len(drafts)
-            if num_drafts:
-                num_drafts = max(min(num_drafts, drafts_left), 0)
+            drafts, num_drafts = choose_drafts(request, forced_tokens.get(slot), self._in_flight)
+            num_drafts = max(min(num_drafts, drafts_left), 0)
             new_block_ids = self.kv_cache.allocate(request, 1 + num_drafts)
             if new_block_ids is None:
                 num_drafts = 0
                 new_block_ids = self._allocate(step, request, 1)
             if new_block_ids is None:
                 break
-            self._append(step, request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
+            if decodes:
+                self._decode(step, request, new_block_ids)
+            else:
+                self._append(step, request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
             budget -= 1 + num_drafts
             drafts_left -= num_drafts
         return budget, partial
@@ -281,7 +281,7 @@ class Scheduler:
         the step keeps theirs.
         """
         while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
-            if (victim := self.running[-1]) in step.requests:
+            if (victim := self.running[-1]) in step:
                 return None
             self.running.pop()
             self._preempt(victim, step.record)
@@ -302,6 +302,14 @@ class Scheduler:
         request.marks.append(Mark("scheduled", now, step.record.step))
         step.record.num_cached_tokens += request.num_computed_tokens
         step.new_requests.append(request.as_new())
+
+    def _decode(self, step: Step, request: Request, new_block_ids: list[int]) -> None:
+        """A request's next token, in a new block."""
+        for block in new_block_ids:
+            step.new_blocks[request.slot] = block
+            request.decodes_until = self.kv_cache.room_of(request)
+        self.kv_cache.commit(request)
+        step.decode(request)
 
     def _append(
         self,
@@ -325,24 +333,13 @@ class Scheduler:
             request.num_tokens += num_drafts + 1
             request.num_drafts = 0
             if self.lookahead.is_open:
-                self._ask_for_drafts(request, scheduled)
+                self.drafts.ask(request, scheduled)
+            request.decodes_until = 0 if request.num_drafts else self.kv_cache.room_of(request)
         if num_tokens > 1 or not samples:
             step.record.prefills[request.request_id] = num_tokens
         self.kv_cache.commit(request)
         step.scheduled.append(scheduled)
         step.requests.append(request)
-
-    def _ask_for_drafts(self, request: Request, scheduled: ScheduledRequest) -> None:
-        """Have the workers draft as far as it is worth its time and leaves room for the token after
-        the drafts; where a model drafts, it has keys and values of its own for them.
-        """
-        room = request.max_num_tokens - request.num_tokens - 1
-        num_drafts = max(min(self.lookahead.num_drafts(request.acceptance), room), 0)
-        block_ids = self.kv_cache.allocate(request, num_drafts) if num_drafts else []
-        if block_ids is None:
-            block_ids, num_drafts = [], 0
-        scheduled.new_block_ids += block_ids
-        scheduled.max_new_drafts = request.num_drafts = num_drafts
 
     def _preempt(self, request: Request, record: StepRecord) -> None:
         """Send a request, taken from `running`, back to wait and compute all its tokens again."""
@@ -369,52 +366,56 @@ class Scheduler:
             ends: index in the step -> how its grammar ends an output with this token.
         """
         step = self._in_flight.popleft()
-        record, now = step.record, now_ns()
-        record.harvested_ns, record.worker_ns = now, result.times_ns
+        record = step.record
+        record.harvested_ns, record.worker_ns = now_ns(), result.times_ns
         took_ns, is_news_due = self.step_log.add(record)
         if is_news_due:
             for request in self.requests.values():
-                self.report_to(request.client)
+                self.outputs.report_to(request.client)
         self.kv_cache.harvest(step)
         if self.lookahead.max_drafts:
-            self.lookahead.time(step.scheduled, took_ns)
-        for i, (request, scheduled, token_ids) in enumerate(
-            zip(step.requests, step.scheduled, result.sampled_token_ids, strict=True)
-        ):
-            if i in result.errors:
-                self._fail(step, i, result.errors[i])
-            # A finished request's token was sampled by a step launched before its end was known.
-            if request.status is RequestStatus.FINISHED:
-                continue
-            if request.reads_prompt:
-                request.read(result, i)
-            if not token_ids:
-                continue
-            output = request.harvest(result, i, ends.get(i), now, record.step)
-            if scheduled.num_drafts or scheduled.max_new_drafts:
-                num_found = len(result.draft_token_ids.get(i, ()))
-                record.num_drafts += scheduled.num_drafts
-                record.num_accepted += request.settle(scheduled, output, len(token_ids), num_found)
-                counts, asked = (output.num_drafts, output.num_accepted), scheduled.max_new_drafts
-                self.lookahead.count(request.acceptance, *counts, asked, num_found)
-                if output.num_drafts:
-                    self._stats.drafts.count(*counts)
-            if output.finish_reason is not None:
-                output.marks += [*request.marks, Mark("finished", now, record.step)]
-                self._finish(request)
-            self._outputs[request.client].append(output)
+            self.lookahead.time(step.scheduled, took_ns, len(step.decoding))
+        decoded, rows = step.go_on(result, ends)
+        self.outputs.go_on(decoded)
+        for row in rows:
+            self._harvest(step, row, result, ends.get(row))
+
+    def _harvest(
+        self, step: Step, row: int, result: ModelRunnerOutput, end: GrammarEnd | None
+    ) -> None:
+        """Take in what came of a row; `end` is how its grammar ends its output."""
+        request, scheduled = step.row(row)
+        if row in result.errors:
+            self._fail(step, row, result.errors[row])
+        # A finished request's token was sampled by a step launched before its end was known.
+        if request.status is RequestStatus.FINISHED:
+            return
+        if request.reads_prompt:
+            request.read(result, row)
+        if not result.tokens_of(row):
+            return
+        record = step.record
+        output = request.harvest(result, row, end, record.harvested_ns, record.step)
+        if scheduled.num_drafts or scheduled.max_new_drafts:
+            record.num_drafts += scheduled.num_drafts
+            record.num_accepted += self.drafts.settle(request, scheduled, output, result, row)
+            if output.num_drafts:
+                self._stats.drafts.count(output.num_drafts, output.num_accepted)
+        if output.finish_reason is not None:
+            self._finish(request)
+        self.outputs.add(request.client, output)
 
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
         """Outputs since the last call, by client, with the engine's state now; no client without
         news, but at rest all hear of that. `num_deferred` are to be added as soon as they can run.
         """
-        outputs, self._outputs = self._outputs, defaultdict(list)
-        if outputs and not self.requests:
-            outputs |= {each: [] for each in self.step_log.clients if each not in outputs}
-        return {
-            client: EngineCoreOutputs(each, self.report(num_deferred), self.step_log.news(client))
-            for client, each in outputs.items()
-        }
+        if self.outputs and not self.requests:
+            for client in self.step_log.clients:
+                self.outputs.report_to(client)
+        outputs = self.outputs.take()
+        for client, each in outputs.items():
+            each.stats, each.steps = self.report(num_deferred), self.step_log.news(client)
+        return outputs
 
     def report(self, num_deferred: int) -> SchedulerStats:
         """The state now. Counters start again, so that the sum over all reports, to any client, is
@@ -434,11 +435,11 @@ class Scheduler:
         """End a request that failed in a step. What it computed from that step on is wrong, and
         whoever builds on it fails, too.
         """
-        request, scheduled = step.requests[index], step.scheduled[index]
+        request, scheduled = step.row(index)
         # It began at the last known token, if not all drafts that were counted before it were kept.
         num_tokens = min(scheduled.num_computed_tokens, len(request.token_ids) - 1)
         # One that has left meanwhile has blocks in the cache, too.
-        left = {each for later in (step, *self._in_flight) for each in later.requests}
+        left = {each for later in (step, *self._in_flight) for each in later.all_requests}
         others = {*self.running, *left} - {request}
         for each in [request, *self.kv_cache.adopters(request, num_tokens, others)]:
             self.kv_cache.forget_computed(each)
@@ -447,7 +448,7 @@ class Scheduler:
                 self._finish(each)
                 self._stats.num_failed += 1
                 output = failure(each.request_id, each.marks, error, step.record.step)
-                self._outputs[each.client].append(output)
+                self.outputs.add(each.client, output)
 
     def _finish(self, request: Request) -> None:
         """Forget a request and free what it holds, wherever it is."""
@@ -465,6 +466,7 @@ class Scheduler:
         """Free slot and blocks. Steps in flight may use them: the next owner's run after those."""
         self.waiting.stop(request)
         self.kv_cache.free(request)
+        request.decodes_until = 0
         self.free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1

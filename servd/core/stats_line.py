@@ -25,6 +25,7 @@ class StatsLine:
         """Add the outputs of a step; write the line when it is time."""
         if self.num_tokens == 0:  # idle times are not part of the rate
             self.since = time.monotonic()
+        self.num_tokens += len(outputs.decoded)
         for output in outputs.outputs:
             self.num_tokens += len(output.new_token_ids)
         if (stats := outputs.stats) is None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 import msgspec
 
-from servd.core.request import Request
-from servd.messages import BlockCopies, NewRequest, ScheduledRequest
+from servd.core.request import GrammarEnd, Request
+from servd.messages import (
+    BlockCopies,
+    Decodes,
+    ModelRunnerOutput,
+    NewRequest,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from servd.tracing import Pace, StepRecord
 
 MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each
@@ -25,10 +32,63 @@ class Step(msgspec.Struct):
     """
 
     record: StepRecord
+    decoding: list[Request] = []  # the first rows
+    new_blocks: dict[int, int] = {}  # of those, by slot
+    decodes: Decodes = Decodes()  # what the workers are told of those
+    requests: list[Request] = []  # the other rows
     scheduled: list[ScheduledRequest] = []
-    requests: list[Request] = []
     new_requests: list[NewRequest] = []
     copies: BlockCopies | None = None
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.requests or request in self.decoding
+
+    def decode(self, request: Request) -> None:
+        """Count a request's next token as computed, and the one after it as known to come."""
+        request.num_computed_tokens += 1
+        request.num_tokens += 1
+        self.decoding.append(request)
+
+    def launch(self, freed_slots: list[int]) -> SchedulerOutput:
+        """It is put together: what the workers are told."""
+        if self.decoding:
+            slots = [request.slot for request in self.decoding]
+            computed = [request.num_computed_tokens - 1 for request in self.decoding]
+            self.decodes = Decodes(slots, computed, self.new_blocks)
+        return SchedulerOutput(
+            self.record.step, self.scheduled, self.new_requests, freed_slots, self.copies,
+            self.decodes,
+        )  # fmt: skip
+
+    def go_on(
+        self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]
+    ) -> tuple[dict[int, dict[str, int]], list[int]]:
+        """Add the sampled tokens after which nothing changes.
+
+        Returns:
+            them, by client and request;
+            the rows of which more is to be said, e.g. that their output ends.
+        """
+        tokens: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        special, rows = {*result.errors, *result.logprobs, *ends}, []
+        for row, (request, token_id) in enumerate(zip(self.decoding, result.decoded, strict=True)):
+            if request.slot >= 0 and row not in special and request.go_on(token_id):
+                tokens[request.client][request.request_id] = token_id
+            else:
+                rows.append(row)
+        num_decodes = len(self.decoding)
+        return tokens, [*rows, *range(num_decodes, num_decodes + len(self.scheduled))]
+
+    @property
+    def all_requests(self) -> list[Request]:
+        """Of all rows."""
+        return self.decoding + self.requests
+
+    def row(self, index: int) -> tuple[Request, ScheduledRequest]:
+        """A row's request, and its part in the step."""
+        if (other := index - len(self.decoding)) < 0:
+            return self.decoding[index], self.decodes.row(index)
+        return self.requests[other], self.scheduled[other]
 
     def chose_drafts_of(self, request: Request) -> bool:
         """Whether it verifies drafts which only the workers know, so that nobody can say where the

@@ -28,8 +28,8 @@ class BlockTables:
         self.tables = torch.zeros(
             (max_num_seqs + 1, self.blocks_for(max_model_len)), dtype=torch.int32, device=device
         )
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self.pending: list[tuple[int, int, list[int]]] = []  # slot, first column, block ids
+        self.num_blocks = [0] * max_num_seqs
+        self.pending: list[tuple[int, int, int]] = []  # slot, column, block id
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold this many tokens."""
@@ -41,25 +41,18 @@ class BlockTables:
 
     def append(self, slot: int, block_ids: list[int]) -> None:
         """Add blocks to the end of a row; on the device after the next `apply`."""
-        start = int(self.num_blocks[slot])
-        assert start + len(block_ids) <= self.tables.shape[1], (
-            f"slot {slot} gets more blocks than max_model_len needs"
-        )
-        self.num_blocks[slot] = start + len(block_ids)
-        self.pending.append((slot, start, block_ids))
+        start = self.num_blocks[slot]
+        end = self.num_blocks[slot] = start + len(block_ids)
+        assert end <= self.tables.shape[1], f"slot {slot} gets more blocks than max_model_len needs"
+        self.pending += zip([slot] * len(block_ids), range(start, end), block_ids, strict=True)
 
     def take_changes(self) -> np.ndarray:
         """What was appended since the last call, as `apply` wants it: int64 [3 * num_blocks]."""
         if not self.pending:
             return NO_CHANGES
-        lengths = [len(ids) for _, _, ids in self.pending]
-        rows = np.repeat(np.array([slot for slot, _, _ in self.pending], dtype=np.int64), lengths)
-        columns = [start + i for _, start, ids in self.pending for i in range(len(ids))]
-        block_ids = [block_id for _, _, ids in self.pending for block_id in ids]
+        changes = np.array(self.pending, dtype=np.int64).T.reshape(-1)
         self.pending.clear()
-        return np.concatenate(
-            (rows, np.array(columns, dtype=np.int64), np.array(block_ids, dtype=np.int64))
-        )
+        return changes
 
     def apply(self, changes: torch.Tensor) -> None:
         """Write changes to the tables: rows, columns and block ids, one after another."""

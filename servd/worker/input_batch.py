@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from servd.messages import ScheduledRequest
+from servd.messages import Decodes, SchedulerOutput
 from servd.worker.attention import AttentionBatch
 from servd.worker.device import upload
 from servd.worker.request_states import RequestStates
@@ -42,7 +42,7 @@ class InputBatch:
     known_ends: np.ndarray  # int64 [num_rows], on the host: index in the step of the last known one
     max_new_drafts: np.ndarray  # int64 [num_rows], on the host: for the next step
     attention_rows: AttentionRows
-    # int64 [n], on the host: indices in `scheduled` of the rows that sample.
+    # int64 [n], on the host: indices in the step of the rows that sample.
     sample_rows: np.ndarray
     # One entry per token to sample: as many as rows that sample and drafts, row by row.
     sample_host_slots: np.ndarray  # int64 [m], on the host
@@ -51,10 +51,12 @@ class InputBatch:
     sample_positions: torch.Tensor  # int64 [m]: index in the sequence that it will have
 
     @classmethod
-    def gather(cls, scheduled: list[ScheduledRequest], states: RequestStates) -> InputBatch:
+    def gather(cls, scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
         """Make the batch of a step and bring the block tables up to date. Counts its tokens but the
         drafts as computed.
         """
+        if not scheduled.scheduled and states.tree is None:
+            return cls._decode(scheduled.decodes, states)
         slots, query_lens, computed, num_drafts, max_new_drafts, samples = _columns(scheduled)
         ends = np.cumsum(query_lens)
         token_slots = np.repeat(slots, query_lens)
@@ -110,6 +112,43 @@ class InputBatch:
             sample_tokens=sample_tokens_d,
             sample_slots=sample_slots,
             sample_positions=positions.index_select(0, sample_tokens_d) + 1,
+        )
+
+    @classmethod
+    def _decode(cls, decodes: Decodes, states: RequestStates) -> InputBatch:
+        """The same where each row computes one token: little is left to find out."""
+        num_rows, device = len(decodes.slots), states.token_ids.device
+        slots = np.array(decodes.slots, dtype=np.int64)
+        seq_lens = np.array(decodes.num_computed_tokens, dtype=np.int64) + 1
+        indices, ones, zeros = (
+            each[:num_rows] for each in (states.indices, states.ones, states.zeros)
+        )
+        changes = states.block_tables.take_changes()
+        packed = upload(np.concatenate((slots, zeros, changes)), device)
+        tokens = packed[: 2 * num_rows].view(2, num_rows)
+        states.block_tables.apply(packed[2 * num_rows :])
+        slots_d, columns = tokens
+        columns += states.num_computed.index_select(0, slots_d)
+        next_columns = columns + 1
+        states.num_computed.index_copy_(0, slots_d, next_columns)
+        ends = states.indices_d[:num_rows]
+        bounds = next_columns.numpy() if device.type == "cpu" else seq_lens
+        return cls(
+            states=states,
+            tokens=tokens,
+            positions=columns,
+            host_slots=slots,
+            query_lens=ones,
+            seq_lens=seq_lens,
+            num_drafts=zeros,
+            known_ends=indices,
+            max_new_drafts=zeros,
+            attention_rows=AttentionRows(ones, bounds, ends),
+            sample_rows=indices,
+            sample_host_slots=slots,
+            sample_tokens=ends,
+            sample_slots=slots_d,
+            sample_positions=next_columns,
         )
 
     def part(self, first: int, end: int) -> InputBatch:
@@ -201,13 +240,19 @@ class AttentionRows:
         )
 
 
-def _columns(scheduled: list[ScheduledRequest]) -> np.ndarray:
+def _columns(scheduled: SchedulerOutput) -> np.ndarray:
     """int64 [6, num_rows], on the host."""
-    rows = [
-        (s.slot, s.num_tokens, s.num_computed_tokens, s.num_drafts, s.max_new_drafts, s.samples)
-        for s in scheduled
-    ]
-    return np.array(rows, dtype=np.int64).T
+    decodes, first = scheduled.decodes, len(scheduled.decodes.slots)
+    columns = np.empty((6, scheduled.num_rows), dtype=np.int64)
+    columns[0, :first], columns[2, :first] = decodes.slots, decodes.num_computed_tokens
+    columns[1, :first] = columns[5, :first] = 1
+    columns[3:5, :first] = 0
+    if scheduled.scheduled:
+        columns[:, first:].T[:] = [
+            (s.slot, s.num_tokens, s.num_computed_tokens, s.num_drafts, s.max_new_drafts, s.samples)
+            for s in scheduled.scheduled
+        ]
+    return columns
 
 
 def decode_attention(

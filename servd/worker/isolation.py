@@ -22,7 +22,7 @@ Forward = Callable[[InputBatch], torch.Tensor]
 class Failures:
     """The StepPart of requests that could not enter, or that the model fails on."""
 
-    errors: dict[int, str]  # index in `scheduled` -> why
+    errors: dict[int, str]  # index in the step -> why
 
     @classmethod
     def of(cls, batch: InputBatch, failed: Mapping[int, str]) -> Failures:

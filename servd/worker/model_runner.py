@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -41,47 +41,19 @@ from servd.worker.lora.adapters import Adapters, check_modules
 from servd.worker.parallel import Parallel
 from servd.worker.readers import StepPart
 from servd.worker.request_states import RequestStates
-from servd.worker.sample.sampler import Sampler, SamplerOutput
+from servd.worker.sample.sampled_tokens import SampledTokens
+from servd.worker.sample.sampler import Sampler
 from servd.worker.sample.verification import SpecDecodeMetadata
 from servd.worker.spec_decode import Target
 
 log = logging.getLogger("servd.worker")
-
-NOT_FINITE = "the model's logits are NaN or infinite for this request, so no token can follow"
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """The StepPart of the rows that sampled."""
-
-    rows: Sequence[int]  # indices in `scheduled`
-    num_drafts: Sequence[int]  # by row
-    sampled: SamplerOutput
-
-    def to_host(self) -> SampledTokens:
-        return replace(self, sampled=self.sampled.to_host())
-
-    def write(self, output: ModelRunnerOutput) -> None:
-        token_ids, kept = self.sampled.token_ids.tolist(), self.sampled.num_kept
-        num_kept = [0] * len(self.rows) if kept is None else kept.tolist()
-        logprobs = self.sampled.logprobs.to_lists() if self.sampled.logprobs else None
-        is_void = None if self.sampled.is_void is None else self.sampled.is_void.tolist()
-        first = 0
-        for row, num_drafts, num in zip(self.rows, self.num_drafts, num_kept, strict=True):
-            found = slice(first, first + num + 1)
-            output.sampled_token_ids[row] = token_ids[found]
-            if is_void is not None and any(is_void[found]):
-                output.errors = output.errors | {row: NOT_FINITE}
-            if logprobs is not None and (asked := [each for each in logprobs[found] if each]):
-                output.logprobs[row] = asked
-            first += num_drafts + 1
 
 
 @dataclass(frozen=True)
 class LaunchedStep:
     """A step between its two calls."""
 
-    num_scheduled: int
+    num_rows: tuple[int, int]  # of SchedulerOutput: those of `decodes`, and of `scheduled`
     computed: tuple[InputBatch, torch.Tensor] | None = None  # with hidden states [tokens, hidden]
     parts: Sequence[StepPart] = ()
     times_ns: Sequence[int] = ()  # see StepRecord.worker_ns
@@ -91,7 +63,7 @@ class LaunchedStep:
 class AsyncOutput:
     """The output of one step, on its way to the host."""
 
-    num_scheduled: int
+    num_rows: tuple[int, int]  # of SchedulerOutput: those of `decodes`, and of `scheduled`
     parts: Sequence[StepPart] = ()  # on the host after `wait`
     wait: Callable[[], None] = lambda: None
     times_ns: Sequence[int] = ()  # until it was launched
@@ -99,7 +71,8 @@ class AsyncOutput:
     def result(self) -> ModelRunnerOutput:
         """Wait for the step."""
         self.wait()
-        output = ModelRunnerOutput(sampled_token_ids=[[] for _ in range(self.num_scheduled)])
+        num_decodes, num_others = self.num_rows
+        output = ModelRunnerOutput([[] for _ in range(num_others)], decoded=[-1] * num_decodes)
         for part in self.parts:
             part.write(output)
         output.times_ns = [*self.times_ns, now_ns()] if self.times_ns else []
@@ -272,11 +245,11 @@ class ModelRunner(ABC):
         if scheduled.copies is not None:
             self._copy_blocks(scheduled.copies)
         self._update_states(scheduled)
-        num_scheduled = len(scheduled.scheduled)
-        self.launched = LaunchedStep(num_scheduled)
-        if num_scheduled == 0:
+        num_rows = len(scheduled.decodes.slots), len(scheduled.scheduled)
+        self.launched = LaunchedStep(num_rows)
+        if not any(num_rows):
             return
-        batch = InputBatch.gather(scheduled.scheduled, self.states)
+        batch = InputBatch.gather(scheduled, self.states)
         prepared = now_ns()
         hidden = self._forward(batch)
         read = (reader.read(hidden, batch) for reader in self.readers)
@@ -284,7 +257,7 @@ class ModelRunner(ABC):
         if self.failed:
             parts.append(Failures.of(batch, self.failed))
         times_ns = (begin, prepared, now_ns())
-        self.launched = LaunchedStep(num_scheduled, (batch, hidden), parts, times_ns)
+        self.launched = LaunchedStep(num_rows, (batch, hidden), parts, times_ns)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden]; requests that the model fails on are in `failed`."""
@@ -349,7 +322,7 @@ class ModelRunner(ABC):
                     hidden = self._line_up(batch, hidden, part.sampled.order)
             if self.proposer and (drafts := self.proposer.draft(batch, hidden, num_kept)):
                 parts.append(drafts)
-        return AsyncOutput(launched.num_scheduled, *self.to_host(parts), launched.times_ns)
+        return AsyncOutput(launched.num_rows, *self.to_host(parts), launched.times_ns)
 
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
@@ -367,8 +340,7 @@ class ModelRunner(ABC):
         if sampled.num_kept is not None:
             slots = upload(batch.host_slots[batch.sample_rows], self.device)
             self.states.num_computed.index_add_(0, slots, sampled.num_kept)
-        num_drafts = batch.num_drafts[batch.sample_rows].tolist()
-        return SampledTokens(batch.sample_rows.tolist(), num_drafts, sampled)
+        return SampledTokens(batch.sample_rows, batch.num_drafts[batch.sample_rows], sampled)
 
     def _line_up(
         self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
@@ -394,6 +366,8 @@ class ModelRunner(ABC):
                 self._add(request)
             except Exception as error:
                 self._fail(request, error)
+        for slot, block in scheduled.decodes.new_blocks.items():
+            self.states.block_tables.append(slot, [block])
         for row in scheduled.scheduled:
             if row.new_block_ids:
                 self.states.block_tables.append(row.slot, row.new_block_ids)

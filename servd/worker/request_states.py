@@ -42,6 +42,10 @@ class RequestStates:
         )
         self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        # Of steps with one token in each row: indices, on host and device, and two constants.
+        self.indices = np.arange(max_num_seqs, dtype=np.int64)
+        self.ones, self.zeros = np.ones_like(self.indices), np.zeros_like(self.indices)
+        self.indices_d = torch.arange(max_num_seqs, device=device)
         self.tree: DraftTree | None = None  # what the drafts of `is_tree` make; of others a chain
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 

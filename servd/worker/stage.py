@@ -44,7 +44,7 @@ class Stage:
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Launch this stage's part of a step."""
-        self.step, self.slots = scheduled.step, [row.slot for row in scheduled.scheduled]
+        self.step, self.slots = scheduled.step, scheduled.slots
         self.entered |= dict.fromkeys((new.slot for new in scheduled.new_requests), self.step)
         if self.arrived is not None and scheduled.num_tokens:
             self.parallel.receive(self.arrived.stream[: scheduled.num_tokens])
@@ -66,7 +66,7 @@ class Stage:
         if launched is None:
             raise RuntimeError("sample_tokens was called before execute_model")
         self.in_flight.append((self.step, self.slots))
-        return AsyncOutput(launched.num_scheduled, times_ns=launched.times_ns)
+        return AsyncOutput(launched.num_rows, times_ns=launched.times_ns)
 
     @torch.inference_mode()
     def take_tokens(self, sampled: list[list[int]]) -> None:

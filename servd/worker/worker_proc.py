@@ -18,6 +18,7 @@ import msgspec
 
 from servd import log, messages
 from servd.child import SHOW_STACKS, import_ahead, read_start
+from servd.child_messages import StartWorker
 from servd.errors import ConfigError
 from servd.ipc import Inbox, Outbox
 
@@ -32,7 +33,7 @@ class WorkerProc:
     in flight the device never waits for a message.
     """
 
-    def __init__(self, start: messages.StartWorker, worker_class: Callable[..., Any]) -> None:
+    def __init__(self, start: StartWorker, worker_class: Callable[..., Any]) -> None:
         self.start = start
         self.speaks = start.rank == start.config.parallel.speaker
         self.worker_class = worker_class
@@ -119,7 +120,7 @@ def main(worker_module: str) -> None:
     ahead = [worker_module] if sys.argv[1:] else []
     importing = threading.Thread(target=import_ahead, args=[ahead], daemon=True)
     importing.start()
-    start = read_start(messages.StartWorker)
+    start = read_start(StartWorker)
     importing.join()
     log.setup(f"worker-{start.rank}", start.config.observability)
     faulthandler.register(SHOW_STACKS, all_threads=True)

@@ -20,11 +20,11 @@ import pytest
 
 from servd.api import grammar_checker
 from servd.api.grammar_checker import GrammarChecker, Turns
+from servd.child_messages import GrammarVerdict, StartGrammarChecker
 from servd.config import Config
 from servd.core.structured_output.manager import Compiled
 from servd.errors import InvalidRequest, Overloaded
 from servd.hf import FAKE_SPEC
-from servd.messages import GrammarVerdict, StartGrammarChecker
 from servd.params import StructuredOutput
 from tests.core.engines import Log, make_engine, make_request
 

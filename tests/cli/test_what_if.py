@@ -96,8 +96,8 @@ def test_costs_are_found_from_steps_alone(monkeypatch):
 
     def recorded():
         if engine.launched is not None:
-            tokens = sum(each.num_tokens for each in engine.launched.scheduled)
-            rows = len(engine.launched.scheduled)
+            tokens = sum(each.num_tokens for each in engine.launched.rows)
+            rows = len(engine.launched.rows)
             steps.append(StepLine(0, engine.began, engine.clock.ns, tokens, rows))
         found = proceed()
         for output in found[0]:

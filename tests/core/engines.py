@@ -37,10 +37,10 @@ class AuditedExecutor(FakeExecutor):
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         self.steps.append(scheduled)
         config = self.config.scheduler
-        slots = [item.slot for item in scheduled.scheduled]
+        slots = [item.slot for item in scheduled.rows]
         assert slots or scheduled.copies is not None
         assert len(set(slots)) == len(slots) <= config.max_num_seqs
-        assert all(item.num_tokens > 0 for item in scheduled.scheduled)
+        assert all(item.num_tokens > 0 for item in scheduled.rows)
         assert scheduled.num_tokens <= config.max_num_batched_tokens
         for new in scheduled.new_requests:
             assert new.slot in slots
@@ -53,7 +53,7 @@ class AuditedExecutor(FakeExecutor):
         for new in scheduled.new_requests:
             assert new.slot not in self.rows or new.slot in scheduled.freed_slots
         super()._forward(scheduled)
-        for item in scheduled.scheduled:
+        for item in scheduled.rows:
             self._audit(self.rows[item.slot])
         return scheduled
 
@@ -135,7 +135,7 @@ class Log:
         """One checked step."""
         for client, outputs in engine.step().items():
             self.by_client[client].append(outputs)
-            for output in outputs.outputs:
+            for output in outputs.all_outputs:
                 assert not self.finished(output.request_id), "an output after the last"
                 self.outputs[output.request_id].append(output)
         check(engine)

@@ -202,7 +202,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(bad: EngineCoreRequest):
     outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
     while engine.has_work:
         for client, news in engine.step().items():
-            outputs[client] += news.outputs
+            outputs[client] += news.all_outputs
     assert [(output.request_id, output.finish_reason) for output in outputs[2]] == [
         (bad.request_id, FinishReason.ERROR)
     ]

@@ -212,7 +212,7 @@ def output_of(proc: EngineCoreProc) -> list[int]:
     """Tokens up to the end of the request that runs."""
     token_ids = []
     while True:
-        for output in next_of(proc, EngineCoreOutputs).outputs:
+        for output in next_of(proc, EngineCoreOutputs).all_outputs:
             token_ids += output.new_token_ids
             if output.finish_reason is not None:
                 assert output.error is None

@@ -280,8 +280,7 @@ def test_one_step_samples_no_more_than_it_can():
     settle()
     log.run(engine)
     num_samples = [
-        sum(item.num_drafts + item.samples for item in step.scheduled)
-        for step in engine.executor.steps
+        sum(item.num_drafts + item.samples for item in step.rows) for step in engine.executor.steps
     ]
     assert max(num_samples) == 6 + MAX_FORCED_TOKENS
     assert [outputs(log, str(i)) for i in range(6)] == [alone(arrival) for arrival in arrivals]
@@ -296,7 +295,7 @@ def test_a_preempted_request_has_no_drafts_until_it_samples_again(depth):
     )  # fmt: skip
     log = generate(engine, *(make_request(str(i), list(range(i, i + 6)), 54) for i in range(5)))
     assert log.total("num_preemptions") > 0
-    rows = [item for step in engine.executor.steps for item in step.scheduled if item.num_drafts]
+    rows = [item for step in engine.executor.steps for item in step.rows if item.num_drafts]
     assert rows and all(item.num_tokens == item.num_drafts + 1 for item in rows)
 
 

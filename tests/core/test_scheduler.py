@@ -24,7 +24,7 @@ def run_and_list_steps(engine, *requests) -> tuple[Log, list[dict[int, int]]]:
     """
     log = generate(engine, *requests)
     return log, [
-        {item.slot: item.num_tokens for item in step.scheduled} for step in engine.executor.steps
+        {item.slot: item.num_tokens for item in step.rows} for step in engine.executor.steps
     ]
 
 
@@ -41,7 +41,7 @@ def test_a_long_prompt_is_computed_in_chunks():
 def test_only_the_last_chunk_samples():
     engine = make_engine(max_num_batched_tokens=10)
     generate(engine, make_request("a", list(range(25)), 2))
-    assert [step.scheduled[0].samples for step in engine.executor.steps] == [
+    assert [step.rows[0].samples for step in engine.executor.steps] == [
         False,
         False,
         True,
@@ -64,7 +64,7 @@ def test_a_long_urgent_prompt_leaves_a_token_to_each_request_behind_it():
     log.step(engine)
     engine.handle(make_request("urgent", list(range(30)), 1, priority=-1))
     log.run(engine)
-    assert all(0 in [item.slot for item in step.scheduled] for step in engine.executor.steps)
+    assert all(0 in [item.slot for item in step.rows] for step in engine.executor.steps)
 
 
 def test_at_most_max_num_seqs_run():
@@ -306,7 +306,7 @@ def test_an_abort_is_news_for_the_statistics_of_its_client():
     engine.handle(AbortRequests(["a"]))
     log.run(engine)
     last = log.by_client[3][-1]
-    assert last.outputs == [] and (last.stats.num_running, last.stats.kv_cache_usage) == (0, 0)
+    assert last.all_outputs == [] and (last.stats.num_running, last.stats.kv_cache_usage) == (0, 0)
 
 
 # ---- reports ----
@@ -329,7 +329,9 @@ def test_every_client_gets_its_own_outputs_and_the_state_of_the_engine():
     engine = make_engine()
     log = generate(engine, *(make_request(str(i), [1, i], 3, client=i % 2) for i in range(4)))
     for client in (0, 1):
-        names = {output.request_id for report in log.by_client[client] for output in report.outputs}
+        names = {
+            output.request_id for report in log.by_client[client] for output in report.all_outputs
+        }
         assert names == {str(client), str(client + 2)}
         assert log.by_client[client][-1].stats.num_running == 0
     assert log.total("prefix_cache_queries") == 8

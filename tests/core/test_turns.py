@@ -8,7 +8,7 @@ from tests.core.engines import generate, make_engine, make_request, solo
 
 
 def slots_of(step) -> set[int]:
-    return {row.slot for row in step.scheduled}
+    return {row.slot for row in step.rows}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -29,7 +29,7 @@ def test_no_step_in_flight_awaits_the_token_of_another(num_blocks, num_stages, d
         awaited = {
             row.slot
             for before in steps[index - num_in_flight[index] : index]
-            for row in before.scheduled
+            for row in before.rows
             if row.samples
         }
         # Another request may be in the slot of one that has yielded or ended.

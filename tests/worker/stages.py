@@ -48,7 +48,7 @@ class Pending:
     def result(self) -> ModelRunnerOutput:
         output = self.output.result()
         for worker in self.executor.workers[:-1]:
-            worker.take_tokens(output.sampled_token_ids)
+            worker.take_tokens(output.rows)
         return output
 
 

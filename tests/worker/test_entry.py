@@ -81,7 +81,7 @@ class Engine:
         outputs: list[EngineCoreOutput] = []
         while self.core.has_work:
             for message in self.core.step().values():
-                outputs += message.outputs
+                outputs += message.all_outputs
         for request_id in {output.request_id for output in outputs}:  # one for each choice
             ends = [o.finish_reason for o in outputs if o.request_id == request_id]
             assert ends[-1] is not None
@@ -152,11 +152,11 @@ def test_a_bug_while_a_request_enters_fails_only_that_request(engine: Engine, mo
     neighbour = EngineCoreRequest("n", PROMPT, EXPECTED, eos_token_ids=[3])
     alone = [token for o in engine.run(EXPECTED) for token in o.new_token_ids]
     engine.core.handle(neighbour)
-    outputs = engine.core.step()[0].outputs
+    outputs = engine.core.step()[0].all_outputs
     bad = SamplingParams(seed=13, logprobs=2, prompt_logprobs=1, repetition_penalty=1.5)
     engine.core.handle(EngineCoreRequest("b", PROMPT * 20, bad))
     while engine.core.has_work:
-        outputs += [o for message in engine.core.step().values() for o in message.outputs]
+        outputs += [o for message in engine.core.step().values() for o in message.all_outputs]
     [failed] = [o for o in outputs if o.request_id == "b"]
     assert failed.finish_reason is FinishReason.ERROR
     assert failed.error == "the worker failed on this request (RuntimeError)"

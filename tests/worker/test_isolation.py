@@ -47,7 +47,7 @@ class Engine:
         self.cached: dict[str, int] = {}
         while self.core.has_work:
             for outputs in self.core.step().values():
-                for each in outputs.outputs:
+                for each in outputs.all_outputs:
                     tokens[each.request_id] += each.new_token_ids
                     self.cached.setdefault(each.request_id, each.num_cached_tokens)
                     if each.error is not None:

@@ -38,7 +38,7 @@ def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, list
         engine.handle(request)
     while engine.has_work:
         for outputs in engine.step().values():
-            for each in outputs.outputs:
+            for each in outputs.all_outputs:
                 scores = each.logprobs or [None] * len(each.new_token_ids)
                 found.setdefault(each.request_id, []).extend(
                     zip(each.new_token_ids, scores, strict=True)

@@ -86,7 +86,7 @@ class StepClock:
         for message in outputs.values():
             encoded = msgspec.msgpack.encode(message)
             received = msgspec.msgpack.decode(encoded, type=EngineCoreOutputs)
-            self.num_tokens += sum(len(output.new_token_ids) for output in received.outputs)
+            self.num_tokens += sum(len(output.new_token_ids) for output in received.all_outputs)
         self.seconds["ipc"] += time.perf_counter() - started
 
     def summary(self) -> dict[str, Any]:

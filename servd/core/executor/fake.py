@@ -217,7 +217,7 @@ class FakeExecutor(executor.Executor):
             del self.rows[slot]
         for request in scheduled.new_requests:
             self.rows[request.slot] = self._row(request)
-        for item in scheduled.scheduled:
+        for item in scheduled.rows:
             row = self.rows[item.slot]
             row.block_ids += item.new_block_ids
             self._compute(row, item.num_tokens - item.num_drafts)
@@ -230,19 +230,19 @@ class FakeExecutor(executor.Executor):
         self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None
     ) -> ModelRunnerOutput:
         """Append a token to every row that samples."""
-        output = ModelRunnerOutput([])
+        output, sampled = ModelRunnerOutput([]), []
         masks = _unpack(bitmask) if bitmask else {}
-        for i, item in enumerate(scheduled.scheduled):
+        for i, item in enumerate(scheduled.rows):
             row = self.rows[item.slot]
             if part := self._prompt_logprobs(row, item.num_tokens):
                 output.prompt_logprobs[i] = part
             if not item.samples:
-                output.sampled_token_ids.append([])
+                sampled.append([])
                 continue
             token_ids = self._verify(row, i, masks)
             row.token_ids += token_ids
             row.num_computed_tokens += len(token_ids) - 1
-            output.sampled_token_ids.append(token_ids)
+            sampled.append(token_ids)
             if item.max_new_drafts:
                 state = next_state(row.states[len(token_ids) - 1], token_ids[-1])
                 output.draft_token_ids[i] = row.drafts = self._draft(state, item.max_new_drafts)
@@ -251,6 +251,9 @@ class FakeExecutor(executor.Executor):
             elif (k := row.params.logprobs) is not None:
                 named = row.params.logprob_token_ids
                 output.logprobs[i] = [self._logprobs(token_id, k, named) for token_id in token_ids]
+        num_decodes = len(scheduled.decodes.slots)
+        output.decoded = [token_id for [token_id] in sampled[:num_decodes]]
+        output.sampled_token_ids = sampled[num_decodes:]
         output.times_ns = [*self.times_ns, now_ns()]
         return output
 

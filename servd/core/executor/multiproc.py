@@ -8,6 +8,7 @@ from collections import deque
 from typing import ClassVar
 
 from servd.child import Child
+from servd.child_messages import StartWorker
 from servd.config import Config
 from servd.core import executor
 from servd.errors import ConfigError, EngineDead
@@ -22,7 +23,6 @@ from servd.messages import (
     SampleTokens,
     SchedulerOutput,
     Shutdown,
-    StartWorker,
     TakeTokens,
     ToWorker,
     WorkerFailed,
@@ -116,7 +116,7 @@ class MultiProcExecutor(executor.Executor):
         output = outputs[speaker]
         output.times_ns = [time for each in outputs for time in each.times_ns]
         for outbox in self.outboxes[:speaker]:
-            outbox.send(TakeTokens(output.sampled_token_ids))
+            outbox.send(TakeTokens(output.rows))
         return output
 
     def shutdown(self) -> None:

@@ -217,6 +217,10 @@ class KVCacheManager:
         request.block_ids.extend(new_block_ids)
         return new_block_ids
 
+    def room_of(self, request: Request) -> int:
+        """How many tokens can be computed in its blocks, but for the last one, which never is."""
+        return min(len(request.block_ids) * self.block_size, request.max_num_tokens - 1)
+
     def commit(self, request: Request) -> None:
         """Register the blocks that have become full of known, scheduled tokens."""
         num_full = min(len(request.token_ids), request.num_computed_tokens) // self.block_size

@@ -18,10 +18,10 @@ import msgspec
 
 from servd import log
 from servd.child import read_start
+from servd.child_messages import GrammarVerdict, StartGrammarChecker
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.errors import ConfigError
-from servd.messages import GrammarVerdict, StartGrammarChecker
 from servd.params import StructuredOutput
 
 logger = logging.getLogger("servd.grammar")

@@ -190,7 +190,7 @@ class GrammarManager:
         self._cache = GrammarCache(self._compile)
         self._compiling: dict[Key, list[EngineCoreRequest]] = {}
         self._rows: dict[int, Row] = {}  # by slot
-        # Those that sample: index in `scheduled`, row, its part in the step.
+        # Those that sample: index in the step, row, its part in the step.
         self._step: list[tuple[int, Row, ScheduledRequest]] = []
         self._turn = 0
         self._in_flight: deque[list[tuple[int, Row, ScheduledRequest]]] = deque()
@@ -291,7 +291,7 @@ class GrammarManager:
         if self._rows:
             self._step = [
                 (index, self._rows[item.slot], item)
-                for index, item in enumerate(scheduled.scheduled)
+                for index, item in enumerate(scheduled.rows)
                 if item.samples and item.slot in self._rows
             ]
 
@@ -356,13 +356,13 @@ class GrammarManager:
         """Take in the tokens of the oldest step in flight.
 
         Returns:
-            Index in `scheduled` -> end, of the outputs that end with one of these tokens.
+            Index in the step -> end, of the outputs that end with one of these tokens.
         """
         ends: dict[int, GrammarEnd] = {}
         for index, row, _ in self._in_flight.popleft():
             row.num_awaited -= 1
             row.draft_token_ids = output.draft_token_ids.get(index, [])
-            for num_tokens, token_id in enumerate(output.sampled_token_ids[index], 1):
+            for num_tokens, token_id in enumerate(output.tokens_of(index), 1):
                 row.accept(token_id)
                 if (end := row.end) is not None:
                     ends[index] = replace(end, num_tokens=num_tokens)

@@ -80,7 +80,7 @@ class Reader(readers.Reader):
 class PromptLogprobsPart:
     """What one step adds to the prompts' scores."""
 
-    # Index in `scheduled`, index in the prompt of the first token, tokens.
+    # Index in the step, index in the prompt of the first token, tokens.
     parts: list[tuple[int, int, int]]
     slices: list[LogprobsTensors]  # all tokens of all parts, in order
 

@@ -229,7 +229,7 @@ class Proposer(ABC):
 class Drafts:
     """The StepPart of what was drafted: the engine follows it in grammars."""
 
-    rows: np.ndarray  # [n] indices in `scheduled`
+    rows: np.ndarray  # [n] indices in the step
     token_ids: Tensor  # [n, k] int64; -1: none
 
     def to_host(self) -> Drafts:

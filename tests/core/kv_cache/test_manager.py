@@ -34,7 +34,7 @@ def test_requests_of_one_step_share_blocks_that_the_step_itself_computes():
     requests = [make_request(name, PROMPT) for name in "ab"]
     log = generate(engine, *requests)
     [first_step, *_] = engine.executor.steps
-    assert [item.num_tokens for item in first_step.scheduled] == [12, 4]
+    assert [item.num_tokens for item in first_step.rows] == [12, 4]
     assert [cached_tokens(log, name) for name in "ab"] == [0, 8]
     assert log.token_ids("a") == log.token_ids("b") == solo(requests[0])
 

@@ -346,7 +346,7 @@ class VoidExecutor(AuditedExecutor):
 
     def _sample(self, scheduled, bitmask):
         output = super()._sample(scheduled, bitmask)
-        for i, item in enumerate(scheduled.scheduled):
+        for i, item in enumerate(scheduled.rows):
             if item.samples and self.num_void:
                 self.num_void -= 1
                 output.errors = output.errors | {i: "NaN"}

@@ -28,8 +28,9 @@ class Clocked(AuditedExecutor):
         self.now += STEP + TOKEN * scheduled.num_tokens
 
     def sample_tokens(self, bitmask=None) -> Done:
-        items = self.steps[-1].scheduled
-        return Done(ModelRunnerOutput([[5] if item.samples else [] for item in items]))
+        step = self.steps[-1]
+        sampled = [[5] if item.samples else [] for item in step.scheduled]
+        return Done(ModelRunnerOutput(sampled, decoded=[5] * len(step.decodes.slots)))
 
 
 class Simulation:
@@ -70,7 +71,7 @@ class Simulation:
                 executor.now = self.coming[0][0]
                 continue
             for outputs in self.engine.step().values():
-                for output in outputs.outputs:
+                for output in outputs.all_outputs:
                     self._take(output)
 
     def _take(self, output) -> None:

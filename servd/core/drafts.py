@@ -1,0 +1,70 @@
+"""Drafts: tokens that a request's next step verifies, from asking for them to what became of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.lookahead import Lookahead
+from servd.core.request import Request
+from servd.core.step import Step
+from servd.messages import EngineCoreOutput, ModelRunnerOutput, ScheduledRequest
+
+NO_DRAFTS: list[int] = []
+
+
+def choose_drafts(
+    request: Request, forced: list[int] | None, in_flight: Iterable[Step]
+) -> tuple[list[int], int]:
+    """What a request's next step verifies: the engine's own drafts, or those that the workers have;
+    and how many. `forced` are the tokens that are sure to follow the harvested ones.
+    """
+    if forced is None:
+        return NO_DRAFTS, request.num_drafts
+    if any(each.chose_drafts_of(request) for each in in_flight):
+        return NO_DRAFTS, 0
+    drafts = request.forced_drafts(forced)
+    return drafts, len(drafts)
+
+
+class Drafts:
+    """Args: lookahead: says how many are worth their time; kv_cache: has the room for them."""
+
+    def __init__(self, lookahead: Lookahead, kv_cache: KVCacheManager) -> None:
+        self.lookahead = lookahead
+        self.kv_cache = kv_cache
+
+    def ask(self, request: Request, scheduled: ScheduledRequest) -> None:
+        """Have the workers draft as far as it is worth its time and leaves room for the token after
+        the drafts; where a model drafts, it has keys and values of its own for them.
+        """
+        room = request.max_num_tokens - request.num_tokens - 1
+        num_drafts = max(min(self.lookahead.num_drafts(request.acceptance), room), 0)
+        block_ids = self.kv_cache.allocate(request, num_drafts) if num_drafts else []
+        if block_ids is None:
+            block_ids, num_drafts = [], 0
+        scheduled.new_block_ids += block_ids
+        scheduled.max_new_drafts = request.num_drafts = num_drafts
+
+    def settle(
+        self,
+        request: Request,
+        scheduled: ScheduledRequest,
+        output: EngineCoreOutput,
+        result: ModelRunnerOutput,
+        row: int,
+    ) -> int:
+        """Take in which were kept, and which were found for the next step; `output` is what came
+        of the step.
+
+        Returns:
+            how many were kept, and are part of the output.
+        """
+        num_sampled = len(result.tokens_of(row))
+        num_found = len(result.draft_token_ids.get(row, ()))
+        num_kept = request.settle(scheduled, output, num_sampled, num_found)
+        counts = output.num_drafts, output.num_accepted, scheduled.max_new_drafts, num_found
+        self.lookahead.count(request.acceptance, *counts)
+        return num_kept

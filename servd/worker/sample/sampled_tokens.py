@@ -1,0 +1,48 @@
+"""SampledTokens: what the sampler made of a step, brought to the host and by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from servd.messages import ModelRunnerOutput
+from servd.worker.sample.sampler import SamplerOutput
+
+NOT_FINITE = "the model's logits are NaN or infinite for this request, so no token can follow"
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """The StepPart of the rows that sampled."""
+
+    rows: np.ndarray  # int64 [num_rows]: indices in the step
+    num_drafts: np.ndarray  # int64 [num_rows]
+    sampled: SamplerOutput
+
+    def to_host(self) -> SampledTokens:
+        return replace(self, sampled=self.sampled.to_host())
+
+    def write(self, output: ModelRunnerOutput) -> None:
+        sampled, num_decodes = self.sampled, len(output.decoded)
+        token_ids = sampled.token_ids.tolist()
+        output.decoded = token_ids[:num_decodes]
+        for row, part in self._parts(num_decodes):
+            output.sampled_token_ids[row - num_decodes] = token_ids[part]
+        if sampled.is_void is not None and sampled.is_void.any():
+            is_void = ((row, sampled.is_void[part].any()) for row, part in self._parts())
+            output.errors = output.errors | {row: NOT_FINITE for row, is_so in is_void if is_so}
+        if sampled.logprobs:
+            logprobs = sampled.logprobs.to_lists()
+            asked = {row: [x for x in logprobs[part] if x] for row, part in self._parts()}
+            output.logprobs |= {row: each for row, each in asked.items() if each}
+
+    def _parts(self, first: int = 0) -> Iterator[tuple[int, slice]]:
+        """Each row from the first on, and where its tokens are among all; those before have one."""
+        rows, num_drafts, kept = self.rows[first:], self.num_drafts[first:], self.sampled.num_kept
+        num_kept = np.zeros_like(rows) if kept is None else kept[first:]
+        columns = rows.tolist(), num_drafts.tolist(), num_kept.tolist()
+        for row, num_drafts_of_row, num_kept_of_row in zip(*columns, strict=True):
+            yield row, slice(first, first + num_kept_of_row + 1)
+            first += num_drafts_of_row + 1

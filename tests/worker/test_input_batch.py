@@ -1,0 +1,73 @@
+"""The batch of a step: rows in columns are gathered as they are one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import torch
+
+from servd.messages import Decodes, NewRequest, SchedulerOutput
+from servd.params import SamplingParams
+from servd.worker.input_batch import AttentionRows, InputBatch
+from servd.worker.request_states import RequestStates
+
+NUM_SLOTS, BLOCK_SIZE, VOCAB_SIZE = 9, 4, 50
+
+
+def filled_states(seed: int) -> tuple[RequestStates, dict[int, int]]:
+    """Requests in all slots, and how many of their tokens are computed, by slot."""
+    draw = random.Random(seed)
+    states = RequestStates(NUM_SLOTS, 64, BLOCK_SIZE, torch.device("cpu"), VOCAB_SIZE)
+    computed = {slot: BLOCK_SIZE * draw.randint(0, 3) for slot in range(NUM_SLOTS)}
+    for slot, num_computed in computed.items():
+        token_ids = [draw.randrange(VOCAB_SIZE) for _ in range(num_computed + 1)]
+        blocks = draw.sample(range(90), num_computed // BLOCK_SIZE)
+        params = SamplingParams()
+        states.add(NewRequest(slot, token_ids, len(token_ids), num_computed, blocks, params))
+    return states, computed
+
+
+def plain(value: object) -> object:
+    """To compare."""
+    if isinstance(value, AttentionRows):
+        return [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else value
+
+
+def test_columns_are_gathered_as_rows_are():
+    for seed in range(20):
+        batches, draw = [], random.Random(seed)
+        slots = draw.sample(range(NUM_SLOTS), draw.randint(1, NUM_SLOTS))
+        for is_columns in (True, False):
+            states, computed = filled_states(seed)
+            blocks = {slot: 100 + slot for slot in slots}
+            for slot in slots:
+                states.block_tables.append(slot, [blocks[slot]])
+            decodes = Decodes(slots, [computed[slot] for slot in slots], blocks)
+            step = SchedulerOutput(1, [], decodes=decodes)
+            if not is_columns:
+                step = SchedulerOutput(1, step.rows)
+            batches.append(InputBatch.gather(step, states))
+            assert states.block_tables.tables[slots, :4].max(1).values.tolist() == [
+                100 + slot for slot in slots
+            ]
+        one, other = batches
+        for field in dataclasses.fields(InputBatch):
+            if field.name != "states":
+                assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
+        assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
+        assert plain(one.token_ids) == plain(other.token_ids)
+        assert one.is_decode and one.samples_all
+
+
+def test_columns_come_before_rows():
+    """In one step, as the answer of the workers is read."""
+    states, computed = filled_states(0)
+    decodes = Decodes([5, 2], [computed[5], computed[2]])
+    others = SchedulerOutput(1, [], decodes=Decodes([7], [computed[7]])).rows
+    batch = InputBatch.gather(SchedulerOutput(1, others, decodes=decodes), states)
+    assert batch.host_slots.tolist() == [5, 2, 7]
+    assert batch.seq_lens.tolist() == [computed[slot] + 1 for slot in (5, 2, 7)]
+    assert batch.sample_rows.tolist() == [0, 1, 2]
