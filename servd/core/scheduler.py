@@ -219,8 +219,7 @@ class Scheduler:
             num_drafts = max(min(num_drafts, drafts_left), 0)
             new_block_ids = self.kv_cache.allocate(request, 1 + num_drafts)
             if new_block_ids is None:
-                num_drafts = 0
-                new_block_ids = self._allocate(step, request, 1)
+                num_drafts, new_block_ids = 0, self._allocate(step, request, 1)
             if new_block_ids is None:
                 break
             if decodes:
@@ -338,8 +337,7 @@ class Scheduler:
         if num_tokens > 1 or not samples:
             step.record.prefills[request.request_id] = num_tokens
         self.kv_cache.commit(request)
-        step.scheduled.append(scheduled)
-        step.requests.append(request)
+        step.add(request, scheduled)
 
     def _preempt(self, request: Request, record: StepRecord) -> None:
         """Send a request, taken from `running`, back to wait and compute all its tokens again."""

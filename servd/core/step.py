@@ -49,6 +49,11 @@ class Step(msgspec.Struct):
         request.num_tokens += 1
         self.decoding.append(request)
 
+    def add(self, request: Request, scheduled: ScheduledRequest) -> None:
+        """Any other part of a request in the step."""
+        self.requests.append(request)
+        self.scheduled.append(scheduled)
+
     def launch(self, freed_slots: list[int]) -> SchedulerOutput:
         """It is put together: what the workers are told."""
         if self.decoding:
