@@ -326,7 +326,7 @@ class ScheduledRequest(Message):
     draft_token_ids: list[int] = []  # the engine's drafts; empty: those of the workers
 
 
-class Decodes(Message, frozen=True):
+class Decodes(Message):
     """The rows that compute one token and sample the next, without drafts: most of most steps, so
     in columns.
     """
@@ -368,7 +368,7 @@ class SchedulerOutput(Message, tag=True):
     new_requests: list[NewRequest] = []
     freed_slots: list[int] = []
     copies: BlockCopies | None = None
-    decodes: Decodes = Decodes()
+    decodes: Decodes = msgspec.field(default_factory=Decodes)
 
     @property
     def rows(self) -> list[ScheduledRequest]:

@@ -34,7 +34,7 @@ class Step(msgspec.Struct):
     record: StepRecord
     decoding: list[Request] = []  # the first rows
     new_blocks: dict[int, int] = {}  # of those, by slot
-    decodes: Decodes = Decodes()  # what the workers are told of those
+    decodes: Decodes = msgspec.field(default_factory=Decodes)  # what the workers are told of those
     requests: list[Request] = []  # the other rows
     scheduled: list[ScheduledRequest] = []
     new_requests: list[NewRequest] = []
