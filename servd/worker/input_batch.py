@@ -55,8 +55,12 @@ class InputBatch:
         """Make the batch of a step and bring the block tables up to date. Counts its tokens but the
         drafts as computed.
         """
-        if not scheduled.scheduled and states.tree is None:
-            return cls._decode(scheduled.decodes, states)
+        if scheduled.scheduled or states.tree is not None:
+            return cls._gather(scheduled, states)
+        return cls._decode(scheduled.decodes, states)
+
+    @classmethod
+    def _gather(cls, scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
         slots, query_lens, computed, num_drafts, max_new_drafts, samples = _columns(scheduled)
         ends = np.cumsum(query_lens)
         token_slots = np.repeat(slots, query_lens)
