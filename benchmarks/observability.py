@@ -90,8 +90,8 @@ def _is_ready(url: str) -> bool:
 
 
 async def send(url: str, bodies: list[dict[str, Any]], concurrency: int) -> list[str]:
-    """Ask for completions; returns the ids of the answers."""
-    may_run, ids = asyncio.Semaphore(concurrency), []
+    """Ask for completions; returns the answers' texts."""
+    may_run, answers = asyncio.Semaphore(concurrency), list[str]()
     limits = httpx.Limits(max_connections=concurrency)
     close = {"connection": "close"}  # on a slow machine one that is idle ends as it is used again
     async with httpx.AsyncClient(
@@ -100,12 +100,11 @@ async def send(url: str, bodies: list[dict[str, Any]], concurrency: int) -> list
 
         async def one(body: dict[str, Any]) -> None:
             async with may_run, http.stream("POST", "/v1/completions", json=body) as answer:
-                text = "".join([part async for part in answer.aiter_text()])
+                answers.append("".join([part async for part in answer.aiter_text()]))
                 answer.raise_for_status()
-                ids.append(text.partition('"id":"')[2].partition('"')[0])
 
         await asyncio.gather(*map(one, bodies))
-    return ids
+    return answers
 
 
 # ---- cost ----
@@ -117,6 +116,7 @@ class Cost(NamedTuple):
     api_cpu: float  # microseconds per token
     engine_cpu: float  # microseconds per step
     throughput: float  # tokens per second
+    chunks: float  # per answer; tokens that the API server reads together are one, and cost as one
 
 
 def cost(*options: str, other: str = "benchmarks.unrecorded") -> None:
@@ -156,13 +156,15 @@ def _pair(options: Sequence[str], modules: Sequence[str], number: int) -> list[C
         for turn in range(ROUNDS):
             for i in _in_turn(turn):
                 before, began = started[i].cpu(), time.perf_counter()
-                asyncio.run(send(started[i].url, [body] * STREAMS, STREAMS))
+                answers = asyncio.run(send(started[i].url, [body] * STREAMS, STREAMS))
                 seconds = time.perf_counter() - began
                 used = (now - then for now, then in zip(started[i].cpu(), before, strict=True))
-                rounds[i].append((*(1e6 * cpu / num_tokens for cpu in used), num_tokens / seconds))
+                chunks = sum(answer.count("data:") for answer in answers) / STREAMS
+                cpu = (1e6 * each / num_tokens for each in used)
+                rounds[i].append((*cpu, num_tokens / seconds, chunks))
         per_step = ROUNDS * num_tokens / (started[0].num_steps() - first_step)
     medians = (map(statistics.median, zip(*each, strict=True)) for each in rounds)
-    return [Cost(api, engine * per_step, rate) for api, engine, rate in medians]
+    return [Cost(api, engine * per_step, *others) for api, engine, *others in medians]
 
 
 def _in_turn(number: int) -> tuple[int, int]:
@@ -189,7 +191,8 @@ def unaccounted(*options: str) -> None:
     shares, causes = [], Counter[str]()
     with server(*options) as running, httpx.Client(base_url=running.url, timeout=TIMEOUT) as http:
         asyncio.run(send(running.url, bodies[:3], 1))
-        for name in asyncio.run(send(running.url, bodies, 32)):
+        for answer in asyncio.run(send(running.url, bodies, 32)):
+            name = answer.partition('"id":"')[2].partition('"')[0]
             told = http.get(f"/v1/requests/{name}/timeline").raise_for_status().json()["causes"]
             shares.append(sum(each["share"] for each in told if each["cause"] == "unaccounted"))
             causes.update({each["cause"]: each["ms"] for each in told})
