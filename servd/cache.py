@@ -86,6 +86,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Share, Meta(description="Share of the blocks that --kv-cache-metrics measures.")
     ] = 0.01
 
+    @property
+    def has_tiers(self) -> bool:
+        """Whether blocks that the device has no room for go anywhere."""
+        return self.kv_cache_dir is not None or self.kv_offloading_size is not None
+
     def verify(self) -> None:
         """Check what is resolved.
 
@@ -101,8 +106,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "--kv-events-config tells what the prefix cache has, and that is off, as with "
                 "every encoder: leave it out"
             )
-        has_tiers = self.kv_cache_dir is not None or self.kv_offloading_size is not None
-        if has_tiers and not self.enable_prefix_caching:
+        if self.has_tiers and not self.enable_prefix_caching:
             raise ConfigError(
                 "--kv-cache-dir and --kv-offloading-size keep what the prefix cache has, and that "
                 "is off, as with every encoder: leave them out"

@@ -165,6 +165,10 @@ class WorkerReady(Message, tag=True):
     num_blocks: int  # KV-cache blocks that fit
     weights_bytes: int
     kv_bytes_per_block: int
+    # Of each group of layers, whose blocks of the KV cache are its own: how many tokens they keep
+    # from the newest on; None: all. A request's block ids are those of the first tokens, one of
+    # each group, then those of the next tokens.
+    kv_windows: tuple[int | None, ...] = (None,)
     # With --enable-lora: (inputs, outputs) of each layer that an adapter may have a part for.
     adaptable: dict[str, tuple[int, int]] = {}
 

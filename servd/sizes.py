@@ -66,4 +66,5 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     sizes: MemorySizes
     free: int  # bytes for all of it
     num_blocks: int  # in the KV cache
+    kv_windows: tuple[int | None, ...]  # see WorkerReady
     shortage: str  # why not one request fits, and what to change; "" if it does

@@ -35,6 +35,7 @@ from servd.api.metric_names import (
     WAITING,
 )
 from servd.config import Config
+from servd.kv_layout import KVLayout
 from servd.messages import EngineCoreOutput, EngineReady, FinishReason
 from servd.params import SamplingParams
 from servd.stats import SchedulerStats
@@ -243,7 +244,8 @@ class Metrics:
         for state, is_so in (("awake", not ready.is_asleep), ("discard_all", ready.is_asleep)):
             self.sleep_state.labels(**self.labels, sleep_state=state).set(is_so)
         self.families.adapters.max_loras, cache = config.lora.num_places, config.cache
-        num_tokens = ready.worker.num_blocks * ready.block_size
+        layout = KVLayout.of(config, ready.worker.kv_windows)
+        num_tokens = layout.num_tokens(ready.worker.num_blocks, ready.max_model_len)
         self.cache_config.labels(
             **self.labels,
             block_size=ready.block_size,

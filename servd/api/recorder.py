@@ -37,6 +37,7 @@ class ServerLine(msgspec.Struct):
     num_blocks: int
     kv_bytes_per_block: int
     options: dict[str, Any]
+    kv_windows: tuple[int | None, ...] = (None,)  # see WorkerReady
 
 
 class StepLine(msgspec.Struct, array_like=True, gc=False):
@@ -117,7 +118,9 @@ class Recorder:
                 options[name] = getattr(getattr(self.config, section), name)
             worker = ready.worker
             options["max_model_len"] = ready.max_model_len
-            line = ServerLine(worker.num_blocks, worker.kv_bytes_per_block, options)
+            line = ServerLine(
+                worker.num_blocks, worker.kv_bytes_per_block, options, worker.kv_windows
+            )
             self._lines.insert(0, msgspec.json.encode({"server": line}))
         request, size = running.prepared.request, self.config.cache.block_size
         prompt, last = request.prompt_token_ids, repr(request.options.cache_keys).encode()

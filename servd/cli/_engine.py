@@ -18,7 +18,7 @@ import servd.core.request
 from servd.cli._costs import Costs
 from servd.config import Config
 from servd.core.executor import Executor, Progress
-from servd.core.kv_cache import tiers
+from servd.core.kv_cache import groups, tiers
 from servd.core.scheduler import Scheduler
 from servd.hf import FAKE_SPEC
 from servd.messages import (
@@ -111,7 +111,8 @@ class Engine:
     def __init__(
         self, config: Config, worker: WorkerReady, max_model_len: int, costs: Costs, clock: Clock
     ) -> None:
-        self.scheduler = Scheduler(config.scheduler, config.cache, max_model_len, worker.num_blocks)
+        kv_cache = groups.load(config, worker)
+        self.scheduler = Scheduler(config.scheduler, max_model_len, kv_cache)
         self.costs, self.clock = costs, clock
         self.copy_ns = costs.copied_byte * worker.kv_bytes_per_block
         copier = Copier(clock, self.copy_ns, config, lambda phase, fraction: None)
@@ -204,7 +205,7 @@ class Engine:
             context += request.num_tokens
         self.context = context
         cache = scheduler.kv_cache
-        per_request = cache.pool.num_free // len(scheduler.running)
+        per_request = cache.pool.num_free // (len(scheduler.running) * cache.num_groups)
         return min(least, per_request * cache.block_size)
 
     def _begin(self, was_idle: bool) -> None:

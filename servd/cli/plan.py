@@ -12,6 +12,7 @@ from servd import hf, launch, plugins
 from servd.cli import _options
 from servd.config import Config
 from servd.errors import ConfigError
+from servd.kv_layout import KVLayout
 from servd.sizes import MemoryPlan, format_bytes
 
 WORKER = "servd.worker"
@@ -85,17 +86,19 @@ class Report:
         assert max_model_len is not None and max_num_seqs is not None
         self.config, self.spec, self.plan = config, spec, plan
         self.block_size = config.cache.block_size
-        self.num_tokens = plan.num_blocks * self.block_size
+        self.layout = KVLayout.of(config, plan.kv_windows)
+        self.num_tokens = self.layout.num_tokens(plan.num_blocks, max_model_len)
+        per_request = self.layout.blocks(max_model_len) * plan.sizes.kv_per_block
+        self.kv_bytes_per_token = per_request // -(-max_model_len // self.block_size)
+        self.kv_bytes_per_token //= self.block_size
         self.max_num_seqs = max_num_seqs
-        self.max_model_len = min(max_model_len, self.num_tokens) or max_model_len
+        longest = self.layout.max_tokens(plan.num_blocks, max_model_len)
+        self.max_model_len = min(max_model_len, longest) or max_model_len
         self.for_kv_cache = plan.free - plan.sizes.persistent - plan.sizes.step  # at most
 
     def fit(self, length: int) -> int:
         """How many requests of this many tokens the KV cache holds."""
-        return self.plan.num_blocks // self._blocks(length)
-
-    def _blocks(self, length: int) -> int:
-        return -(-length // self.block_size)
+        return self.plan.num_blocks // self.layout.blocks(length)
 
     def advice(self) -> list[str]:
         """What to lower, or could be raised."""
@@ -108,9 +111,9 @@ class Report:
             return [f"{lacking} more memory, or a higher --tensor-parallel-size{smaller}"]
         if self.plan.shortage:
             return [self.plan.shortage]
-        each = self._blocks(length) * sizes.kv_per_block
+        each = self.layout.blocks(length) * sizes.kv_per_block
         if self.fit(length) < seqs:
-            shorter = self.plan.num_blocks // seqs * self.block_size
+            shorter = self.layout.max_tokens(self.plan.num_blocks // seqs, length)
             lower = [f"lower --max-num-seqs to {self.fit(length)}"]
             lower += [f"--max-model-len to {shorter}"] if shorter else []
             found = [f"for all to run at their longest, {' or '.join(lower)}"]
@@ -124,13 +127,11 @@ class Report:
         if (more := (self.for_kv_cache + sizes.requests) // (each + row)) > seqs:
             cache = format_bytes(more * each)
             found.append(f"--max-num-seqs could be {more}, with --kv-cache-memory {cache}")
-        block = sizes.kv_per_block + sizes.requests // (seqs * self._blocks(length))
-        longer = min(
-            self.for_kv_cache // (seqs * block) * self.block_size,
-            self.spec.max_position_embeddings,
-        )
+        block = sizes.kv_per_block + sizes.requests // (seqs * self.layout.blocks(length))
+        most = self.spec.max_position_embeddings
+        longer = min(self.layout.max_tokens(self.for_kv_cache // (seqs * block), most), most)
         if longer > length:
-            cache = format_bytes(self._blocks(longer) * seqs * sizes.kv_per_block)
+            cache = format_bytes(self.layout.blocks(longer) * seqs * sizes.kv_per_block)
             found.append(f"--max-model-len could be {longer}, with --kv-cache-memory {cache}")
         return found
 
@@ -141,7 +142,7 @@ class Report:
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "block_size": self.block_size,
-            "kv_bytes_per_token": self.plan.sizes.kv_per_block // self.block_size,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
             **msgspec.to_builtins(self.plan),
             "requests": {length: self.fit(length) for length in lengths},
             "advice": self.advice(),
@@ -151,7 +152,7 @@ class Report:
         """For a person."""
         plan, sizes, size = self.plan, self.plan.sizes, self.config.parallel.num_workers
         budget, lora = self.config.scheduler.max_num_batched_tokens, self.config.lora
-        per_token = format_bytes(sizes.kv_per_block // self.block_size)
+        per_token = format_bytes(self.kv_bytes_per_token)
         rows = [
             ("weights", sizes.weights, plan.dtype),
             ("weights of the draft", sizes.draft_weights, ""),

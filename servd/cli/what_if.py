@@ -191,7 +191,10 @@ def simulate(
         kv_bytes = server.kv_bytes_per_block * now // before
     if not num_blocks:
         raise ConfigError("--num-blocks: say how large the KV cache of an engine is")
-    worker = WorkerReady("none", "none", "none", num_blocks, 0, kv_bytes)
+    windows = server.kv_windows if server is not None else (None,)
+    if config.cache.has_tiers and windows != (None,):  # then workers make no groups
+        num_blocks, kv_bytes, windows = num_blocks // len(windows), kv_bytes * len(windows), (None,)
+    worker = WorkerReady("none", "none", "none", num_blocks, 0, kv_bytes, kv_windows=windows)
     began = time.monotonic()
     fleet = Fleet(
         config, worker, longest, costs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from servd.core.engine_core import EngineCore
+from servd.core.kv_cache.groups import NO_BLOCK
 from servd.messages import Audit, EngineAudit, EngineCoreOutputs
 
 
@@ -17,7 +18,9 @@ def problems(engine: EngineCore) -> list[str]:
     scheduler, pool = engine.scheduler, engine.scheduler.kv_cache.pool
     requests = scheduler.requests.values()
     pinned = Counter(scheduler.kv_cache.pins.blocks)
-    owned = pinned + Counter(block for request in requests for block in request.block_ids)
+    owned = pinned + Counter(
+        block for each in requests for block in each.block_ids if block != NO_BLOCK
+    )
     wrong = [b for b in range(pool.num_blocks) if pool.ref_counts[b] != owned[b]]
     slots = sorted([*scheduler.free_slots, *(request.slot for request in scheduler.running)])
     found = {

@@ -42,7 +42,7 @@ class Drafts:
         """
         room = request.max_num_tokens - request.num_tokens - 1
         num_drafts = max(min(self.lookahead.num_drafts(request.acceptance), room), 0)
-        block_ids = self.kv_cache.allocate(request, num_drafts) if num_drafts else []
+        block_ids = self.kv_cache.extend(request, num_drafts) if num_drafts else []
         if block_ids is None:
             block_ids, num_drafts = [], 0
         scheduled.new_block_ids += block_ids

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from servd.config import Config
 from servd.core.executor import Executor, PendingOutput
-from servd.core.kv_cache import tiers
+from servd.core.kv_cache import groups, tiers
 from servd.core.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
 from servd.core.turns import Turns
@@ -51,9 +51,8 @@ class EngineCore:
         speculative = config.model.speculative_config
         self.scheduler = Scheduler(
             config.scheduler,
-            config.cache,
             max_model_len,
-            worker.num_blocks,
+            groups.load(config, worker),
             speculative.num_speculative_tokens if speculative else 0,
             config.lora.max_loras,
         )

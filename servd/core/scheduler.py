@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Set
 from itertools import islice
 
 from servd import plugins
-from servd.config import CacheConfig, SchedulerConfig
+from servd.config import SchedulerConfig
 from servd.core.drafts import NO_DRAFTS, Drafts, choose_drafts
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
@@ -44,9 +44,8 @@ class Scheduler:
 
     Args:
         config: resolved; the budget must hold one token of every running request.
-        cache_config: block size and prefix caching.
         max_model_len: longest prompt plus output, in tokens.
-        num_blocks: size of the KV cache.
+        kv_cache: of the workers.
         max_drafts: tokens that the workers may draft ahead of a request.
         max_adapters: adapters that the workers hold at once.
     """
@@ -54,9 +53,8 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        cache_config: CacheConfig,
         max_model_len: int,
-        num_blocks: int,
+        kv_cache: KVCacheManager,
         max_drafts: int = 0,
         max_adapters: int = 1,
     ) -> None:
@@ -68,9 +66,9 @@ class Scheduler:
             config.max_num_seqs, config.max_num_batched_tokens, max_drafts
         )
         # No request may outgrow the whole cache: alone, it must always be able to finish.
-        self.cache_len = num_blocks * cache_config.block_size
+        self.kv_cache = kv_cache
+        self.cache_len = kv_cache.max_tokens(max_model_len)
         self.max_model_len = min(max_model_len, self.cache_len)
-        self.kv_cache = KVCacheManager(num_blocks, cache_config)
         self.lookahead = Lookahead(max_drafts)
         self.drafts = Drafts(self.lookahead, self.kv_cache)
         self.requests: dict[str, Request] = {}  # unfinished
@@ -222,7 +220,7 @@ class Scheduler:
                 num_drafts, new_block_ids = 0, self._allocate(step, request, 1)
             if new_block_ids is None:
                 break
-            if decodes:
+            if decodes and len(new_block_ids) < 2:  # as many as a step's columns have place for
                 self._decode(step, request, new_block_ids)
             else:
                 self._append(step, request, 1, new_block_ids, num_drafts, drafts[:num_drafts])

@@ -9,10 +9,11 @@ NO_CHANGES = np.empty(0, dtype=np.int64)
 
 
 class BlockTables:
-    """One row of block ids per slot. Entries past the row's length are old or zero: any valid
-    block.
+    """One row of block ids per slot, and group of layers (see `WorkerReady.kv_windows`). Entries
+    past the row's length, or that the group reads no more, are old or zero: any valid block.
 
     The row after the last slot belongs to no request: padding computes there (see `graph_runner`).
+    Those of the next group come behind it.
 
     Args:
         max_num_seqs: rows.
@@ -25,11 +26,26 @@ class BlockTables:
         self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.block_size = block_size
+        self.num_rows = max_num_seqs + 1  # of a group
         self.tables = torch.zeros(
-            (max_num_seqs + 1, self.blocks_for(max_model_len)), dtype=torch.int32, device=device
+            (self.num_rows, self.blocks_for(max_model_len)), dtype=torch.int32, device=device
         )
-        self.num_blocks = [0] * max_num_seqs
+        self.num_groups = 1
+        self.num_blocks = [0] * max_num_seqs  # of all groups
         self.pending: list[tuple[int, int, int]] = []  # slot, column, block id
+
+    def arrange(self, num_groups: int) -> None:
+        """Have rows for so many groups."""
+        if num_groups == 1:
+            return
+        self.num_groups = num_groups
+        self.tables = self.tables[: self.num_rows].repeat(num_groups, 1)
+        firsts = torch.arange(1, num_groups, device=self.tables.device) * self.num_rows
+        self.other_groups = firsts.unsqueeze(1)  # int64 [num_groups - 1, 1]: their first rows
+
+    def pad(self, block_id: int) -> None:
+        """Padding computes in this block."""
+        self.tables[self.num_rows - 1 :: self.num_rows] = block_id
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold this many tokens."""
@@ -40,10 +56,13 @@ class BlockTables:
         self.num_blocks[slot] = 0
 
     def append(self, slot: int, block_ids: list[int]) -> None:
-        """Add blocks to the end of a row; on the device after the next `apply`."""
+        """Add blocks to the end of a row, of each group in turn; on the device after the next
+        `apply`.
+        """
         start = self.num_blocks[slot]
         end = self.num_blocks[slot] = start + len(block_ids)
-        assert end <= self.tables.shape[1], f"slot {slot} gets more blocks than max_model_len needs"
+        most = self.tables.shape[1] * self.num_groups
+        assert end <= most, f"slot {slot} gets more blocks than max_model_len needs"
         self.pending += zip([slot] * len(block_ids), range(start, end), block_ids, strict=True)
 
     def take_changes(self) -> np.ndarray:
@@ -52,6 +71,10 @@ class BlockTables:
             return NO_CHANGES
         changes = np.array(self.pending, dtype=np.int64).T.reshape(-1)
         self.pending.clear()
+        if self.num_groups > 1:
+            rows, columns, _ = changes.reshape(3, -1)
+            rows += columns % self.num_groups * self.num_rows
+            columns //= self.num_groups
         return changes
 
     def apply(self, changes: torch.Tensor) -> None:
@@ -61,6 +84,8 @@ class BlockTables:
             self.tables[rows, columns] = block_ids.int()
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where the KV of each token lives: block * block_size + offset; [num_tokens] int64."""
+        """Where the KV of each token lives: block * block_size + offset; int64, as many as slots
+        and positions together. For another group, slots are its rows.
+        """
         blocks = self.tables[slots, positions // self.block_size].long()
         return blocks * self.block_size + positions % self.block_size

@@ -75,7 +75,8 @@ class CPUModelRunner(ModelRunner):
         """None where they cannot be used."""
         if not self.makes_programs:
             return None
-        return ProgramRunner(forward, max_num_rows, self.states.block_tables.tables.shape[1])
+        tables = self.states.block_tables
+        return ProgramRunner(forward, max_num_rows, tables.tables.shape[1], tables.num_groups)
 
     def make_passes(self, forward: Forward, max_num_rows: int) -> Forward:
         """By programs."""

@@ -106,6 +106,7 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
         sizes=sizes,
         free=free,
         num_blocks=num_blocks,
+        kv_windows=runner.kv_windows,
         shortage=shortage,
     )
 

@@ -37,7 +37,7 @@ class GPUModelRunner(ModelRunner):
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One extra block that no request owns: padding is written there."""
         super().allocate_kv_cache(num_blocks + 1)
-        self.states.block_tables.tables[self.states.null_slot] = num_blocks
+        self.states.block_tables.pad(num_blocks)
         self.graphs = self.make_graphs()
 
     def warm_up(self, progress: Callable[[float], None]) -> None:
@@ -174,7 +174,7 @@ class GPUModelRunner(ModelRunner):
                 token_ids=[0] * num_tokens,
                 num_prompt_tokens=num_tokens,
                 num_computed_tokens=0,
-                block_ids=list(range(num_blocks)),
+                block_ids=list(range(num_blocks)) * len(self.kv_windows),
                 params=params,
             )
             for slot in range(num_rows)

@@ -233,7 +233,7 @@ class AttentionRows:
         last = slots[ends], columns[ends], None if places is None else places[ends]
         starts = ends.new_zeros(len(ends) + 1, dtype=torch.int32)
         starts[1:] = ends + 1
-        return AttentionBatch(
+        batch = AttentionBatch(
             query_lens=self.query_lens,
             seq_lens=self.seq_lens,
             query_start_loc=starts,
@@ -242,6 +242,7 @@ class AttentionRows:
             slot_mapping=tables.slot_mapping(slots, columns),
             tails=states.tails(*last),
         )
+        return batch if tables.num_groups == 1 else _of_groups(batch, states, slots, columns, last)
 
 
 def _columns(scheduled: SchedulerOutput) -> np.ndarray:
@@ -274,7 +275,7 @@ def decode_attention(
         seq_lens = positions.numpy() + 1
     else:
         seq_lens = np.full(num_rows, states.max_model_len, dtype=np.int64)
-    return AttentionBatch(
+    batch = AttentionBatch(
         query_lens=np.ones(num_rows, dtype=np.int64),
         seq_lens=seq_lens,
         query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device),
@@ -283,6 +284,9 @@ def decode_attention(
         slot_mapping=tables.slot_mapping(slots, columns),
         tails=states.tails(slots, columns, places),
     )
+    if tables.num_groups == 1:
+        return batch
+    return _of_groups(batch, states, slots, columns, (slots, columns, places))
 
 
 def mixed_attention(
@@ -294,4 +298,30 @@ def mixed_attention(
     query_lens = np.full(len(ends), tokens.shape[1], dtype=np.int64)
     seq_lens = np.full(len(ends), states.max_model_len, dtype=np.int64)
     attention = AttentionRows(query_lens, seq_lens, ends).gather(states, *tokens)
-    return replace(attention, has_exact_query_lens=False)
+    others = [replace(each, has_exact_query_lens=False) for each in attention.others]
+    return replace(attention, has_exact_query_lens=False, others=others)
+
+
+def _of_groups(
+    batch: AttentionBatch,
+    states: RequestStates,
+    slots: torch.Tensor,
+    columns: torch.Tensor,
+    last: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+) -> AttentionBatch:
+    """Slots and columns are those of all tokens, and with places of the last one of each row."""
+    tables, (last_slots, last_columns, last_places) = states.block_tables, last
+    rows, last_rows = tables.other_groups + slots, tables.other_groups + last_slots  # [others, n]
+    mappings = tables.slot_mapping(rows, columns)
+    blocks = tables.tables[last_rows, : batch.block_tables.shape[1]]
+    tails = states.tails(last_rows, last_columns, last_places)
+    return replace(
+        batch,
+        others=[
+            replace(
+                batch, slot_mapping=mappings[number], block_tables=blocks[number],
+                tails=None if tails is None else tails[number],
+            )
+            for number in range(len(rows))
+        ],
+    )  # fmt: skip

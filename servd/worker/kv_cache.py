@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from servd.config import Config
 from servd.errors import NotEnoughMemory
+from servd.kv_layout import KVLayout
 from servd.sizes import format_bytes
 from servd.worker.attention import Backend
 from servd.worker.layers.attention import num_caches
@@ -31,23 +32,23 @@ def dtype_of(config: Config, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype
 
 
-def blocks_per_request(config: Config) -> int:
-    """Blocks that one request of max_model_len takes."""
-    assert config.model.max_model_len is not None, "config must be resolved"
-    return -(-config.model.max_model_len // config.cache.block_size)
-
-
 def count_blocks(
-    config: Config, block_bytes: int, memory: int, weights_bytes: int, remedies: Sequence[str]
+    config: Config,
+    layout: KVLayout,
+    block_bytes: int,
+    memory: int,
+    weights_bytes: int,
+    more_memory: Callable[[int], list[str]],
 ) -> int:
     """Blocks to allocate in `memory` bytes: no more than all slots at full length can use.
 
     Args:
         config: resolved.
+        layout: of the blocks.
         block_bytes: size of one block on this rank.
         memory: that the cache may take.
         weights_bytes: for the messages.
-        remedies: what else would make room for one request of max_model_len.
+        more_memory: options that would give so many bytes more, other than its own.
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len fits, and the context may not be
@@ -55,26 +56,31 @@ def count_blocks(
     """
     max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
     assert max_model_len is not None and max_num_seqs is not None, "config must be resolved"
-    block_size, per_request = config.cache.block_size, blocks_per_request(config)
+    block_size, per_request = layout.block_size, layout.blocks(max_model_len)
+    needed = per_request * block_bytes
+    remedies = more_memory(needed - memory) or [
+        f"raise --kv-cache-memory to {format_bytes(needed)}"
+    ]
     num_blocks = min(max(memory, 0) // block_bytes, max_num_seqs * per_request)
     numbers = (
         f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} "
         f"tokens "
-        f"({format_bytes(num_blocks * block_bytes)}, {num_blocks * block_size} tokens)"
+        f"({format_bytes(num_blocks * block_bytes)}, "
+        f"{layout.num_tokens(num_blocks, max_model_len)} tokens)"
     )
     if num_blocks < per_request:
-        needed = format_bytes(per_request * block_bytes)
-        if config.model.shorten_max_model_len and num_blocks:
+        longest = layout.max_tokens(num_blocks, max_model_len)
+        if config.model.shorten_max_model_len and longest:
             log.warning(
                 "%s: the context is shortened from %d to %d tokens; for all of it, %s",
-                numbers, max_model_len, num_blocks * block_size, _either(remedies),
+                numbers, max_model_len, longest, _either(remedies),
             )  # fmt: skip
             return num_blocks
-        shorter = [f"lower --max-model-len to {num_blocks * block_size}"] if num_blocks else []
+        shorter = [f"lower --max-model-len to {longest}"] if longest else []
         raise NotEnoughMemory(
             f"{format_bytes(max(memory, 0))} for the KV cache do not hold one request of "
             f"{max_model_len} tokens, "
-            f"which takes {needed} ({numbers}): {_either([*shorter, *remedies])}"
+            f"which takes {format_bytes(needed)} ({numbers}): {_either([*shorter, *remedies])}"
         )
     log.info("%s: %.1f requests of %d tokens", numbers, num_blocks / per_request, max_model_len)
     return num_blocks

@@ -18,6 +18,7 @@ import torch
 from servd.config import Config
 from servd.errors import InvalidRequest
 from servd.hf import ModelSpec
+from servd.kv_layout import KVLayout
 from servd.messages import (
     BlockCopies,
     GrammarBitmask,
@@ -26,10 +27,9 @@ from servd.messages import (
     SchedulerOutput,
 )
 from servd.params import SamplingParams
-from servd.sizes import format_bytes
 from servd.speculative import max_num_samples
 from servd.tracing import now_ns
-from servd.worker import kv_cache, model_loader, readers, spec_decode
+from servd.worker import kv_cache, kv_groups, model_loader, readers, spec_decode
 from servd.worker.attention import AttentionBatch, Backend, make_backend
 from servd.worker.block_store import BlockStore
 from servd.worker.device import upload
@@ -155,12 +155,9 @@ class ModelRunner(ABC):
             self.config.parallel.attention_backend, attention
         )
         self.states = RequestStates(
-            self.max_num_seqs,
-            self.max_model_len,
-            attention.block_size,
-            self.device,
+            self.max_num_seqs, self.max_model_len, attention.block_size, self.device,
             self.spec.vocab_size,
-        )
+        )  # fmt: skip
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
         self.readers = readers.load(self.states, self.model.compute_logits, self.spec)
         self.proposer = spec_decode.load(
@@ -169,6 +166,9 @@ class ModelRunner(ABC):
                 self.make_passes, self.make_chain,
             )
         )  # fmt: skip
+        has_draft = self.proposer is not None and self.proposer.bytes_per_block > 0
+        self.kv_windows = kv_groups.arrange(self.model, self.config, self.backend, has_draft)
+        self.states.block_tables.arrange(len(self.kv_windows))
         self.followers = [
             each for each in (*self.readers, self.adapters, self.proposer) if each is not None
         ]
@@ -206,13 +206,10 @@ class ModelRunner(ABC):
         memory = self.config.cache.kv_cache_memory
         if memory is None:
             memory = self.kv_cache_memory() if room is None else room
-        needed = kv_cache.blocks_per_request(self.config) * self.bytes_per_block
-        remedies = self.more_memory(needed - memory) or [
-            f"raise --kv-cache-memory to {format_bytes(needed)}"
-        ]
         return kv_cache.count_blocks(
-            self.config, self.bytes_per_block, memory, self.weights_bytes, remedies
-        )
+            self.config, KVLayout.of(self.config, self.kv_windows), self.bytes_per_block, memory,
+            self.weights_bytes, self.more_memory,
+        )  # fmt: skip
 
     @property
     def variant(self) -> bool:
@@ -352,9 +349,10 @@ class ModelRunner(ABC):
         if self.device.type == "cpu":  # at hand: mostly few have to move
             changed = tokens != moved
             tokens, moved = tokens[changed], moved[changed]
-        mapping = self.states.block_tables.slot_mapping(*batch.tokens[:2])
-        for cache in self.kv_caches:
-            self.backend.move(cache, mapping[moved], mapping[tokens])
+        for group in (batch.attention, *batch.attention.others):
+            sources, targets = group.slot_mapping[moved], group.slot_mapping[tokens]
+            for cache in self.kv_caches:
+                self.backend.move(cache, sources, targets)
         return hidden.index_copy(0, tokens, hidden[moved])
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,15 @@ from servd.worker.ops import native
 log = logging.getLogger("servd.worker")
 
 
+class Places:
+    """Buffers that say where keys and values of one group of layers lie; see AttentionBatch."""
+
+    def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
+        self.slot_mapping = torch.zeros(max_num_rows, dtype=torch.int64)
+        self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
+        self.tails: Tensor | None = None
+
+
 class ProgramRunner:
     """Records a program when a number of rows is first run; a model that needs more than the native
     library runs call by call.
@@ -36,18 +46,19 @@ class ProgramRunner:
         forward: the same every time.
         max_num_rows: the most rows of a step; each has one token, of a request or drafted for it.
         max_num_blocks: the most blocks of a row.
+        num_groups: see `AttentionBatch.others`.
     """
 
     is_recordable = True
 
-    def __init__(self, forward: Forward, max_num_rows: int, max_num_blocks: int) -> None:
+    def __init__(
+        self, forward: Forward, max_num_rows: int, max_num_blocks: int, num_groups: int = 1
+    ) -> None:
         self.forward = forward
-        # Ids, positions, slots of the cache.
-        self.tokens = torch.zeros(3, max_num_rows, dtype=torch.int64)
+        self.tokens = torch.zeros(2, max_num_rows, dtype=torch.int64)  # ids, positions
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
         self.seq_lens = torch.ones(max_num_rows, dtype=torch.int64)
-        self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
-        self.tails: Tensor | None = None
+        self.places = [Places(max_num_rows, max_num_blocks) for _ in range(num_groups)]
         self.others: list[Tensor] = []
         self.memory = Memory(max_num_rows)
         self.programs: dict[tuple[int, bool], Program] = {}
@@ -73,13 +84,14 @@ class ProgramRunner:
         num_rows = len(input_ids)
         self.tokens[0, :num_rows] = input_ids
         self.tokens[1, :num_rows] = positions
-        self.tokens[2, :num_rows] = attention.slot_mapping
         self.seq_lens[:num_rows] = attention.seq_lens_device
-        self.block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
-        if attention.tails is not None:
-            if self.tails is None:
-                self.tails = attention.tails.new_zeros(len(self.seq_lens), attention.tails.shape[1])
-            self.tails[:num_rows] = attention.tails
+        for places, group in zip(self.places, (attention, *attention.others), strict=True):
+            places.slot_mapping[:num_rows] = group.slot_mapping
+            places.block_tables[:num_rows, : group.block_tables.shape[1]] = group.block_tables
+            if group.tails is not None:
+                if places.tails is None:
+                    places.tails = group.tails.new_zeros(len(self.seq_lens), group.tails.shape[1])
+                places.tails[:num_rows] = group.tails
         for number, other in enumerate(others):
             if number == len(self.others):
                 self.others.append(torch.zeros(len(self.seq_lens), other.shape[1]))
@@ -92,19 +104,24 @@ class ProgramRunner:
         return program.results[0]
 
     def _record(self, num_rows: int) -> Program:
-        input_ids, positions, slot_mapping = self.tokens[:, :num_rows]
-        attention = AttentionBatch(
-            query_lens=self.query_lens[:num_rows],
-            seq_lens=self.seq_lens[:num_rows].numpy(),
-            query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32),
-            seq_lens_device=self.seq_lens[:num_rows],
-            block_tables=self.block_tables[:num_rows],
-            slot_mapping=slot_mapping,
-            tails=None if self.tails is None else self.tails[:num_rows],
-        )
+        input_ids, positions = self.tokens[:, :num_rows]
+        starts = torch.arange(num_rows + 1, dtype=torch.int32)
+        attention, *others = [
+            AttentionBatch(
+                query_lens=self.query_lens[:num_rows],
+                seq_lens=self.seq_lens[:num_rows].numpy(),
+                query_start_loc=starts,
+                seq_lens_device=self.seq_lens[:num_rows],
+                block_tables=places.block_tables[:num_rows],
+                slot_mapping=places.slot_mapping[:num_rows],
+                tails=None if places.tails is None else places.tails[:num_rows],
+            )
+            for places in self.places
+        ]
+        attention = replace(attention, others=others)
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
-            others = [other[:num_rows] for other in self.others]
-            hidden = self.forward(input_ids, positions, attention, *others)
+            inputs = [other[:num_rows] for other in self.others]
+            hidden = self.forward(input_ids, positions, attention, *inputs)
         return Program(b"".join(recorder.calls), [self.memory.lend(hidden)])
 
 

@@ -66,7 +66,8 @@ class RequestStates:
         self.num_computed[slot] = request.num_computed_tokens
         self.block_tables.clear(slot)
         if request.block_ids:
-            self.block_tables.append(slot, request.block_ids)
+            # Negative: it is not read, but is to be a block.
+            self.block_tables.append(slot, [max(block, 0) for block in request.block_ids])
 
     def write(self, slots: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store tokens in the rows of their slots. [n] int64 each."""
@@ -84,7 +85,7 @@ class RequestStates:
         """See `AttentionBatch.tails`."""
         if self.tree is None or places is None:
             return None
-        return self.block_tables.slot_mapping(slots[:, None], self.tree.tails(columns, places))
+        return self.block_tables.slot_mapping(slots.unsqueeze(-1), self.tree.tails(columns, places))
 
     def write_drafts(self, scheduled: list[ScheduledRequest]) -> None:
         """Store the engine's drafts behind the known tokens of their rows."""

@@ -136,7 +136,8 @@ class SelfCheck:
         runner, params = self.worker.runner, _params(self.files)
         new, scheduled, block, size = [], [], 0, runner.config.cache.block_size
         for slot, ids in enumerate(self.prompts):
-            blocks = list(range(block, block := block - (-len(ids) // size)))
+            end = block - (-len(ids) // size) * len(runner.kv_windows)
+            blocks, block = list(range(block, end)), end
             row = params if not self.files.has_token_types else _pair(params, ids)
             new.append(NewRequest(slot, ids, len(ids), 0, [], row, []))
             scheduled.append(ScheduledRequest(slot, len(ids), blocks, True, 0))

@@ -91,6 +91,7 @@ class Worker:
             num_blocks=num_blocks,
             weights_bytes=self.runner.weights_bytes,
             kv_bytes_per_block=self.runner.bytes_per_block,
+            kv_windows=self.runner.kv_windows,
             adaptable=self.runner.adapters.layers if self.runner.adapters else {},
         )
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import msgspec
+
 from servd.config import Config
 from servd.core.audit import problems
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, expected_tokens, next_state
+from servd.core.kv_cache.block_pool import BlockPool
 from servd.hf import FAKE_SPEC
 from servd.messages import (
     EngineCoreOutput,
@@ -26,13 +29,18 @@ EOS = FAKE_SPEC.eos_token_ids
 
 
 class AuditedExecutor(FakeExecutor):
-    """Checks every step against the rules, and the cache of every scheduled row over its whole
-    length.
+    """Checks every step against the rules, and of the cache of every scheduled row all that its
+    tokens read, in each group of layers.
     """
+
+    windows: tuple[int | None, ...] = (None,)  # of the groups; each keeps the state of a token
 
     def start(self):
         self.steps: list[SchedulerOutput] = []
-        return super().start()
+        self.firsts: dict[int, int] = {}  # row -> its first token in the step
+        self.pool: BlockPool | None = None  # the engine's, from when there is one
+        self.unowned: dict[int, set[int]] = {}  # step -> the blocks that nobody owns
+        return msgspec.structs.replace(super().start(), kv_windows=self.windows)
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         self.steps.append(scheduled)
@@ -44,28 +52,68 @@ class AuditedExecutor(FakeExecutor):
         assert scheduled.num_tokens <= config.max_num_batched_tokens
         for new in scheduled.new_requests:
             assert new.slot in slots
-            assert (
-                new.num_computed_tokens == len(new.block_ids) * self.block_size < len(new.token_ids)
-            )
+            num_blocks = len(new.block_ids) // len(self.windows)
+            assert new.num_computed_tokens == num_blocks * self.block_size < len(new.token_ids)
+        if self.pool is not None:
+            counts = enumerate(self.pool.ref_counts)
+            self.unowned[scheduled.step] = {block for block, count in counts if count == 0}
         super().execute_model(scheduled)
 
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         for new in scheduled.new_requests:
             assert new.slot not in self.rows or new.slot in scheduled.freed_slots
         super()._forward(scheduled)
+        free = self.unowned.pop(scheduled.step, set())
         for item in scheduled.rows:
-            self._audit(self.rows[item.slot])
+            self._audit(self.rows[item.slot], free)
         return scheduled
 
-    def _audit(self, row) -> None:
-        num_tokens = row.num_computed_tokens + len(row.drafts)
-        if not self.config.model.speculative_config:
-            assert len(row.block_ids) == -(-num_tokens // self.block_size)
-        assert len(row.block_ids) >= -(-num_tokens // self.block_size)
-        state = 0
+    def _audit(self, row, free: set[int]) -> None:
+        num_tokens, num_blocks = row.num_computed_tokens + len(row.drafts), len(row.block_ids)
+        least = -(-num_tokens // self.block_size) * len(self.windows)
+        assert num_blocks >= least and num_blocks % len(self.windows) == 0
+        assert num_blocks == least or self.config.model.speculative_config
+        state, first = 0, self.firsts[id(row)]
         for i in range(row.num_computed_tokens):
             state = next_state(state, row.token_ids[i])
-            assert self.cache[self._position(row, i)] == state, f"the cache lost token {i}"
+            for window, place in zip(self.windows, self._places(row, i), strict=True):
+                if window is None or i > first - window:
+                    assert place >= 0 and self.cache[place] == state, f"the cache lost token {i}"
+                    assert place // self.block_size not in free, f"token {i} is in a free block"
+
+    def _compute(self, row, num_tokens) -> None:
+        first = self.firsts[id(row)] = row.num_computed_tokens
+        super()._compute(row, num_tokens)
+        self._copy(row, range(first, row.num_computed_tokens))
+
+    def _compute_drafts(self, row) -> None:
+        super()._compute_drafts(row)
+        first = row.num_computed_tokens
+        self._copy(row, range(first, first + len(row.drafts)))
+
+    def _copy(self, row, tokens: range) -> None:
+        """What the first group keeps of tokens, to the other groups."""
+        for i in tokens if len(self.windows) > 1 else ():
+            place, *others = self._places(row, i)
+            for other in others:
+                self.cache[other] = self.cache[place]
+
+    def _places(self, row, token: int) -> list[int]:
+        """Where the cache keeps a token, by group."""
+        num_groups, size = len(self.windows), self.block_size
+        first = token // size * num_groups
+        blocks = row.block_ids[first : first + num_groups]
+        return [block * size + token % size for block in blocks]
+
+    def _position(self, row, token: int) -> int:
+        return self._places(row, token)[0]
+
+
+def with_windows(
+    *windows: int | None, base: type[AuditedExecutor] = AuditedExecutor
+) -> type[AuditedExecutor]:
+    """An executor with groups of layers."""
+    return type("WithWindows", (base,), {"windows": windows})
 
 
 def make_engine(
@@ -85,6 +133,7 @@ def make_engine(
     config = Config.load(options | {"kv_cache_memory": memory, "async_scheduling": depth > 1})
     executor = executor_class(config, FAKE_SPEC, lambda phase, fraction: None)
     engine = EngineCore(config, FAKE_SPEC, executor, executor.start())
+    executor.pool = engine.scheduler.kv_cache.pool
     num_stages = config.parallel.pipeline_parallel_size
     assert engine.depth == min(depth, 2) - 1 + num_stages
     if num_stages == 1:

@@ -17,11 +17,19 @@ from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import StructuredOutput
 from servd.speculative import MAX_FORCED_TOKENS
 from tests.core.devices import SlowExecutor, TimedExecutor, overlap
-from tests.core.engines import AuditedExecutor, Log, generate, make_engine, make_request
+from tests.core.engines import (
+    AuditedExecutor,
+    Log,
+    generate,
+    make_engine,
+    make_request,
+    with_windows,
+)
 
 REGEX = "[a-z]{3,6}-[0-9]{2}"
 FORCED = "abcdefghij-[0-9]{2}-klmnopqrst"
 NUM_STEPS = 12
+WITH_WINDOWS = with_windows(None, 5, base=SlowExecutor)
 
 
 def with_grammars(engine):
@@ -185,13 +193,14 @@ def outputs(log: Log, request_id: str) -> list[Any]:
 @given(
     arrivals=st.lists(arrivals, min_size=1, max_size=7),
     depth=st.integers(1, 4),
-    executor_class=st.sampled_from([AuditedExecutor, SlowExecutor]),
+    executor_class=st.sampled_from([AuditedExecutor, SlowExecutor, WITH_WINDOWS]),
     num_blocks=st.sampled_from([12, 64]),  # 46 tokens, the longest request, need 12 blocks
     max_drafts=st.sampled_from([0, 1, 4, 9]),
 )
 def test_neither_depth_nor_drafts_change_an_output(
     arrivals, depth, executor_class, num_blocks, max_drafts
 ):
+    num_blocks *= len(executor_class.windows)
     log = serve(arrivals, depth, executor_class, num_blocks, max_drafts)
     event(f"preemptions: {log.total('num_preemptions') > 0}")
     for i, arrival in enumerate(arrivals):

@@ -46,6 +46,7 @@ def test_every_model_file_has_a_case_and_a_line_of_documentation(model_type: str
 def test_chunked_prefill_in_mixed_batches(checkpoints, model_type: str, variant: str):
     folder = checkpoints(model_type, variant)
     driver = Driver(config_for(folder))
+    driver.gives_back = True
     long, short, one = prompts(37, 11, 1)
     first = driver.add(long)
     driver.step({first: 13})
@@ -64,9 +65,7 @@ def test_prefix_cache_hit(checkpoints, model_type: str):
     shared, tail, other_tail = prompts(24, 6, 3)
     first = driver.add(shared + tail)
     driver.generate([first], 3)
-    second = driver.add(
-        shared + other_tail, cached_blocks=driver.blocks[first][: 24 // driver.block_size]
-    )
+    second = driver.add(shared + other_tail, cached_blocks=driver.first_blocks(first, 24))
     driver.generate([first, second], NUM_OUTPUTS)
     check(driver, folder, first, shared + tail)
     check(driver, folder, second, shared + other_tail)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from servd.worker.attention.native import Backend
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.models.gpt2 import GPT2MLP
 from servd.worker.ops import native
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAMILIES = [
-    ("gpt2", "tied"), ("llama", "llama3 rope"), ("gemma2", "caps"), ("olmo2", "of heads"),
-    ("qwen3_moe", "renormalized"), ("phi3", "window"),
+    ("gpt2", "tied"), ("llama", "llama3 rope"), ("gemma2", "caps"), ("gemma3_text", "layer types"),
+    ("olmo2", "of heads"), ("qwen3_moe", "renormalized"), ("phi3", "window"),
 ]  # fmt: skip
 
 
@@ -79,6 +80,28 @@ def test_steps_have_the_bits_of_single_calls(
     assert programs_of(driver) is programs and len(programs.programs) > 5
     assert len(results) > 5
     for (tokens, logits), (expected_tokens, expected_logits) in zip(results, expected, strict=True):
+        assert tokens == expected_tokens
+        assert torch.equal(logits, expected_logits)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "variant"), [("gemma3_text", "layer types"), ("mistral", "window")]
+)
+def test_layers_with_a_window_have_tables_of_their_own(
+    checkpoints, monkeypatch, model_type: str, variant: str
+):
+    """Programs get them anew for each step: blocks are given back, and others' meanwhile."""
+    monkeypatch.setattr(Backend, "num_read_before", 0)  # what is given back are numbers, here
+    folder = checkpoints(model_type, variant)
+    results = []
+    for eager, gives_back in ((False, True), (True, False)):
+        driver = Driver(config_for(folder, block_size=16, enforce_eager=eager))
+        assert 7 in driver.ready.kv_windows
+        driver.gives_back, driver.poison = gives_back, 1e3
+        results.append(churn(driver))
+        if gives_back:
+            assert (programs := programs_of(driver)) is not None and len(programs.programs) > 5
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(*results, strict=True):
         assert tokens == expected_tokens
         assert torch.equal(logits, expected_logits)
 

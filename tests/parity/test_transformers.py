@@ -65,7 +65,7 @@ def check(folder: Path, **options: object) -> None:
     second = driver.add(short)
     driver.step({first: 5, second: 3})
     driver.generate([second, first], 3, chunk=7)
-    shared = driver.blocks[first][: 24 // driver.block_size]
+    shared = driver.first_blocks(first, 24)
     third = driver.add(long[:24] + tail, cached_blocks=shared)
     back = driver.add(driver.free(second), num_prompt_tokens=len(short))
     driver.generate([third, back, first], NUM_OUTPUTS, chunk=9)

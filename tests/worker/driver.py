@@ -55,7 +55,12 @@ class LogitsSpy:
 
 
 class Driver:
-    """Keeps what a scheduler would: free slots, free blocks, and the tokens of every request."""
+    """Keeps what a scheduler would: free slots, free blocks, and the tokens of every request. With
+    `gives_back`, blocks of groups of layers that read them no more are free, and hold `poison`.
+    """
+
+    gives_back = False
+    poison = float("nan")
 
     def __init__(
         self,
@@ -77,7 +82,8 @@ class Driver:
         self.free_slots = list(range(config.scheduler.max_num_seqs or 0))
         self.random.shuffle(self.free_slots)
         self.tokens: dict[int, list[int]] = {}  # slot -> all tokens known
-        self.blocks: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[int]] = {}  # of all groups in turn
+        self.num_groups = len(self.ready.kv_windows)
         self.computed: dict[int, int] = {}
         self.num_prompt: dict[int, int] = {}
         self.drafts: dict[int, list[int]] = {}  # slot -> drafted behind its tokens
@@ -96,8 +102,8 @@ class Driver:
         num_prompt_tokens: int | None = None,
         cached_blocks: list[int] | None = None,
     ) -> int:
-        """Give a request a slot; its first blocks may be shared, computed ones. Returns the
-        slot.
+        """Give a request a slot; its first blocks may be shared, computed ones, see `first_blocks`.
+        Returns the slot.
         """
         slot = self.free_slots.pop()
         cached = list(cached_blocks or [])
@@ -105,7 +111,7 @@ class Driver:
         self.logits[slot] = []
         self.drafts[slot] = []
         self.blocks[slot] = cached
-        self.computed[slot] = len(cached) * self.block_size
+        self.computed[slot] = len(cached) // self.num_groups * self.block_size
         self.num_prompt[slot] = num_prompt_tokens or len(token_ids)
         self.new.append(
             NewRequest(
@@ -120,13 +126,29 @@ class Driver:
         )
         return slot
 
+    def first_blocks(self, slot: int, num_tokens: int) -> list[int]:
+        """Those of a slot's first tokens."""
+        return self.blocks[slot][: num_tokens // self.block_size * self.num_groups]
+
+    def _give_back(self, slot: int, position: int) -> None:
+        """What no token from a position on reads."""
+        for group, window in enumerate(self.ready.kv_windows):
+            last = (position - (window or position + 1) + 1) // self.block_size
+            for at in range(group, last * self.num_groups, self.num_groups):
+                if (block := self.blocks[slot][at]) >= 0:
+                    self.blocks[slot][at] = -1
+                    self.free_blocks.append(block)
+                    for cache in self.worker.runner.kv_caches:
+                        cache[:, block] = self.poison
+
     def free(self, slot: int, keep_blocks: int = 0) -> list[int]:
         """Take the slot away; its blocks after the first `keep_blocks` are free again. Returns its
         tokens.
         """
         self.freed.append(slot)
         self.free_slots.insert(0, slot)
-        self.free_blocks += self.blocks.pop(slot)[keep_blocks:]
+        blocks = self.blocks.pop(slot)[keep_blocks * self.num_groups :]
+        self.free_blocks += [block for block in blocks if block >= 0]
         self.random.shuffle(self.free_blocks)
         return self.tokens.pop(slot)
 
@@ -147,7 +169,10 @@ class Driver:
             num_drafts = len(self.drafts[slot]) if samples else 0
             most = max_new_drafts.get(slot, 0) if samples else 0
             end += num_drafts
-            missing = max(-(-(end + most) // self.block_size) - len(self.blocks[slot]), 0)
+            if self.gives_back:
+                self._give_back(slot, start)
+            num_blocks = -(-(end + most) // self.block_size) * self.num_groups
+            missing = max(num_blocks - len(self.blocks[slot]), 0)
             new_blocks = [self.free_blocks.pop() for _ in range(missing)]
             self.blocks[slot] += new_blocks
             self.computed[slot] = end

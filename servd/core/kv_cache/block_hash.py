@@ -24,3 +24,13 @@ def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
     SHA-256, because a collision would show one client the context of another.
     """
     return sha256(parent + array("I", token_ids).tobytes()).digest()
+
+
+def of_group(block_hash: bytes, group: int) -> bytes:
+    """By which a block is found that holds these tokens for a group of layers."""
+    return block_hash + bytes((group,)) if group else block_hash
+
+
+def is_of_other_group(block_hash: bytes) -> bool:
+    """Whether it is of another group than the first."""
+    return len(block_hash) > len(NO_KEYS)

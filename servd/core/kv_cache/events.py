@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from servd.core.kv_cache.block_hash import NO_KEYS, root_hash
+from servd.core.kv_cache.block_hash import NO_KEYS, is_of_other_group, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.request import Request
 from servd.ipc import Publisher
@@ -78,13 +78,13 @@ class KVEvents:
         pool.on_remove = self._remove
         self.publish()
 
-    def store(self, request: Request, first: int, end: int) -> None:
-        """Blocks `first` to `end` of a request were registered; where another block has the same
-        content, that is no news.
+    def store(self, request: Request, blocks: Sequence[int], first: int, end: int) -> None:
+        """Blocks `first` to `end` of a request's `blocks` were registered; where another block has
+        the same content, that is no news.
         """
         hashes, size = request.block_hashes, self.block_size
         keys = root_hash(*request.cache_keys)
-        for start, stop in self._new(request.block_ids, first, end):
+        for start, stop in self._new(blocks, first, end):
             count = stop - start
             self._events.append(
                 BlockStored(
@@ -123,6 +123,8 @@ class KVEvents:
             yield start, end
 
     def _remove(self, block_hash: bytes) -> None:
+        if is_of_other_group(block_hash):
+            return
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(block_hash)

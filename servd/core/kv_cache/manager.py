@@ -28,6 +28,8 @@ class KVCacheManager:
     fills it.
     """
 
+    num_groups = 1  # see WorkerReady.kv_windows
+
     def __init__(self, num_blocks: int, config: CacheConfig) -> None:
         self.block_size = config.block_size
         self.enable_prefix_caching = config.enable_prefix_caching
@@ -52,6 +54,10 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the blocks that requests own or pins keep, 0 to 1."""
         return 1 - self.pool.num_free / self.pool.num_blocks
+
+    def max_tokens(self, longest: int) -> int:
+        """The longest request that there is room for; `longest` is as long as any may be."""
+        return self.pool.num_blocks * self.block_size
 
     def match_prefix(self, request: Request) -> list[int]:
         """Cached blocks that hold the beginning of a request. They can be evicted until it adopts
@@ -90,12 +96,13 @@ class KVCacheManager:
         assert not request.block_ids
         self.stop_waiting(request)
         self.num_holders += 1
-        self.pool.share(cached)
+        self.pool.share(self._held(cached))
         request.block_ids = cached.copy()
         if self.tiers is not None:
             self._load(request, self.tiers)
-        request.num_registered_blocks = request.num_adopted_blocks = len(request.block_ids)
-        request.num_computed_tokens = len(request.block_ids) * self.block_size
+        num_blocks = len(request.block_ids) // self.num_groups
+        request.num_registered_blocks = request.num_adopted_blocks = num_blocks
+        request.num_computed_tokens = num_blocks * self.block_size
 
     def _load(self, request: Request, tiers: Tiers) -> None:
         """Have the next blocks copied from lower tiers, as far as they have them."""
@@ -108,7 +115,7 @@ class KVCacheManager:
         request.block_ids += blocks
         if self.events is not None:
             end = len(request.block_ids)
-            self.events.store(request, end - len(blocks), end)
+            self.events.store(request, request.block_ids, end - len(blocks), end)
         if request.num_preemptions == 0:
             request.num_external_tokens = len(slots) * self.block_size
         request.reads_until_ns = 0
@@ -202,12 +209,12 @@ class KVCacheManager:
         hashes, at = request.block_hashes, request.num_registered_blocks
         return self.pool.evicted_at_ns.get(hashes[at], 0) if at < len(hashes) else 0
 
-    def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
+    def extend(self, request: Request, num_tokens: int) -> list[int] | None:
         """Make room for the next `num_tokens` tokens: the new blocks, or None if too few."""
         num_blocks = (
             request.num_computed_tokens + num_tokens + self.block_size - 1
         ) // self.block_size
-        wanted = num_blocks - len(request.block_ids)
+        wanted = num_blocks * self.num_groups - len(request.block_ids)
         if wanted <= 0:
             return []
         while (lacking := wanted - self.pool.num_free) > 0:
@@ -217,9 +224,14 @@ class KVCacheManager:
         request.block_ids.extend(new_block_ids)
         return new_block_ids
 
+    # The same at the beginning of a request's part in a step: what none of its tokens reads from
+    # here on need not be kept.
+    allocate = extend
+
     def room_of(self, request: Request) -> int:
         """How many tokens can be computed in its blocks, but for the last one, which never is."""
-        return min(len(request.block_ids) * self.block_size, request.max_num_tokens - 1)
+        num_blocks = len(request.block_ids) // self.num_groups
+        return min(num_blocks * self.block_size, request.max_num_tokens - 1)
 
     def commit(self, request: Request) -> None:
         """Register the blocks that have become full of known, scheduled tokens."""
@@ -227,11 +239,14 @@ class KVCacheManager:
         if num_full <= request.num_registered_blocks or not self.enable_prefix_caching:
             return
         self._extend_hashes(request)
-        for i in range(request.num_registered_blocks, num_full):
+        self._register(request, request.num_registered_blocks, num_full)
+        request.num_registered_blocks = num_full
+
+    def _register(self, request: Request, first: int, end: int) -> None:
+        for i in range(first, end):
             self.pool.register(request.block_ids[i], request.block_hashes[i])
         if self.events is not None:
-            self.events.store(request, request.num_registered_blocks, num_full)
-        request.num_registered_blocks = num_full
+            self.events.store(request, request.block_ids, first, end)
 
     def adopters(
         self, request: Request, num_tokens: int, others: Iterable[Request]
@@ -276,9 +291,10 @@ class KVCacheManager:
         """Share no more of what only this request has, nor of its blocks in lower tiers: they may
         be wrong.
         """
-        self.pins.drop(request.block_ids)
-        self.pool.forget(each for each in request.block_ids if self.pool.ref_counts[each] == 1)
-        request.num_registered_blocks = len(request.block_ids)
+        held = self._held(request.block_ids)
+        self.pins.drop(held)
+        self.pool.forget(each for each in held if self.pool.ref_counts[each] == 1)
+        request.num_registered_blocks = len(request.block_ids) // self.num_groups
         if self.tiers is not None:
             self.tiers.forget(request.block_hashes)
 
@@ -291,16 +307,20 @@ class KVCacheManager:
         if self.tiers is not None:
             held = zip(request.block_ids, request.block_hashes, strict=False)  # the last: in part
             self.tiers.offer(each for each in held if self.pool.hashes[each[0]] == each[1])
-        self.pool.release(reversed(request.block_ids))
+        self.pool.release(reversed(self._held(request.block_ids)))
         request.block_ids = []
         request.num_registered_blocks = request.num_computed_tokens = 0
 
     def _pin(self, request: Request) -> None:
         """Keep the prompt of a request that ends, as far as it was computed."""
         hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
-        self.pins.add(self._find(hashes), now_ns() + round(request.retention * 1e9))
+        self.pins.add(self._held(self._find(hashes)), now_ns() + round(request.retention * 1e9))
 
-    def _find(self, hashes: Iterable[bytes]) -> list[int]:
+    def _held(self, block_ids: list[int]) -> list[int]:
+        """Those of a request's that are blocks."""
+        return block_ids
+
+    def _find(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks that hold the first of these, up to one that none has."""
         found: list[int] = []
         for each in hashes:

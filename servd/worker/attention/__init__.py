@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -79,6 +79,9 @@ class AttentionBatch:
     tails: Tensor | None = None
     # False: query_lens are bounds; a row may have fewer tokens, or none, and some tokens no row.
     has_exact_query_lens: bool = True
+    # The same step for further groups of layers, whose keys and values lie elsewhere; see
+    # `WorkerReady.kv_windows`.
+    others: Sequence[AttentionBatch] = ()
 
 
 class Backend(ABC, Generic[Metadata]):
@@ -97,6 +100,9 @@ class Backend(ABC, Generic[Metadata]):
 
     supports_graphs: ClassVar[bool] = False
     supports_tails: ClassVar[bool] = False  # see AttentionBatch.tails
+    # Tokens before a window's first that it reads, though without weight, so that their blocks have
+    # to stay; 0: none but in the same block. None: any.
+    num_read_before: ClassVar[int | None] = None
     is_batch_invariant: bool = False  # a token has the same bits whatever is beside it
     supports_soft_cap: ClassVar[bool] = False  # and sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal

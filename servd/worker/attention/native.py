@@ -16,6 +16,7 @@ from servd.worker.ops.native import TYPES, call, library
 
 MAX_HEAD_DIM = 256
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels are compiled for
+TILE_KEYS = 256  # as in attention.cpp: the tiles of a window begin at a multiple of it
 VECTOR = 16  # elements of the widest vector: block size and head dimension are multiples of it
 
 
@@ -37,6 +38,7 @@ class Backend(AttentionBackend[Metadata]):
 
     auto_order = {"cpu": 10}
     supports_tails = True
+    num_read_before = TILE_KEYS - 1
     supports_bidirectional = True
     supports_soft_cap = True
     is_batch_invariant = True

@@ -53,6 +53,7 @@ class Backend(AttentionBackend[Metadata]):
 
     auto_order = {"cuda": 90, "cpu": 90}  # copies what it reads
     supports_tails = True
+    num_read_before = 0
     supports_bidirectional = True
     supports_soft_cap = True
 

@@ -39,6 +39,7 @@ class Backend(AttentionBackend[Metadata]):
     auto_order = {"cuda": 20}  # reads the cache in place
     supports_graphs = True
     supports_tails = True
+    num_read_before = 0
     supports_soft_cap = True
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -31,12 +31,12 @@ class ForwardContext:
     ) -> None:
         self.kv_caches = kv_caches
 
-        def of_window(window: int | None) -> tuple[Backend[Any], Any]:
+        def of_layers(window: int | None, group: int) -> tuple[Backend[Any], Any]:
             chosen = backend.with_window(window)
-            return chosen, chosen.build_metadata(batch)
+            return chosen, chosen.build_metadata(batch.others[group - 1] if group else batch)
 
-        # The backend of layers with this window, and its metadata of the step.
-        self.of_window = cache(of_window)
+        # The backend of layers with this window, in this group, and its metadata of the step.
+        self.of_layers = cache(of_layers)
 
 
 class Attention(nn.Module):
@@ -47,7 +47,8 @@ class Attention(nn.Module):
 
     Args:
         layer: number of its KV cache; layers of an encoder share one, which is read in the same
-            step only.
+            step only, and so do layers of other groups, in other blocks (see
+            kv_groups.py).
         num_heads: of queries, on this rank.
         num_kv_heads: of keys and values, on this rank.
         head_dim: numbers of a head.
@@ -71,7 +72,7 @@ class Attention(nn.Module):
         is_causal: bool = True,
     ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.group = layer, 0
         self.query_shape = (-1, num_heads, head_dim)
         self.kv_shape = (-1, num_kv_heads, head_dim)
         self.scale = scale
@@ -96,7 +97,7 @@ class Attention(nn.Module):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q."""
-        backend, metadata = ctx.of_window(self.sliding_window)
+        backend, metadata = ctx.of_layers(self.sliding_window, self.group)
         kv_cache = ctx.kv_caches[self.layer]
         q, k, v = q.view(self.query_shape), k.view(self.kv_shape), v.view(self.kv_shape)
         k_scale, v_scale = (

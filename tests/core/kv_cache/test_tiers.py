@@ -148,7 +148,7 @@ def test_a_long_prompt_is_written_through_few_slots(tmp_path):
 class WithAdapters(AuditedExecutor):
     """Its states begin with the adapter's, which the audit does not know."""
 
-    def _audit(self, row) -> None:
+    def _audit(self, row, free: set[int]) -> None:
         pass
 
 
@@ -340,9 +340,9 @@ class VoidExecutor(AuditedExecutor):
 
     num_void = 0
 
-    def _audit(self, row) -> None:
+    def _audit(self, row, free: set[int]) -> None:
         if self.cache[self._position(row, 0)]:  # or it is void
-            super()._audit(row)
+            super()._audit(row, free)
 
     def _sample(self, scheduled, bitmask):
         output = super()._sample(scheduled, bitmask)

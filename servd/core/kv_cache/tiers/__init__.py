@@ -359,7 +359,7 @@ def load(config: Config, spec: ModelSpec, worker: WorkerReady, executor: Executo
         ConfigError: the host's memory would not hold a block.
     """
     cache = config.cache
-    if cache.kv_offloading_size is None and cache.kv_cache_dir is None:
+    if not cache.has_tiers:
         return None
     slot_bytes = worker.kv_bytes_per_block * config.parallel.tensor_parallel_size
     if cache.kv_offloading_size is not None:

@@ -1,0 +1,159 @@
+"""GroupedKVCacheManager: the KV cache of a model some of whose layers read a window of tokens only.
+
+Each group of layers has blocks of its own, see `WorkerReady.kv_windows`, all of one pool. What a
+group reads no more is given back while its request runs; it is still found in the prefix cache,
+until the space is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from servd.config import CacheConfig, Config
+from servd.core.kv_cache.block_hash import of_group
+from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.kv_cache.tiers import Tiers
+from servd.core.request import Request
+from servd.kv_layout import KVLayout
+from servd.messages import WorkerReady
+
+NO_BLOCK = -1  # among a request's block ids, where a group reads nothing any more
+
+
+def load(config: Config, worker: WorkerReady) -> KVCacheManager:
+    """What manages the KV cache of started workers."""
+    layout = KVLayout.of(config, worker.kv_windows)
+    if worker.kv_windows == (None,):
+        return KVCacheManager(worker.num_blocks, config.cache)
+    return GroupedKVCacheManager(worker.num_blocks, config.cache, layout)
+
+
+class GroupedKVCacheManager(KVCacheManager):
+    """Counts of a request's blocks, such as `num_registered_blocks`, are those of one group.
+
+    A prefix is cached if groups without a window have all its blocks, and those with one what the
+    token after it reads.
+    """
+
+    def __init__(self, num_blocks: int, config: CacheConfig, layout: KVLayout) -> None:
+        super().__init__(num_blocks, config)
+        self.layout = layout
+        self.windows = layout.windows
+        self.num_groups = len(layout.windows)
+
+    def connect(self, tiers: Tiers | None) -> None:
+        """See KVCacheManager; there are no lower tiers."""
+        assert tiers is None, "workers make one group of all layers where tiers are asked for"
+
+    def max_tokens(self, longest: int) -> int:
+        """See KVCacheManager."""
+        return self.layout.max_tokens(self.pool.num_blocks, longest)
+
+    # ---- what is cached ----
+
+    def _find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Of each group in turn, where it reads them, the blocks of the longest prefix cached."""
+        hashes = hashes[: self._num_cached(hashes)]
+        firsts = self._firsts(len(hashes) * self.block_size)
+        return [
+            self._find_in(group, block_hash) if at >= first else NO_BLOCK
+            for at, block_hash in enumerate(hashes)
+            for group, first in enumerate(firsts)
+        ]
+
+    def _num_cached(self, hashes: Sequence[bytes]) -> int:
+        """Blocks of the longest prefix that is cached."""
+        most, before = len(hashes), -1
+        while most != before:  # where it is shorter, groups with a window read other blocks
+            before = most
+            for group, window in enumerate(self.windows):
+                most = self._num_cached_of(hashes[:most], group, window)
+        return most
+
+    def _num_cached_of(self, hashes: Sequence[bytes], group: int, window: int | None) -> int:
+        most = len(hashes)
+        if window is None:
+            missing = (at for at in range(most) if self._find_in(group, hashes[at]) == NO_BLOCK)
+            return next(missing, most)
+        at = most
+        while at > self.layout.first_read(most * self.block_size, window):
+            at -= 1
+            if self._find_in(group, hashes[at]) == NO_BLOCK:
+                most = at
+        return most
+
+    def _find_in(self, group: int, block_hash: bytes) -> int:
+        block = self.pool.find(of_group(block_hash, group))
+        return NO_BLOCK if block is None else block
+
+    def _firsts(self, position: int) -> list[int]:
+        """The first block of each group that the token at a position reads."""
+        return [self.layout.first_read(position, window) for window in self.windows]
+
+    def fits(self, request: Request, cached: Sequence[int]) -> bool:
+        """See KVCacheManager. Of a group with a window that is what it may have at once."""
+        num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
+        num_new = -(-num_tokens // self.block_size) - len(cached) // self.num_groups
+        while True:
+            wanted = 0
+            for group, window in enumerate(self.windows):
+                blocks = self._held(list(cached[group :: self.num_groups]))
+                idle = sum(self.pool.ref_counts[block] == 0 for block in blocks)
+                wanted += min(num_new + idle, self.layout.most(window, num_tokens))
+            lacking = wanted - self.pool.num_free
+            if lacking <= 0 or not self._unpin(lacking, is_alone=not self.num_holders):
+                return lacking <= 0
+
+    def evicted_at_ns(self, request: Request) -> int:
+        """See KVCacheManager."""
+        hashes, at = request.block_hashes, request.num_registered_blocks
+        if at >= len(hashes):
+            return 0
+        keys = [of_group(hashes[at], group) for group in range(self.num_groups)]
+        return max(self.pool.evicted_at_ns.get(each, 0) for each in keys)
+
+    # ---- what a running request has ----
+
+    def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
+        """See KVCacheManager."""
+        num_blocks = len(request.block_ids) // self.num_groups
+        if request.num_computed_tokens + num_tokens > num_blocks * self.block_size:
+            self._give_back(request)
+        return self.extend(request, num_tokens)
+
+    def _give_back(self, request: Request) -> None:
+        """Steps in flight may still read it: the next owner's run after those."""
+        self.commit(request)
+        # Drafts in flight count as kept: the next token to compute may be the last known one.
+        next_token = min(request.num_computed_tokens, len(request.token_ids) - 1)
+        block_ids = request.block_ids
+        for group, first in enumerate(self._firsts(next_token)):
+            at = (first - 1) * self.num_groups + group
+            while at >= 0 and block_ids[at] != NO_BLOCK:
+                self.pool.release((block_ids[at],))
+                block_ids[at] = NO_BLOCK
+                at -= self.num_groups
+
+    def _register(self, request: Request, first: int, end: int) -> None:
+        num_groups = self.num_groups
+        for at in range(first, end):
+            blocks = request.block_ids[at * num_groups : (at + 1) * num_groups]
+            for group, block in enumerate(blocks):
+                self.pool.register(block, of_group(request.block_hashes[at], group))
+        if self.events is not None:  # of one group: routers know of none
+            self.events.store(request, request.block_ids[::num_groups], first, end)
+
+    def _held(self, block_ids: list[int]) -> list[int]:
+        return [block for block in block_ids if block != NO_BLOCK]
+
+    def _blocks_of(self, request: Request, part: slice) -> set[int]:
+        """Those that were given back, too, as far as they are cached."""
+        num_groups, block_ids, hashes = self.num_groups, request.block_ids, request.block_hashes
+        found = set[int]()
+        for at in range(max(len(block_ids) // num_groups, len(hashes)))[part]:
+            held = block_ids[at * num_groups : (at + 1) * num_groups] or [NO_BLOCK] * num_groups
+            for group, block in enumerate(held):
+                if block == NO_BLOCK and at < len(hashes):
+                    block = self._find_in(group, hashes[at])
+                found.add(block)
+        return found - {NO_BLOCK}

@@ -1,0 +1,89 @@
+"""Groups of layers in the KV cache, so that those with a window keep only what they still read.
+
+Layers of all groups share tensors: the first of each group have one, the second ones the next. So
+a block has the same bytes whatever group it is of, and is free for any; see `KVLayout`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from servd.config import Config
+from servd.kv_layout import KVLayout
+from servd.worker.attention import Backend
+from servd.worker.layers.attention import attention_layers
+
+if TYPE_CHECKING:
+    from servd.worker.model_loader import Loadable
+
+log = logging.getLogger("servd.worker")
+
+
+def arrange(
+    model: Loadable, config: Config, backend: Backend[Any], has_draft: bool
+) -> tuple[int | None, ...]:
+    """Give each layer its group and its place there.
+
+    Args:
+        model: its layers have the numbers of their caches, and no group.
+        config: resolved.
+        backend: the model's.
+        has_draft: a draft keeps tokens of its own in the same blocks.
+
+    Returns:
+        see `WorkerReady.kv_windows`.
+    """
+    longest, layers = config.model.max_model_len, attention_layers(model)
+    assert longest is not None
+    widest: dict[int, int] = {}  # by number of the cache
+    for layer in layers:
+        window = layer.sliding_window if layer.shape["is_causal"] else None
+        kept = longest if window is None else window + (backend.num_read_before or 0)
+        widest[layer.layer] = max(widest.get(layer.layer, 0), min(kept, longest))
+    caches: dict[int, list[int]] = {}  # by window, those that keep all first
+    for number, window in sorted(widest.items(), key=lambda item: -item[1]):
+        caches.setdefault(window, []).append(number)
+    if [*caches] == [longest]:
+        return (None,)
+    if why := _obstacle(config, backend, has_draft):
+        log.info("layers with a window keep all tokens in the KV cache: %s", why)
+        return (None,)
+    counts, layout = {window: len(found) for window, found in caches.items()}, KVLayout.of(config)
+
+    def blocks(size: int) -> int:  # of one layer, by the longest request while it is decoded
+        groups = {window: -(-count // size) for window, count in counts.items()}
+        most = {window: layout.most(window, longest, 1) for window in groups}
+        return size * sum(groups[window] * most[window] for window in groups)
+
+    size = min(range(max(counts.values()), min(counts.values()) - 1, -1), key=blocks)
+    if blocks(size) >= len(widest) * layout.blocks(longest):
+        return (None,)
+    windows: list[int | None] = []
+    places: dict[int, tuple[int, int]] = {}
+    for window, found in caches.items():
+        for at, number in enumerate(found):
+            places[number] = len(windows) + at // size, at % size
+        windows += [None if window == longest else window] * -(-len(found) // size)
+    for layer in layers:
+        layer.group, layer.layer = places[layer.layer]
+    log.info("KV cache in groups of %d layers, which keep %s tokens", size, _names(windows))
+    return tuple(windows)
+
+
+def _obstacle(config: Config, backend: Backend[Any], has_draft: bool) -> str:
+    """Why every layer has to keep all tokens; "" if they need not."""
+    if config.cache.has_tiers:
+        return "--kv-offloading-size and --kv-cache-dir move whole blocks of all layers"
+    if config.parallel.pipeline_parallel_size > 1:
+        return "stages of a pipeline have different layers"
+    if has_draft:
+        return "the layers of the draft need them"
+    if backend.num_read_before is None:
+        return "this --attention-backend may read any before a window"
+    return ""
+
+
+def _names(windows: list[int | None]) -> str:
+    names = ["all" if window is None else str(window) for window in windows]
+    return ", ".join(f"{names.count(each)} x {each}" for each in dict.fromkeys(names))
