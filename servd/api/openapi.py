@@ -73,6 +73,7 @@ ERRORS = {
     429: "Too many requests are unfinished, or the API key has reached a limit.",
     500: "The server failed; its log has the details under the id of the request.",
     503: "The model is loading, the server is shutting down, or the engine is gone.",
+    504: "The request's own deadline passed before its answer was whole.",
     529: "The model is loading, or too many requests are waiting.",
 }
 # Field of SamplingParams -> what else requests call it.
@@ -292,7 +293,7 @@ def _errors(route: APIRoute, operation: Operation, needs_key: bool) -> list[int]
     if operation.form is not None:
         statuses |= {400, 408, 413}
     if operation.body is not None:
-        statuses |= {400, 404, 408, 413, 429, 500, 503}
+        statuses |= {400, 404, 408, 413, 429, 500, 503, 504}
         if route.path.startswith(ANTHROPIC_ROUTES):
             statuses |= {529}
     return sorted(statuses)

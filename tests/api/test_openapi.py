@@ -35,6 +35,11 @@ BASES |= {
         "questions": [{"type": "predicate", "instructions": "It is a greeting."}],
     },
     "/tokenize": {"prompt": "hi"},
+    "/v1/batches": {
+        "input_file_id": "file-of-nobody",  # replaced by one that is there, half of the time
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    },
     "/v1/chat/completions/batch": {"messages": [user("hi"), user("so")]},
     "/v1/chat/completions/render": BASES["/v1/chat/completions"],
     "/v1/messages/count_tokens": {"messages": user("hi")},
@@ -44,6 +49,7 @@ BASES |= {
     "/v2/rerank": BASES["/rerank"],
 }
 load_all_checks()
+[not_a_server_error] = CHECKS.get_by_names(["not_a_server_error"])
 CHECKED = CHECKS.get_by_names(
     [
         "not_a_server_error",
@@ -150,7 +156,10 @@ def test_generated_requests_are_answered_as_described(name, num_cases, url):
             if data.draw(st.booleans()):
                 case.path_parameters[parameter] = KNOWN.get(parameter, stored_response)(url)
         response = case.call(base_url=url)
-        case.validate_response(response, checks=CHECKED)
+        # A deadline of microseconds passes, which is what the client asked for.
+        late = response.status_code == 504 and "timeout" in case.body
+        checks = [each for each in CHECKED if not (late and each is not_a_server_error)]
+        case.validate_response(response, checks=checks)
         answered.append(response.status_code)
 
     drive()
