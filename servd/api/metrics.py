@@ -206,7 +206,8 @@ class Metrics:
             ).labels(**labels)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        self._note_gap = self.histograms["vllm:inter_token_latency_seconds"].values.append
+        self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
+        self._note_gap = self._gaps.values.append
         self._note_steps = self.histograms["vllm:iteration_tokens_total"].values.extend
         # Tokens that no counter shows yet; those of prompts: all, cached ones, from lower tiers.
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
@@ -273,6 +274,8 @@ class Metrics:
         """The event loop ran a timer this late; called ten times a second."""
         lags = self.histograms["servd:event_loop_lag_seconds"].values
         lags.append(seconds)
+        for each in self.engines:
+            each._gaps.flush()  # a whole second's might hold up the loop
         if len(lags) >= LAGS_PER_WRITE:
             self.write()
 

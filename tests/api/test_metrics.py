@@ -226,6 +226,23 @@ def test_requests_that_were_cut_count_but_are_not_timed(reason: FinishReason):
     assert value(metrics, "e2e_request_latency_seconds_count") == 0
 
 
+def test_what_comes_with_requests_is_published_once_a_second_and_gaps_at_every_tick():
+    """Nobody may scrape, and a second's gaps, sorted at once, would hold up the event loop."""
+    metrics = Metrics("m")
+    choice = ChoiceTimes(arrival_ns=0, num_prompt_tokens=7)
+    published = [
+        "vllm:inter_token_latency_seconds_count", "vllm:time_to_first_token_seconds_count",
+        "vllm:generation_tokens_total",
+    ]  # fmt: skip
+    found = []
+    for tick in range(10):
+        for number in range(2):
+            metrics.observe_tokens(choice, 1, (2 * tick + number) * SECOND)
+        metrics.observe_lag(0.0)
+        found.append([metrics.registry.get_sample_value(name, LABELS) for name in published])
+    assert found[0] == [1, 0, 0] and found[8] == [17, 0, 0] and found[9] == [19, 1, 20]
+
+
 def test_cache_config():
     metrics = Metrics("m")
     worker = WorkerReady("cpu", "float32", "cpu", 77, 0, 0)

@@ -4,7 +4,8 @@ import { count, facts, h, problem, span, table } from "./dom.js";
 
 const SECTIONS = {
   model: "Model", cache: "KV cache", scheduler: "Scheduler", parallel: "Devices and processes",
-  server: "HTTP server", observability: "Logs and metrics",
+  server: "HTTP server", access: "Who may reach the server", lora: "LoRA adapters",
+  batches: "Files and batches", models: "Several models", observability: "Logs and metrics",
 };
 const SOURCES = { decided: "Decided by servd", given: "Given at the start", default: "Default" };
 
