@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -44,19 +44,33 @@ class GPUModelRunner(ModelRunner):
         """Capture all graphs and run each way to sample, so that no request waits for a capture or
         a compiler.
         """
-        sizes, started = [] if self.graphs is None else self.graphs.sizes, time.monotonic()
-        ways = self.sampler.examples
-        for done, size in enumerate(sizes, 1):
-            assert self.graphs is not None
-            self._capture(self.graphs, size)
-            progress(done / (len(sizes) + len(ways)))
-        if sizes:
-            log.info("%d CUDA graphs in %.1f s", len(sizes), time.monotonic() - started)
-        for done, params in enumerate(ways, len(sizes) + 1):
+        started, ways = time.monotonic(), self.sampler.examples
+        num_graphs = 0 if self.graphs is None else len(self.graphs.sizes) * len(self.variants)
+        steps = num_graphs + len(ways)
+        for done, _ in enumerate(self._capture_all(), 1):
+            progress(done / steps)
+        if num_graphs:
+            log.info("%d CUDA graphs in %.1f s", num_graphs, time.monotonic() - started)
+        for done, params in enumerate(ways, num_graphs + 1):
             for has_grammar in (False, True):
                 self._launch(1, 1, 0, params)
                 self._sample_all(1, has_grammar)
-            progress(done / (len(sizes) + len(ways)))
+            progress(done / steps)
+
+    @property
+    def variants(self) -> list[bool]:
+        """Those of the forward pass; see `variant`."""
+        return [False] if self.adapters is None else [False, True]
+
+    def _capture_all(self) -> Iterator[GraphSize]:
+        if self.graphs is None:
+            return
+        for variant in self.variants:
+            if self.adapters is not None:
+                self.adapters.rows.is_active = variant  # until the next step says
+            for size in self.graphs.sizes:
+                self._capture(self.graphs, size)
+                yield size
 
     def make_graphs(self) -> GraphRunner | None:
         """None where graphs are switched off, or the attention backend cannot be captured."""
@@ -209,10 +223,8 @@ class GPUModelRunner(ModelRunner):
             self._capture(graphs, size)
             taken.append(meter.taken())
         each = taken[-1] - taken[-2] if len(taken) > 2 else 0
-        # Where adapters may take part, there are two of each size in the end.
-        variants = 1 if self.adapters is None else 2
         one = taken[1] - taken[0] + each * (len(graphs.sizes) - 1)
-        return variants * one + graphs.nbytes
+        return len(self.variants) * one + graphs.nbytes
 
     # ---- output ----
 

@@ -324,7 +324,7 @@ class ModelRunner(ABC):
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
     ) -> SampledTokens:
-        logits = self.model.compute_logits(hidden).float()  # [m, vocab]
+        logits = self.model.compute_logits(hidden)  # [m, vocab]
         sampled = self.sampler(
             logits,
             batch.sample_slots,

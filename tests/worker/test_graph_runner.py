@@ -230,6 +230,13 @@ def steps_by_kind(runner: RecordedRunner) -> Counter[str]:
     return steps
 
 
+def test_graphs_with_adapters_are_captured_at_the_start_too(folder: Path):
+    config = config_for(folder, load_format="dummy", max_num_seqs=2, enable_lora=True, max_loras=1)
+    runner = Driver(config).worker.runner
+    assert set(runner.graphs.graphs) == set(itertools.product(runner.graphs.sizes, (False, True)))
+    assert not runner.variant, "the next step has none"
+
+
 def count_calls(capture, captured: list[GraphSize]):
     def counted(self: GraphRunner, size: GraphSize) -> None:
         captured.append(size)

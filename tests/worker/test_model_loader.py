@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from servd import hf
 from servd.errors import ModelNotFound, UnsupportedModel
 from servd.worker import dry_run, model_loader
+from servd.worker.layers import embedding
 from servd.worker.layers._matrix import Form, MakeForm
 from servd.worker.model_loader import read_tensors
 from servd.worker.parallel import Parallel
@@ -155,3 +156,17 @@ def test_a_pickled_tensor_reaches_no_memory_but_its_own(stated, tmp_path):
     torch.save({"a": Lie()}, path)
     with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin cannot be read"):
         list(read_tensors([path]))
+
+
+def test_an_output_head_of_an_odd_size_is_padded_on_cuda(monkeypatch: pytest.MonkeyPatch):
+    sizes = [(50257, 50304), (128256, 128256), (1, 64)]
+    for device, column in (("cpu", 0), ("cuda", 1)):
+        for size in sizes:
+            assert embedding.padded_rows(size[0], torch.device(device)) == size[column]
+    monkeypatch.setattr(embedding, "padded_rows", lambda size, device: 64)
+    head, weight, hidden = embedding.VocabEmbedding(50, 8, Parallel()), *torch.randn(2, 50, 8)
+    head.weight.load(weight)
+    assert head.weight.shape == (64, 8) and not head.weight.missing
+    torch.testing.assert_close(head.logits(hidden), hidden @ weight.T)
+    ids = torch.tensor([49, 0, 7])
+    assert torch.equal(head(ids), weight[ids])

@@ -24,6 +24,13 @@ class Embedding(nn.Module):
         return self.ops.embed(index, self.weight)
 
 
+def padded_rows(vocab_size: int, device: torch.device) -> int:
+    """Rows of an output head: on CUDA a multiple of 64, as GPT-2's 50,257 are not, since the fast
+    matrix products write only rows of which each begins at a multiple of 16 bytes.
+    """
+    return -(-vocab_size // 64) * 64 if device.type == "cuda" else vocab_size
+
+
 class VocabEmbedding(nn.Module):
     """Rows of the vocabulary, looked up as embedding, multiplied as output head, or both."""
 
@@ -32,6 +39,9 @@ class VocabEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self.parallel = parallel
         self.weight = Matrix((vocab_size, hidden_size), parallel, shard_dim=0)
+        rows = padded_rows(vocab_size, torch.get_default_device())
+        if parallel.size == 1 and rows > vocab_size:
+            self.weight.data = torch.zeros(rows, hidden_size)
         self.factor = 1.0  # on what is looked up
         self.ops = ops.for_device(torch.get_default_device())
 

@@ -154,8 +154,8 @@ class Sampler:
         """Sample one token per row; a row with drafts counts as one more for each of them.
 
         Args:
-            logits: [n, vocab] float32; overwritten. A row without a finite maximum (all -inf, +inf,
-                NaN) yields its argmax, greedy or not, and leaves the other rows alone.
+            logits: [n, vocab] float32 or narrower; overwritten. A row without a finite maximum (all
+                -inf, +inf, NaN) yields its argmax, greedy or not, and leaves the other rows alone.
             slots: [n] int64 on the device; without drafts distinct.
             host_slots: the same on the host.
             positions: [n] int64 on the device: the index in the sequence that the sampled token
@@ -167,6 +167,8 @@ class Sampler:
         host_slots = np.asarray(host_slots, dtype=np.int64)
         step = Rows(slots, positions, host_slots, self.uses[host_slots])
         used = int(np.bitwise_or.reduce(step.uses))
+        if used & ~(RANDOM | NARROWED) or bitmask is not None:
+            logits = logits.float()  # for what is added to them, or told of them
         asked = step.subset(LOGPROBS) if used & LOGPROBS else None
         raw_logits = None
         if asked is not None:
@@ -230,7 +232,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows) -> None:
         """Replace the most probable tokens of random rows by drawn ones."""
-        best, logits = token_ids[rows.index], logits[rows.index]
+        best, logits = token_ids[rows.index], logits[rows.index].float()
         peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any
         weights = self.ops.to_weights(logits, peaks, self.temperature[rows.slots])
         lowest = self.narrowing.lowest(weights, rows, NARROWED)

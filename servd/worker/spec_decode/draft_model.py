@@ -164,7 +164,7 @@ class DraftModelProposer(Proposer):
 
     def top(self, features: Tensor) -> Tensor:
         """See `Drafter`."""
-        return self.ops.shift(self.model.compute_logits(features).float(), Shift())
+        return self.ops.shift(self.model.compute_logits(features), Shift())
 
     def advance(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor

@@ -127,7 +127,7 @@ class EagleHead(nn.Module):
 
     def top(self, features: Tensor) -> Tensor:
         """[n, hidden] -> the likeliest tokens after those of the features, int64 [n]."""
-        return self.ops.shift(self.compute_logits(features).float(), Shift())
+        return self.ops.shift(self.compute_logits(features), Shift())
 
 
 def embedding_of(target: Target) -> Callable[[Tensor], Tensor]:

@@ -141,7 +141,7 @@ class MedusaHeads(nn.Module):
         """[n, vocab] -> token ids [n, width]."""
         if width > 1:
             return logits.topk(width).indices
-        return self.ops.shift(logits.float(), Shift()).unsqueeze(1)
+        return self.ops.shift(logits, Shift()).unsqueeze(1)
 
 
 class MedusaProposer(Proposer):

@@ -125,6 +125,19 @@ def test_shift_equals_float64(
     assert best.tolist() == logits.argmax(-1).tolist()
 
 
+@each_shape
+def test_the_best_token_of_narrow_logits_is_that_of_the_same_in_float32(
+    module: ops.SamplingOps, shape, device: torch.device
+):
+    logits = random_logits(shape, device).bfloat16()
+    wide = logits.float()
+    wide[0, :3], wide[0, 5] = torch.tensor([0.0, -0.0, -torch.inf]), torch.inf
+    logits = torch.full((shape[0], shape[1] + 5), torch.nan, device=device).bfloat16()
+    logits = logits[:, : shape[1]].copy_(wide)
+    assert module.shift(logits, Shift()).tolist() == wide.argmax(-1).tolist()
+    assert torch.equal(logits.float(), wide)
+
+
 def test_the_best_token_is_the_first_nan_or_the_first_maximum(
     module: ops.SamplingOps, device: torch.device
 ):

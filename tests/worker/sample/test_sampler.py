@@ -107,6 +107,22 @@ def test_greedy_rows_take_the_most_probable_token():
     assert sample(sampler, logits[[2, 0]], [2, 0], [1, 1]) == [best[2], best[0]]
 
 
+@pytest.mark.parametrize("others", [[], [EVERYTHING], [SamplingParams(seed=2, logprobs=2)]])
+def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float32(others):
+    """Where nothing changes them, they are read as they are."""
+    params = [SamplingParams(temperature=0), SamplingParams(seed=1, top_p=0.9), *others]
+    slots = list(range(len(params)))
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        sampler = new_sampler()
+        for slot, each in enumerate(params):
+            sampler.add(slot, each, [3, 4, 4], [], EOS)
+        logits = logits_at(seed=9, rows=len(params)).bfloat16().to(dtype)
+        output = sampler(logits, torch.tensor(slots), slots, torch.tensor([3] * len(slots)))
+        found.append((output.token_ids.tolist(), output.logprobs and output.logprobs.to_lists()))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("temperature", [1e-5, 100.0])
 def test_extreme_temperatures_do_not_overflow(temperature):
     sampler = new_sampler(1)

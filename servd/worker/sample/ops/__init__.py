@@ -26,7 +26,8 @@ class SamplingOps(Protocol):
     """
 
     def shift(self, logits: Tensor, changes: Shift) -> Tensor:
-        """Add biases, forbid what the bitmask does not allow, penalize; in place.
+        """Add biases, forbid what the bitmask does not allow, penalize; in place. Logits that are
+        left as they are may be of a narrower type.
 
         Returns:
             [n] int64, the most probable token of each row: the first one that is NaN, or else the

@@ -12,6 +12,8 @@ from servd.worker.sample.shift import Shift
 
 def shift(logits: Tensor, changes: Shift) -> Tensor:
     """See `SamplingOps.shift`."""
+    if logits.dtype != torch.float32:  # which nothing changes
+        logits = logits.float()
     if changes.biased is not None:
         add_biases(logits, changes.biased)
     # Made as floats: in a program they lie in its buffers.

@@ -38,7 +38,7 @@ def shift_kernel(
             bias = tl.load(biases_ptr + entry, mask=is_here, other=0.0)
             tl.store(named_at, tl.load(named_at, mask=is_here, other=0.0) + bias, mask=is_here)
         tl.debug_barrier()  # other threads of this program load what was stored
-    x = tl.load(logit_at, mask=valid, other=float("-inf"))
+    x = tl.load(logit_at, mask=valid, other=float("-inf")).to(tl.float32)
     if bitmask_ptr is not None:
         word = tl.load(bitmask_ptr + row * words + token // 32, mask=valid, other=0)
         x = tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
