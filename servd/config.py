@@ -163,6 +163,10 @@ class ModelConfig(Section, frozen=True):
         bool,
         about("Let torch.compile fuse the layers, in place of servd's own kernels. Needs CUDA."),
     ] = False
+    batch_invariant: Annotated[
+        bool,
+        about("On CUDA, give a request the same bits whatever else is in its steps. Slower."),
+    ] = False
     check_vectors: Annotated[
         bool,
         about(

@@ -228,6 +228,25 @@ def _model_names(model: str) -> list[str]:
     return list(dict.fromkeys([*folder_name, model]))
 
 
+def _check_batch_invariant(config: Config, device: str, machine: Machine) -> None:
+    if not config.model.batch_invariant:
+        return
+    others = {
+        "--tensor-parallel-size": config.parallel.tensor_parallel_size > 1,
+        "--compile": config.model.compile,
+        "--enable-lora": config.lora.enable_lora,
+        "--quantization": config.model.quantization is not None,
+    }
+    if given := [flag for flag, is_given in others.items() if is_given]:
+        raise ConfigError(f"--batch-invariant has no kernels for {given[0]}: leave one of them out")
+    if device != "cuda":
+        raise ConfigError(
+            f"--batch-invariant is for CUDA: on a {device} servd's own kernels are so in any case"
+        )
+    if not machine.has_triton:
+        raise ConfigError("--batch-invariant needs the package triton: install it")
+
+
 def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decision]:
     decided: dict[str, Decision] = {}
     size, num_stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
@@ -252,6 +271,7 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             f"--compile is for CUDA: a {device} has kernels of servd's own, which torch cannot "
             f"compile"
         )
+    _check_batch_invariant(config, device, machine)
     if config.model.compile and not machine.has_triton:
         raise ConfigError(
             "--compile needs the package triton, in which torch writes its kernels: install it"

@@ -53,6 +53,22 @@ def test_only_cuda_compiles():
         decide(CUDA, compile=True)
 
 
+def test_batch_invariance_is_for_what_has_kernels_for_it():
+    machine = msgspec.structs.replace(CUDA, has_triton=True)
+    assert decide(machine, batch_invariant=True).model.batch_invariant
+    for options, why in [
+        ({"device": "cpu"}, "for CUDA: on a cpu"),
+        ({"tensor_parallel_size": 2}, "no kernels for --tensor-parallel-size"),
+        ({"quantization": "fp8"}, "no kernels for --quantization"),
+        ({"compile": True}, "no kernels for --compile"),
+        ({"enable_lora": True}, "no kernels for --enable-lora"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            decide(machine, batch_invariant=True, **options)
+    with pytest.raises(ConfigError, match="--batch-invariant needs the package triton"):
+        decide(CUDA, batch_invariant=True)
+
+
 def test_two_devices_need_a_process_each():
     assert decide(CUDA, tensor_parallel_size=2).parallel.executor == "multiproc"
 

@@ -13,6 +13,7 @@ from servd.config import Config
 from servd.hf import ModelSpec
 from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
 from servd.worker import dry_run
+from servd.worker.batch_invariant import make_batch_invariant
 from servd.worker.compile import compile_layers
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.device import name_of, require_c_compiler, set_num_threads
@@ -73,6 +74,8 @@ class Worker:
         self.runner.load_model(lambda fraction: self.progress("loading weights", fraction))
         if self.runner.config.model.compile:
             compile_layers(self.runner.model)
+        if self.runner.config.model.batch_invariant:
+            make_batch_invariant(self.runner)
         self.steps = self.runner if self.parallel.num_stages == 1 else Stage(self.runner)
         self.progress("loading weights", 1.0)
         seconds = time.monotonic() - start

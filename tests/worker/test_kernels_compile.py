@@ -29,6 +29,7 @@ DECODING, PROMPTS = {"num_warps": 4, "num_stages": 5}, {"num_warps": 8, "num_sta
 WORK = {"SPLIT_QUERIES": 4, "TILE_QUERIES": 32, "TILE_KEYS": 64, "MIN_SPLIT": 256,
         "MAX_SPLITS": 16, "ROWS": 1024}  # fmt: skip
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
+PRODUCT = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64}
 LOW_RANK = {"ROWS": 16, "COLUMNS": 64, "DEPTH": 64}
 KERNELS = [
     (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32", WORK | {"WINDOW": None}, 4),
@@ -45,6 +46,10 @@ KERNELS = [
      DECODING),
     (f"{OPS}.paged_attention.merge_kernel", "*fp32 *fp32 *bf16 *i32 *i32 i32",
      {"sinks_ptr": None, "HEADS": 32, "HEAD_DIM": 128, "MAX_SPLITS": 16}, 1),
+    (f"{OPS}.product.product_kernel", "*bf16 *bf16 *bf16 *bf16 i32 i32:16 i32:16 i32:16",
+     PRODUCT, {"num_warps": 4, "num_stages": 4}),
+    (f"{OPS}.product.product_kernel", "*bf16 *bf16 *bf16 i32 i32 i32:16 i32:16",
+     PRODUCT | {"bias_ptr": None}, {"num_warps": 4, "num_stages": 4}),
     (f"{OPS}.experts.experts_kernel", "*bf16 *i32 *i32 *i64 *bf16 i32 i32 i32",
      {"HAS_INDEX": True, "ROWS": 16, "COLUMNS": 64, "DEPTH": 64}, 4),
     (f"{OPS}.rotary.rotate_and_store_kernel",
@@ -113,7 +118,7 @@ def main() -> None:
         if isinstance(options, int):
             options = {"num_warps": options}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        if options == DECODING:  # keys and values of two turns are loaded ahead
+        if options is DECODING:  # keys and values of two turns are loaded ahead
             tile_bytes = 64 * 128 * (1 if "*fp8e4nv" in types else 2)
             assert compiled.metadata.shared >= 2 * 2 * tile_bytes, (name, compiled.metadata.shared)
 

@@ -104,6 +104,7 @@ class Backend(ABC, Generic[Metadata]):
     # to stay; 0: none but in the same block. None: any.
     num_read_before: ClassVar[int | None] = None
     is_batch_invariant: bool = False  # a token has the same bits whatever is beside it
+    supports_batch_invariance: ClassVar[bool] = False  # see AttentionSpec.batch_invariant
     supports_soft_cap: ClassVar[bool] = False  # and sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
     # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.

@@ -41,6 +41,7 @@ class Backend(AttentionBackend[Metadata]):
     supports_tails = True
     num_read_before = 0
     supports_soft_cap = True
+    supports_batch_invariance = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)

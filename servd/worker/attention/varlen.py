@@ -40,6 +40,7 @@ class Backend(AttentionBackend[Metadata]):
 
     auto_order = {"cuda": 10}  # FlashAttention 3, tuned by hand for the one chip that it runs on
     supports_graphs = True
+    supports_batch_invariance = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)

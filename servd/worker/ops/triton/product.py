@@ -1,0 +1,60 @@
+"""Product of a matrix whose rows have the same bits whatever is beside them."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Always the same, so that the instructions and the order of each sum are; plausible, not measured.
+TILE = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64}
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] @ weight.T + bias, [..., out], of one type; weight is [out, in], contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    num_outputs, size = weight.shape
+    out = torch.empty(len(rows), num_outputs, dtype=x.dtype, device=x.device)
+    assert weight.is_contiguous() and rows.stride(1) == 1
+    tiles = triton.cdiv(len(rows), TILE["ROWS"]) * triton.cdiv(num_outputs, TILE["COLUMNS"])
+    if tiles:
+        product_kernel[(tiles,)](
+            rows, weight, bias, out, len(rows), num_outputs, size, rows.stride(0), **TILE,
+            num_warps=4, num_stages=4,
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], num_outputs)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outputs, size, x_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One program per tile; those of the same columns follow each other, and share the weights."""
+    tiles = tl.cdiv(num_rows, ROWS)
+    row = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(0, size, DEPTH):
+        at = begin + depth
+        x = tl.load(
+            x_ptr + row * x_stride + at[None, :],
+            mask=(row < num_rows) & (at < size)[None, :],
+            other=0.0,
+        )
+        weight = tl.load(
+            weight_ptr + column * size + at[:, None],
+            mask=(column < num_outputs) & (at < size)[:, None],
+            other=0.0,
+        )
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < num_outputs, other=0.0).to(tl.float32)
+    tl.store(
+        out_ptr + row * num_outputs + column,
+        total.to(out_ptr.dtype.element_ty),
+        mask=(row < num_rows) & (column < num_outputs),
+    )
