@@ -245,7 +245,8 @@ class Metrics:
         for state, is_so in (("awake", not ready.is_asleep), ("discard_all", ready.is_asleep)):
             self.sleep_state.labels(**self.labels, sleep_state=state).set(is_so)
         self.families.adapters.max_loras, cache = config.lora.num_places, config.cache
-        layout = KVLayout.of(config, ready.worker.kv_windows)
+        most = config.scheduler.max_num_batched_tokens or 1
+        layout = KVLayout(ready.block_size, most, ready.worker.kv_windows)
         num_tokens = layout.num_tokens(ready.worker.num_blocks, ready.max_model_len)
         self.cache_config.labels(
             **self.labels,

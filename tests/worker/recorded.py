@@ -83,7 +83,11 @@ class GraphBackend(torch_sdpa.Backend):
         # [tokens, keys, heads, head_dim] each
         keys, values = parts.repeat_interleave(groups, 3)
         scores = torch.einsum("rhd,rkhd->rhk", q, keys) * scale
-        hidden = torch.arange(keys.shape[1]) > positions[:, None]
+        at = torch.arange(keys.shape[1])
+        hidden = at > positions[:, None]
+        if self.spec.sliding_window is not None:
+            hidden |= at <= positions[:, None] - self.spec.sliding_window
+        values = values.masked_fill(hidden[:, :, None, None], 0)  # may be NaN, of others
         weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
         out = torch.einsum("rhk,rkhd->rhd", weights, values)
         return out.masked_fill(is_padding[:, None, None], torch.nan)  # anything

@@ -21,6 +21,7 @@ from servd.params import SamplingParams
 from servd.speculative import MAX_FORCED_TOKENS
 from servd.worker.graph_runner import GraphRunner, GraphSize, decode_sizes, mixed_sizes
 from tests.core.engines import Log
+from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
 from tests.worker.recorded import (
     GraphBackend,
@@ -146,6 +147,20 @@ def test_graphs_compute_what_is_computed_without(folder: Path):
         assert cache[:, -1].any(), "padding has a block of its own"
         assert not expected[:, -1].any()
         torch.testing.assert_close(cache[:, :-1], expected[:, :-1], atol=1e-5, rtol=0)
+
+
+def test_graphs_take_groups_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each reads and writes blocks of its own, and no number of those that were given back."""
+    use_recorded_runner(monkeypatch)
+    monkeypatch.setattr(Driver, "gives_back", True)
+    folder = make_checkpoint(tmp_path, "gemma3_text", CASES["gemma3_text"]["layer types"])
+    (graphs, tokens, logits), (eager, expected_tokens, expected_logits) = (
+        run_steps(folder, enforce_eager=enforce_eager) for enforce_eager in (False, True)
+    )
+    assert graphs.ready.kv_windows == eager.ready.kv_windows == (None, 7, 7)
+    assert len(graphs.worker.runner.graphs.graphs) > 5 and eager.worker.runner.graphs is None
+    assert tokens == expected_tokens
+    torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
